@@ -1,0 +1,48 @@
+# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+RECIPE ?=
+NODES ?= 1
+NPROC_PER_NODE ?=
+NAME ?=
+ARGS ?=
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+.PHONY: help list setup run test lint format lock clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+list: ## List the recipes, a line each
+	@python3 -m scripts.local --list
+
+setup: ## Create .venv with the exact packages that recipes need
+	@scripts/setup.sh run
+
+run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3"
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.local "$(RECIPE)" --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" \
+		-- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
+	@scripts/setup.sh dev
+	@$(PYTHON) -m pytest $(ARGS)
+
+lint: ## Check formatting, names, types, shell scripts and YAML
+	@scripts/setup.sh dev
+	@scripts/lint.sh
+
+format: ## Let ruff format the code
+	@scripts/setup.sh dev
+	@$(PYTHON) -m ruff format . && $(PYTHON) -m ruff check --fix .
+
+lock: ## Resolve requirements/*.in anew into requirements/*.txt, with hashes
+	@scripts/setup.sh dev
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/lock.sh
+
+clean: ## Remove .venv and caches; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

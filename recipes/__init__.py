@@ -1,0 +1,1 @@
+"""Self-contained recipes for training PyTorch models on more than one device."""

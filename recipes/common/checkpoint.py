@@ -1,0 +1,216 @@
+"""Checkpoints that are whole or absent: written to a temporary file, flushed, then renamed.
+
+A checkpoint is torch's own zip file and loads with `torch.load(path, weights_only=True)`. It holds the
+whole model and optimizer under the names of the one-process run, so that any recipe at any world size
+can go on from it. The state of the random generators is the pair (seed, step): see seeding.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.common.errors import UserError
+from recipes.common.options import Options
+
+FORMAT = "cluster-recipes/1"
+MUST_MATCH = ("data", "image_size", "num_samples", "model", "optimizer", "global_batch_size", "seed")
+"""Options that a resumed run must share with the run that wrote the checkpoint."""
+
+_NAME = re.compile(r"step-(\d{9})\.pt")
+
+
+class BadCheckpointError(Exception):
+    """A file that is no whole checkpoint of ours; the message says why."""
+
+
+@dataclass
+class Position:
+    """Where a run stands. The place within an epoch follows from the step."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Epochs trained and evaluated."""
+    test_accuracy: float = 0.0
+    """Of the last evaluation."""
+    best_accuracy: float = -1.0
+
+    def record_accuracy(self, accuracy: float) -> bool:
+        """Count a finished epoch; return whether it is the best so far."""
+        self.epoch += 1
+        self.test_accuracy = accuracy
+        is_best = accuracy > self.best_accuracy
+        self.best_accuracy = max(accuracy, self.best_accuracy)
+        return is_best
+
+
+def pack(
+    args: Options,
+    position: Position,
+    model: dict[str, Any],
+    optimizer: dict[str, Any],
+    scaler: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest."""
+    return {
+        "format": FORMAT,
+        "options": {name: getattr(args, name) for name in MUST_MATCH},
+        "position": asdict(position),
+        "model": model,
+        "optimizer": optimizer,
+        "scaler": scaler,
+    }
+
+
+def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
+    """Return where a checkpoint stands, for a run that may be longer than the one that wrote it."""
+    position = Position(**content["position"])
+    if position.step < total_steps:
+        # A run that --max-steps ended within an epoch counted it as done; a longer run completes it.
+        position.epoch = min(position.epoch, position.step // steps_per_epoch)
+    return position
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's content with its tensors on the CPU.
+
+    Raises:
+        BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise BadCheckpointError(f"damaged at {damaged}")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except BadCheckpointError:
+        raise
+    except Exception as error:  # zipfile, pickle and torch raise a dozen kinds for damaged bytes
+        raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
+    return content
+
+
+def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
+    """Refuse to go on from a checkpoint of other data, another model, batch or seed.
+
+    Raises:
+        UserError: naming the first option that differs.
+    """
+    for name, value in content["options"].items():
+        if name == "image_size" and args.data not in ("imagefolder", "synthetic"):
+            continue
+        if name == "num_samples" and args.data != "synthetic":
+            continue
+        if getattr(args, name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{path} was written with {flag} {value}, this run has {flag} {getattr(args, name)}; "
+                "give the same, or start a new run without --resume"
+            )
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: step-000000123.pt, ..., and best.pt. Only rank 0 writes."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+
+    def paths(self) -> list[Path]:
+        """Return the checkpoints' paths, the newest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
+
+    def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest good checkpoint, or None where there is no checkpoint at all.
+
+        A bad one is passed over with a warning and, with set_aside, renamed so that it never counts
+        among the newest again.
+
+        Raises:
+            UserError: there are checkpoints, and none of them is good.
+        """
+        paths = self.paths()
+        for path in paths:
+            try:
+                return path, read_checkpoint(path)
+            except BadCheckpointError as error:
+                print(f"warning: passed over {path}: {error}", file=sys.stderr, flush=True)
+                if set_aside:
+                    path.rename(path.with_name(f"{path.name}.bad"))
+        if paths:
+            raise UserError(f"none of the {len(paths)} checkpoints in {self.folder} is good; start a new run")
+        return None
+
+    def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
+        """Write a checkpoint for the step it stands at, then remove the oldest.
+
+        Raises:
+            UserError: the disk is full or the folder cannot be written; what was there is untouched.
+        """
+        step = content["position"]["step"]
+        path = self.folder / f"step-{step:09d}.pt"
+        temporary = path.with_suffix(".tmp")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob("*.tmp"):
+                leftover.unlink()
+            with open(temporary, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            _sync_folder(self.folder)
+            if is_best:
+                _link(path, self.folder / "best.pt")
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            reason = _reason(error)
+            newest = next(iter(self.paths()), None)
+            kept = f"{newest} is intact" if newest else "there is no earlier one"
+            raise UserError(f"cannot write {path}: {reason}; {kept}: mend this, then add --resume auto") from error
+        for old in self.paths()[self.keep :]:
+            old.unlink()
+        return path
+
+
+def _reason(error: BaseException) -> str:
+    """Return the system's reason for a failed write, which torch.save may have wrapped."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None:
+            hint = " (free some space)" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            return f"{cause.strerror}{hint}"
+        cause = cause.__cause__ or cause.__context__
+    return str(error).strip().split("\n")[0]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _link(path: Path, target: Path) -> None:
+    """Let target be the same file as path (a copy where the file system has no hard links)."""
+    temporary = target.with_suffix(".tmp")
+    try:
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    temporary.replace(target)

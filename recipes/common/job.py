@@ -1,0 +1,169 @@
+"""One training job as one rank sees it: where it stands, and which samples come next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.checkpoint import Position, pack, position_of
+from recipes.common.data import Data
+from recipes.common.errors import UserError
+from recipes.common.metrics import Throughput
+from recipes.common.options import Options
+from recipes.common.record import Record
+from recipes.common.seeding import permutation
+from recipes.common.signals import Stop
+
+
+@dataclass
+class Job:
+    """What training works on. Only `position`, the model and the optimizer change as it goes."""
+
+    args: Options
+    data: Data
+    device: torch.device
+    model: nn.Module
+    """The plain model; the recipe keeps what it wraps around it."""
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    stop: Stop
+    record: Record | None = None
+    """On rank 0 only."""
+    position: Position = field(default_factory=Position)
+
+    def __post_init__(self) -> None:
+        self.throughput = Throughput(self.args.global_batch_size, self.device)
+        self._saved = Path()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches in an epoch: the few samples left over are other ones in each epoch."""
+        return len(self.data.train) // self.args.global_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        steps = self.args.epochs * self.steps_per_epoch
+        return min(steps, self.args.max_steps or steps)
+
+    @property
+    def epoch_end(self) -> int:
+        """The step at which the epoch under way is complete."""
+        return min((self.position.epoch + 1) * self.steps_per_epoch, self.total_steps)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done and the last epoch is evaluated."""
+        done = self.position.step
+        return done >= self.total_steps and self.position.epoch * self.steps_per_epoch >= done
+
+    def restore(self, content: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint's content (None: from the beginning).
+
+        Raises:
+            UserError: the checkpoint's model or optimizer has another shape.
+        """
+        if content is None:
+            return
+        try:
+            self.model.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"the checkpoint does not fit this run: {reason[:200]}") from None
+        if content["scaler"]:
+            self.scaler.load_state_dict(content["scaler"])
+        self.position = position_of(content, self.steps_per_epoch, self.total_steps)
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote."""
+        if not self.record:
+            return
+        content = pack(
+            self.args,
+            self.position,
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.scaler.state_dict(),
+        )
+        try:
+            self._saved = self.record.checkpoints.write(content, is_best)
+        except UserError as error:
+            self.stop.fail(error)
+
+    def global_batches(self) -> Iterator[Tensor]:
+        """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
+
+        They depend on the seed and the step alone: the ranks, however many, share out the same batches.
+        """
+        size = self.args.global_batch_size
+        order = permutation(len(self.data.train), self.args.seed, self.position.epoch)
+        first_step = self.position.epoch * self.steps_per_epoch
+        for step in range(self.position.step, self.epoch_end):
+            start = (step - first_step) * size
+            yield order[start : start + size]
+
+    def begin_epoch(self) -> None:
+        """Start the clock and the progress bar."""
+        self.throughput.start()
+        if self.record:
+            done = self.position.step - self.position.epoch * self.steps_per_epoch
+            steps = self.epoch_end - self.position.epoch * self.steps_per_epoch
+            self.record.progress.begin_epoch(self.position.epoch + 1, steps, done)
+
+    def count_step(self) -> None:
+        """Count an optimizer step."""
+        self.position.step += 1
+        self.throughput.count_step()
+        if self.record:
+            self.record.progress.advance()
+
+    def log_step(self, loss: float, rate: float) -> None:
+        """Record the step just done: the global batch's mean loss and the learning rate."""
+        speed = self.throughput.recent()
+        self._record(
+            "log_step",
+            step=self.position.step,
+            epoch=self.position.epoch + 1,
+            loss=loss,
+            lr=rate,
+            samples_per_s=round(speed, 1),
+        )
+
+    def end_epoch(self, averages: dict[str, float]) -> bool:
+        """Count and record an evaluated epoch; return whether it is the best so far."""
+        is_best = self.position.record_accuracy(averages["test_accuracy"])
+        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages)
+        return is_best
+
+    def leave(self) -> None:
+        """Say how to go on with a run that a signal has ended."""
+        if self.record:
+            name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+            self.record.leave(name, self._saved)
+
+    def finish(self, world_size: int) -> None:
+        """Print the result of a completed run."""
+        if self.record:
+            self.record.finish(world_size, self.position.test_accuracy, self.throughput.overall())
+
+    def _record(self, kind: str, **values: float) -> None:
+        if self.record:
+            try:
+                getattr(self.record, kind)(**values)
+            except UserError as error:
+                self.stop.fail(error)
+
+    def is_log_due(self) -> bool:
+        """Whether the step just done is one of those that are logged."""
+        return self.position.step % self.args.log_every == 0
+
+    def is_checkpoint_due(self) -> bool:
+        """Whether the step just done calls for a checkpoint (the one at the epoch's end comes anyway)."""
+        every = self.args.checkpoint_every
+        return bool(every) and self.position.step % every == 0 and self.position.step < self.epoch_end

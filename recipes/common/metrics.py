@@ -1,0 +1,83 @@
+"""Sums and counts, which may be added over ranks; never averages, which may not."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from recipes.common.data import SKIPPED
+
+
+def new_totals(device: torch.device) -> Tensor:
+    """Return the totals of an evaluation: float64 [loss sum, correct, samples, skipped]."""
+    return torch.zeros(4, dtype=torch.float64, device=device)
+
+
+def add_batch(totals: Tensor, logits: Tensor, labels: Tensor) -> None:
+    """Add a batch to the totals: logits of shape (B, classes), labels (B,); SKIPPED ones do not count."""
+    logits = logits.float()
+    totals[0] += functional.cross_entropy(logits, labels, reduction="sum", ignore_index=SKIPPED)
+    totals[1] += (logits.argmax(dim=1) == labels).sum()
+    totals[2] += (labels != SKIPPED).sum()
+
+
+def averages(totals: Tensor) -> dict[str, float]:
+    """Return test_loss and test_accuracy of totals that cover every sample once."""
+    loss_sum, correct, count, skipped = totals.tolist()
+    result = {"test_loss": loss_sum / max(count, 1), "test_accuracy": correct / max(count, 1)}
+    return {**result, "skipped_images": int(skipped)} if skipped else result
+
+
+class Throughput:
+    """Training samples per second, global batch and all, without evaluation and without the first step.
+
+    The first step warms caches up and compiles; its time says nothing about the others.
+    """
+
+    def __init__(self, global_batch_size: int, device: torch.device) -> None:
+        self.global_batch_size, self.device = global_batch_size, device
+        self._warm = False
+        self._steps, self._seconds = 0, 0.0
+        self._since: float | None = None
+        self._mark = (0, 0.0)
+
+    def start(self) -> None:
+        """Let the clock run: training goes on."""
+        self._since = time.perf_counter()
+
+    def count_step(self) -> None:
+        """Count one optimizer step."""
+        if self._warm:
+            self._steps += 1
+        else:
+            self._warm = True
+            self._synchronize()
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock: what follows is no training."""
+        self._synchronize()
+        self._seconds, self._since = self._elapsed(), None
+
+    def recent(self) -> float:
+        """Return the samples per second since the last call."""
+        steps, seconds = self._mark
+        self._mark = (self._steps, self._elapsed())
+        return self._rate(self._mark[0] - steps, self._mark[1] - seconds)
+
+    def overall(self) -> float:
+        """Return the samples per second of this launch."""
+        return self._rate(self._steps, self._elapsed())
+
+    def _elapsed(self) -> float:
+        return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def _rate(self, steps: int, seconds: float) -> float:
+        return steps * self.global_batch_size / seconds if steps and seconds else 0.0
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

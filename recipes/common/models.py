@@ -1,0 +1,108 @@
+"""Models fitted to the data: LeNet, and torchvision's classification models by name."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.data import Data
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Options
+
+SMALL_IMAGE = 64
+"""Up to this side, a ResNet gets the stem of He et al.'s CIFAR variant instead of ImageNet's."""
+
+
+class LeNet(nn.Module):
+    """LeNet-5 with ReLU and max pooling, for square images of 8 pixels and more.
+
+    Source: LeCun et al. 1998, Gradient-based learning applied to document recognition.
+    """
+
+    def __init__(self, channels: int, image_size: int, num_classes: int) -> None:
+        super().__init__()
+        # A 5x5 kernel without padding needs 12 pixels to leave something to pool; smaller images are padded.
+        padding = 0 if image_size >= 12 else 2
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 6, kernel_size=5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, kernel_size=5, padding=padding),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+        side = (image_size // 2 - 4 + 2 * padding) // 2
+        self.classifier = nn.Sequential(
+            nn.Linear(16 * side * side, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, num_classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (B, C, S, S) to logits (B, num_classes)."""
+        return self.classifier(self.features(images))
+
+
+def build_model(args: Options, data: Data) -> nn.Module:
+    """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
+
+    Raises:
+        UserError: a name that torchvision does not have (with the nearest), or images too small for it.
+    """
+    torch.manual_seed(args.seed)
+    if args.model == "lenet":
+        if data.image_size < 8:
+            raise UserError(f"--model lenet needs images of 8 pixels and more, got {data.image_size}")
+        model: nn.Module = LeNet(data.channels, data.image_size, data.num_classes)
+    else:
+        model = _torchvision_model(args.model, data)
+    return model.to(memory_format=torch.channels_last) if args.channels_last else model
+
+
+def _torchvision_model(name: str, data: Data) -> nn.Module:
+    from torchvision import models  # over a second: paid only by those who use it
+
+    names = models.list_models(module=models)
+    if name not in names:
+        raise UserError(f"--model: torchvision has no {name!r}{nearest(name, ['lenet', *names])}")
+    settings: dict[str, object] = {"num_classes": data.num_classes}
+    if name.startswith("vit_"):
+        settings["image_size"] = data.image_size
+    if name in ("googlenet", "inception_v3"):
+        settings.update(aux_logits=False, init_weights=True)
+    refusal = f"--model {name} does not take images of {data.image_size}x{data.image_size}"
+    try:
+        model = models.get_model(name, weights=None, **settings)
+        if isinstance(model, models.ResNet) and data.image_size <= SMALL_IMAGE:
+            model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, padding=1, bias=False)
+            nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+            model.maxpool = nn.Identity()
+        _fit_channels(model, data.channels)
+        probe = copy.deepcopy(model).to("meta").eval()  # shapes only: no memory, no arithmetic
+        probe(torch.empty(2, data.channels, data.image_size, data.image_size, device="meta"))
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{refusal} ({reason}); use larger images or another model") from None
+    return model
+
+
+def _fit_channels(model: nn.Module, channels: int) -> None:
+    """Let the first convolution read as many channels as the data have."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv2d):
+            if module.in_channels != channels:
+                first = nn.Conv2d(
+                    channels,
+                    module.out_channels,
+                    module.kernel_size,  # type: ignore[arg-type]
+                    module.stride,  # type: ignore[arg-type]
+                    module.padding,  # type: ignore[arg-type]
+                    bias=module.bias is not None,
+                )
+                model.set_submodule(path, first)
+            return

@@ -1,0 +1,74 @@
+"""Optimizer, learning-rate schedule and mixed precision: each a function of the options and the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.common.options import Options
+
+AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class and the arguments of the optimizer that the options name."""
+    settings: dict[str, Any] = {"lr": args.lr, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW, settings
+    return torch.optim.SGD, {**settings, "momentum": args.momentum}
+
+
+def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with momentum or AdamW over the parameters."""
+    make, settings = optimizer_class(args)
+    return make(parameters, **settings)
+
+
+def learning_rate(args: Options, step: int, total_steps: int) -> float:
+    """Return the rate of the step-th optimizer step, counted from 0: linear warm-up, then cosine to zero.
+
+    The linear scaling rule is that of Goyal et al. 2017, https://arxiv.org/abs/1706.02677. The rate
+    depends on the global batch and never on the number of processes.
+    """
+    peak = args.lr * (args.global_batch_size / 256 if args.scale_lr else 1.0)
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.schedule == "constant":
+        return peak
+    decay_steps = max(1, total_steps - args.warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - args.warmup_steps) / decay_steps)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every parameter group the rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def autocast(args: Options, device: torch.device) -> torch.autocast:
+    """Return the mixed-precision context of --amp (one that does nothing for `none`)."""
+    return torch.autocast(device.type, dtype=AMP_DTYPES[args.amp], enabled=args.amp != "none")
+
+
+def build_scaler(args: Options, device: torch.device) -> torch.amp.GradScaler:
+    """Return the loss scaler that fp16 needs; for the other precisions it passes everything through."""
+    return torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+
+
+def optimizer_step(
+    args: Options,
+    parameters: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Unscale, clip, step, and clear the gradients."""
+    if args.clip_grad_norm:
+        scaler.unscale_(optimizer)  # the norm is that of the gradient, not of the scaled one
+        nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)

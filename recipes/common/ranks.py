@@ -1,0 +1,44 @@
+"""Who this process is: the variables that every launcher sets, the only ones that a recipe reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from recipes.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's numbers; rank is the global one, and the sizes count processes."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+def read_ranks(recipe: str) -> Ranks:
+    """Return what RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE say.
+
+    Raises:
+        UserError: a variable (or MASTER_ADDR, MASTER_PORT) is missing or makes no sense.
+    """
+    start = f"start it with `make run RECIPE={recipe}` or `torchrun --nproc-per-node=2 -m recipes.{recipe}.train`"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        if not os.environ.get(name):
+            raise UserError(f"{name} is not set: a launcher sets it; {start}")
+    values = []
+    for name in names[:4]:
+        text = os.environ[name]
+        if not text.isascii() or not text.isdigit():
+            raise UserError(f"{name} wants a whole number, got {text!r}; {start}")
+        values.append(int(text))
+    ranks = Ranks(*values)
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise UserError(
+            f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size}, LOCAL_RANK {ranks.local_rank} of "
+            f"LOCAL_WORLD_SIZE {ranks.local_world_size}: ranks count from 0 and stay below the size"
+        )
+    return ranks

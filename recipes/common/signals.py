@@ -1,0 +1,49 @@
+"""Remember that the job was asked to stop, or that it has to, until all ranks can agree on the step."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from recipes.common.errors import UserError
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+GO, STOP, FAIL = 0, 1, 2
+"""What a rank votes at each step. The largest vote of all ranks is what all of them do."""
+
+
+class Stop:
+    """This rank's wish to stop: a signal that came in, or an error that only it has met.
+
+    USR1 and TERM mean "write a checkpoint, then leave with status 0". The handler only sets a flag, so
+    that the step under way ends normally. Signals that came before the handlers stood (a launcher may
+    start its ranks with them blocked, so that none is lost while Python imports) are delivered here.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.error: UserError | None = None
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+
+    def fail(self, error: UserError) -> None:
+        """Keep the first error of this rank until all ranks have been told of it."""
+        self.error = self.error or error
+
+    @property
+    def vote(self) -> int:
+        """GO, STOP or FAIL, as this rank sees it now."""
+        if self.error:
+            return FAIL
+        return STOP if self.signal else GO
+
+
+def restore_default_handlers() -> None:
+    """Give a helper process (a data-loading worker) the usual meaning of the stop signals back."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

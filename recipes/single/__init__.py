@@ -1,0 +1,1 @@
+"""The one-process baseline: see train.py."""

@@ -1,0 +1,1 @@
+"""Launchers and tools; each module's docstring says what it starts."""

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Start this node's processes of a recipe: the one entry for the Makefile, containers, Slurm and Kubernetes.
+#
+#   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 scripts/launch.sh ddp --epochs 3
+#
+# It reads the five variables above (unset: one node, one process, this machine, port 29500) and becomes the
+# launcher that the recipe wants. USR1 and TERM mean: write a checkpoint, then leave with status 0.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+recipe=${1:?usage: scripts/launch.sh RECIPE [OPTIONS]}
+shift
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+if [[ ! $recipe =~ ^[a-z0-9_]+$ || ! -f recipes/$recipe/train.py ]]; then
+    refuse "there is no recipe '$recipe'; make list shows all"
+fi
+python=${PYTHON:-.venv/bin/python}
+if ! command -v "$python" >/dev/null; then
+    refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
+fi
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+case $recipe in
+single)
+    if [[ ${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1 ]]; then
+        refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
+    fi
+    exec "$python" -m "recipes.$recipe.train" "$@"
+    ;;
+*)
+    exec "$python" -m scripts.agent "$recipe" "$@"
+    ;;
+esac

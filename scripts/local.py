@@ -1,0 +1,264 @@
+"""Run a job of several nodes on this machine: a scripts/launch.sh for each node, as a cluster would start them.
+
+    python -m scripts.local ddp --nodes 2 --nproc-per-node 1 -- --epochs 3
+
+`make run RECIPE=ddp NODES=2` calls it. Each node gets its NODE_RANK and its share of the GPUs and cores. Node 0
+writes to this terminal; what other nodes print is marked with their number. USR1 and TERM are passed on (write a
+checkpoint, then leave). Ctrl-C, or the end of any node with an error, ends every process within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import ctypes
+import difflib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+USAGE_STATUS = 2
+
+ERROR_GRACE_S = 3.0
+"""How long the other nodes may take to say what they have seen, once a node has failed."""
+
+STOP_GRACE_S = 60.0
+"""How long a checkpoint may take after a stop signal."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def refuse(message: str) -> NoReturn:
+    """Print one line and exit with status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(USAGE_STATUS)
+
+
+def recipes() -> dict[str, str]:
+    """Return every recipe with the first line of its docstring."""
+    found = {}
+    for path in sorted(ROOT.glob("recipes/*/train.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.parent.name] = docstring.split("\n")[0]
+    return found
+
+
+def check_recipe(name: str) -> str:
+    """Return the name of a recipe that exists, or refuse with the nearest."""
+    known = recipes()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        refuse(f"RECIPE wants one of {', '.join(known)}, got {name!r}{hint}")
+    return name
+
+
+def count(name: str, text: str) -> int:
+    """Return a number of nodes or processes, or refuse."""
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 1024:
+        refuse(f"{name} wants a whole number from 1 to 1024, got {text!r}")
+    return int(text)
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES would name them, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    return re.findall(r"^GPU (\d+):", listing, re.MULTILINE)
+
+
+def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
+    """Return each node's GPUs: as many for each, none at all where there are fewer GPUs than nodes."""
+    share = len(gpus) // nodes
+    return [gpus[node * share : (node + 1) * share] for node in range(nodes)]
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
+    """Return the environment of one node: the five variables, its GPUs, and what suits one machine."""
+    environment = {
+        **os.environ,
+        "NNODES": str(nodes),
+        "NODE_RANK": str(node),
+        "NPROC_PER_NODE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "PYTHON": sys.executable,
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # All nodes are this machine: a thread per core in all, and nothing listens beyond it.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
+    environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    return environment
+
+
+class LocalJob:
+    """The nodes of a job on this machine, from their start to their common end."""
+
+    def __init__(self) -> None:
+        self.nodes: list[subprocess.Popen[str]] = []
+        self.relays: list[threading.Thread] = []
+        self.refusals: list[str] = []
+        self.stopped_by = 0
+        self.stop_deadline = float("inf")
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start the next node in a session of its own: what the terminal sends comes here first."""
+        is_first = not self.nodes
+        node = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            stdin=subprocess.DEVNULL,
+            stdout=None if is_first else subprocess.PIPE,
+            stderr=None if is_first else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.nodes.append(node)
+        if not is_first:
+            relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
+            relay.start()
+            self.relays.append(relay)
+
+    def relay(self, number: int, node: subprocess.Popen[str]) -> None:
+        """Pass a node's lines on, marked with its number; keep refusals, which node 0 may say as well."""
+        assert node.stdout
+        for line in node.stdout:
+            if line.startswith("error: "):
+                self.refusals.append(f"[node {number}] {line}")
+            else:
+                sys.stderr.write(f"[node {number}] {line}")
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Hand a stop signal to every node's agent."""
+        self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
+        for node in self.nodes:
+            with contextlib.suppress(ProcessLookupError):
+                node.send_signal(number)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Remember Ctrl-C: wait() then ends everything."""
+        self.stopped_by = number
+
+    def wait(self) -> int:
+        """Wait for all nodes; on the first failure or Ctrl-C end the others; return the job's status."""
+        failed_at: float | None = None
+        while any(node.poll() is None for node in self.nodes):
+            now = time.monotonic()
+            if failed_at is None and any(node.poll() for node in self.nodes):
+                failed_at = now
+            late = failed_at is not None and now > failed_at + ERROR_GRACE_S
+            if late or self.stopped_by or now > self.stop_deadline:
+                self.kill()
+                break
+            time.sleep(0.05)
+        first_failed = [number for number, node in enumerate(self.nodes) if node.poll()]
+        for node in self.nodes:
+            node.wait()
+        for relay in self.relays:
+            relay.join(timeout=1)
+        return self.report(first_failed)
+
+    def report(self, failed: list[int]) -> int:
+        """Say why the job has failed, once, and return its exit status."""
+        if self.stopped_by:
+            print("interrupted; checkpoints so far are whole: add --resume auto to go on", file=sys.stderr)
+            return 128 + self.stopped_by
+        if not failed:
+            if any(node.returncode for node in self.nodes):
+                print(f"error: no checkpoint within {STOP_GRACE_S:.0f} s of the signal; killed", file=sys.stderr)
+                return 1
+            return 0
+        statuses = {number: self.nodes[number].returncode for number in failed}
+        if statuses.get(0) == USAGE_STATUS:
+            return USAGE_STATUS  # node 0 has said why
+        sys.stderr.writelines(self.refusals)
+        if USAGE_STATUS in statuses.values():
+            return USAGE_STATUS
+        for number, status in statuses.items():
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            print(f"error: node {number} {how}; all nodes are stopped", file=sys.stderr)
+        return max(status if status > 0 else 128 - status for status in statuses.values())
+
+    def kill(self) -> None:
+        """Kill every node's agent; the kernel then kills its processes, which are leashed to it."""
+        for node in self.nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies (Linux; elsewhere nothing does)."""
+    _set_parent_death_signal(signal.SIGKILL)
+
+
+def _set_parent_death_signal(number: int) -> None:
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the launcher's own arguments; what follows -- is the recipe's."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.local", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("recipe", nargs="?", default="")
+    parser.add_argument("--nodes", default="1")
+    parser.add_argument("--nproc-per-node", default="")
+    parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    args = parser.parse_args(own)
+    args.options = options
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the nodes, see them to their end, and return the job's exit status."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    if args.list:
+        for name, summary in recipes().items():
+            print(f"{name:14} {summary}")
+        return 0
+    recipe = check_recipe(args.recipe)
+    nodes = count("NODES", args.nodes)
+    shares = share_out(visible_gpus(), nodes)
+    processes = count("NPROC_PER_NODE", args.nproc_per_node or str(max(1, len(shares[0]))))
+    if os.environ.get("MAKELEVEL"):
+        _set_parent_death_signal(signal.SIGINT)  # make has been killed: nobody waits for this job any more
+
+    job = LocalJob()
+    signal.signal(signal.SIGINT, job.interrupt)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, job.pass_on)
+    port = free_port()
+    for node in range(nodes):
+        environment = node_environment(node, nodes, processes, shares[node], port)
+        job.start(["scripts/launch.sh", recipe, *args.options], environment)
+    return job.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
