@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 USAGE_STATUS = 2
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
+END_SIGNAL = signal.SIGUSR2
+"""Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
+
 
 class RefusalError(Exception):
     """What cannot work; the message says why and how to mend it."""
@@ -117,10 +120,9 @@ def pass_signals_on(logs: str) -> None:
         received = signal.sigwait(STOP_SIGNALS)
         workers = psutil.Process().children()
         if not workers and not os.listdir(logs):  # torchrun makes a folder there when it starts processes
-            name = signal.Signals(received).name
-            print(f"error: {name} came before any process had started", file=sys.stderr, flush=True)
+            print(f"stopped by {signal.Signals(received).name} before any process had started", flush=True)
             shutil.rmtree(logs)
-            os._exit(128 + received)
+            os._exit(0)
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.send_signal(received)
@@ -139,9 +141,10 @@ def run(recipe: str, options: list[str]) -> int:
     except RefusalError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_STATUS
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # status_of() says it in one line
-    # A rank that waits in a collective for a dead one does not heed TERM: end the others at once.
-    processes._get_default_signal = lambda: signal.SIGKILL
+    logging.disable(logging.ERROR)  # status_of() says in one line what torchrun logs in thirty
+    # torchrun would ask the other processes to end by TERM, which recipes take for "write a checkpoint" and a
+    # process that waits in a collective does not heed at all, and would kill them 30 s later.
+    processes._get_default_signal = lambda: END_SIGNAL
     # The kernel kills a process started through setpriv when this agent dies.
     leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     command = [*leash, sys.executable, "-m", f"recipes.{recipe}.train", *options]
@@ -178,12 +181,12 @@ def status_of(failures: dict[int, ProcessFailure]) -> int:
     """Return the exit status that tells most, and name the rank in one line unless it refused by itself.
 
     A refusal counts first. A process that a signal has killed counts before those that ended with an error,
-    which is mostly that they have lost it.
+    which is mostly that they have lost it; those that this agent has ended count last.
     """
     statuses = {rank: failure.exitcode for rank, failure in failures.items()}
     if USAGE_STATUS in statuses.values():
         return USAGE_STATUS
-    rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))
+    rank, status = min(statuses.items(), key=lambda item: (item[1] == -END_SIGNAL, item[1] > 0, item[0]))
     if status < 0:
         how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
     else:

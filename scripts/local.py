@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -120,7 +121,8 @@ class LocalJob:
         self.nodes: list[subprocess.Popen[str]] = []
         self.relays: list[threading.Thread] = []
         self.refusals: list[str] = []
-        self.stopped_by = 0
+        self.interrupted_by = 0
+        self.stop_signals: set[int] = set()
         self.stop_deadline = float("inf")
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -155,6 +157,7 @@ class LocalJob:
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Hand a stop signal to every node's agent."""
+        self.stop_signals.add(number)
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
         for node in self.nodes:
             with contextlib.suppress(ProcessLookupError):
@@ -162,34 +165,39 @@ class LocalJob:
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Remember Ctrl-C: wait() then ends everything."""
-        self.stopped_by = number
+        self.interrupted_by = number
 
     def wait(self) -> int:
         """Wait for all nodes; on the first failure or Ctrl-C end the others; return the job's status."""
         failed_at: float | None = None
         while any(node.poll() is None for node in self.nodes):
             now = time.monotonic()
-            if failed_at is None and any(node.poll() for node in self.nodes):
+            if failed_at is None and any(self.has_failed(node) for node in self.nodes):
                 failed_at = now
             late = failed_at is not None and now > failed_at + ERROR_GRACE_S
-            if late or self.stopped_by or now > self.stop_deadline:
+            if late or self.interrupted_by or now > self.stop_deadline:
                 self.kill()
                 break
             time.sleep(0.05)
-        first_failed = [number for number, node in enumerate(self.nodes) if node.poll()]
+        first_failed = [number for number, node in enumerate(self.nodes) if self.has_failed(node)]
         for node in self.nodes:
             node.wait()
         for relay in self.relays:
             relay.join(timeout=1)
         return self.report(first_failed)
 
+    def has_failed(self, node: subprocess.Popen[str]) -> bool:
+        """Whether a node ended badly; one that a stop signal met before it listened to signals did not."""
+        status = node.poll()
+        return bool(status) and not (status < 0 and -status in self.stop_signals)
+
     def report(self, failed: list[int]) -> int:
         """Say why the job has failed, once, and return its exit status."""
-        if self.stopped_by:
+        if self.interrupted_by:
             print("interrupted; checkpoints so far are whole: add --resume auto to go on", file=sys.stderr)
-            return 128 + self.stopped_by
+            return 128 + self.interrupted_by
         if not failed:
-            if any(node.returncode for node in self.nodes):
+            if any(self.has_failed(node) for node in self.nodes):
                 print(f"error: no checkpoint within {STOP_GRACE_S:.0f} s of the signal; killed", file=sys.stderr)
                 return 1
             return 0
@@ -254,10 +262,11 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)
     port = free_port()
-    for node in range(nodes):
-        environment = node_environment(node, nodes, processes, shares[node], port)
-        job.start(["scripts/launch.sh", recipe, *args.options], environment)
-    return job.wait()
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
+        for node in range(nodes):
+            environment = node_environment(node, nodes, processes, shares[node], port)
+            job.start(["scripts/launch.sh", recipe, *args.options], {**environment, "TMPDIR": scratch})
+        return job.wait()
 
 
 if __name__ == "__main__":

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""
+
+
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+"""What gloo says when another rank has gone or does not answer."""
 
 
 class UserError(ValueError):
@@ -32,8 +37,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def exit_status(main: Callable[[], object]) -> int:
     """Run main() and turn a UserError into one line on standard error and status 2.
 
-    Every rank ends with the same status, but only rank 0 prints: a recipe shares an error that one
-    rank alone has met with all ranks before it raises it.
+    Every rank ends with the same status, but only rank 0 prints: a recipe shares an error that one rank alone
+    has met with all ranks before it raises it.
+
+    A lost connection to another rank is one line too, with status 1. What that rank died of is its own story,
+    and a traceback through the collective that noticed it would tell nothing more.
     """
     try:
         main()
@@ -43,4 +51,13 @@ def exit_status(main: Callable[[], object]) -> int:
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_STATUS
+    except RuntimeError as error:
+        lost = next((words for words in LOST_PEER if words in str(error)), None)
+        if lost is None:
+            raise
+        rank, host = os.environ.get("RANK", "0"), socket.gethostname()
+        detail = " ".join(str(error)[str(error).index(lost) :].split(". ")[0].split())
+        print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
+        # Threads that wait for the lost rank would keep the interpreter from ending.
+        os._exit(1)
     return 0
