@@ -156,12 +156,9 @@ class LocalJob:
                 sys.stderr.write(f"[node {number}] {line}")
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Hand a stop signal to every node's agent."""
+        """Remember a stop signal: wait() then sends it to every node."""
         self.stop_signals.add(number)
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
-        for node in self.nodes:
-            with contextlib.suppress(ProcessLookupError):
-                node.send_signal(number)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Remember Ctrl-C: wait() then ends everything."""
@@ -170,6 +167,7 @@ class LocalJob:
     def wait(self) -> int:
         """Wait for all nodes; on the first failure or Ctrl-C end the others; return the job's status."""
         failed_at: float | None = None
+        next_signal = 0.0
         while any(node.poll() is None for node in self.nodes):
             now = time.monotonic()
             if failed_at is None and any(self.has_failed(node) for node in self.nodes):
@@ -178,6 +176,10 @@ class LocalJob:
             if late or self.interrupted_by or now > self.stop_deadline:
                 self.kill()
                 break
+            if self.stop_signals and now > next_signal:  # again each second: a node may not have listened yet
+                next_signal = now + 1
+                for node in self.nodes:
+                    node.send_signal(max(self.stop_signals))
             time.sleep(0.05)
         first_failed = [number for number, node in enumerate(self.nodes) if self.has_failed(node)]
         for node in self.nodes:
@@ -189,7 +191,7 @@ class LocalJob:
     def has_failed(self, node: subprocess.Popen[str]) -> bool:
         """Whether a node ended badly; one that a stop signal met before it listened to signals did not."""
         status = node.poll()
-        return bool(status) and not (status < 0 and -status in self.stop_signals)
+        return status is not None and status != 0 and -status not in self.stop_signals
 
     def report(self, failed: list[int]) -> int:
         """Say why the job has failed, once, and return its exit status."""
