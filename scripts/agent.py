@@ -130,50 +130,51 @@ def pass_signals_on(logs: str) -> None:
 
 def run(recipe: str, options: list[str]) -> int:
     """Start the processes, wait for them, and return the job's exit status on this node."""
-    try:
-        node = read_node()
-        from torch.distributed import DistError
-        from torch.distributed import run as torchrun
-        from torch.distributed.elastic.multiprocessing import api as processes
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as logs:
+        threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
+        try:
+            return run_torchrun(read_node(), recipe, options, logs)
+        except RefusalError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return USAGE_STATUS
 
-        check_head(node)
-    except RefusalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_STATUS
+
+def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
+    """Let torchrun start the node's processes; return the job's exit status on this node."""
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import api as processes
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    check_head(node)
     logging.disable(logging.ERROR)  # status_of() says in one line what torchrun logs in thirty
     # torchrun would ask the other processes to end by TERM, which recipes take for "write a checkpoint" and a
     # process that waits in a collective does not heed at all, and would kill them 30 s later.
     processes._get_default_signal = lambda: END_SIGNAL
     # The kernel kills a process started through setpriv when this agent dies.
     leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    command = [*leash, sys.executable, "-m", f"recipes.{recipe}.train", *options]
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as logs:
-        threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
-        arguments = [
-            f"--nnodes={node.nnodes}",
-            f"--node-rank={node.node_rank}",
-            f"--nproc-per-node={node.nproc_per_node}",
-            f"--master-addr={node.master_addr}",
-            f"--master-port={node.master_port}",
-            f"--rdzv-conf=timeout={node.rdzv_timeout_s}",
-            f"--log-dir={logs}",
-            "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
-            "--no-python",
-            *command,
-        ]
-        try:
-            torchrun.run(torchrun.parse_args(arguments))
-        except ChildFailedError as error:
-            return status_of(error.failures)
-        except DistError as error:
-            reason = str(error).strip().split("\n")[0]
-            print(
-                f"error: node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:"
-                f"{node.master_port}, at most {node.rdzv_timeout_s} s each: {reason}",
-                file=sys.stderr,
-            )
-            return USAGE_STATUS
+    arguments = [
+        f"--nnodes={node.nnodes}",
+        f"--node-rank={node.node_rank}",
+        f"--nproc-per-node={node.nproc_per_node}",
+        f"--master-addr={node.master_addr}",
+        f"--master-port={node.master_port}",
+        f"--rdzv-conf=timeout={node.rdzv_timeout_s}",
+        f"--log-dir={logs}",
+        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
+        "--no-python",
+        *leash,
+        *(sys.executable, "-m", f"recipes.{recipe}.train", *options),
+    ]
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        return status_of(error.failures)
+    except DistError as error:
+        raise RefusalError(
+            f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
+            f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
+        ) from None
     return 0
 
 
