@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import EVAL_BATCH_SIZE, load_data
-from recipes.common.errors import UserError, exit_status
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model

@@ -1,0 +1,50 @@
+"""How a recipe's process ends: the exit status, and one line instead of a traceback where that tells more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from recipes.common.errors import UserError
+from recipes.common.signals import STOP_SIGNALS
+
+USAGE_STATUS = 2
+"""Exit status of a refusal, the one that argparse and most Unix tools use."""
+
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+"""What gloo says when another rank has gone or does not answer."""
+
+
+def exit_status(main: Callable[[], object]) -> int:
+    """Run main() and turn a UserError into one line on standard error and status 2.
+
+    Every rank ends with the same status, but only rank 0 prints: a recipe shares an error that one rank alone
+    has met with all ranks before it raises it.
+
+    A lost connection to another rank is one line too, with status 1. What that rank died of is its own story,
+    and a traceback through the collective that noticed it would tell nothing more.
+    """
+    try:
+        main()
+    except UserError as error:
+        is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        if os.environ.get("RANK", "0") == "0" or (error.on_every_node and is_first_on_node):
+            sys.stdout.flush()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USAGE_STATUS
+    except RuntimeError as error:
+        lost = next((words for words in LOST_PEER if words in str(error)), None)
+        if lost is None:
+            raise
+        rank, host = os.environ.get("RANK", "0"), socket.gethostname()
+        detail = " ".join(str(error)[str(error).index(lost) :].split(". ")[0].split())
+        print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
+        # Threads that wait for the lost rank would keep the interpreter from ending.
+        os._exit(1)
+    finally:
+        # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    return 0
