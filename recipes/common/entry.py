@@ -46,5 +46,6 @@ def exit_status(main: Callable[[], object]) -> int:
         os._exit(1)
     finally:
         # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
     return 0
