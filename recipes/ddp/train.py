@@ -120,6 +120,13 @@ def join_world(args: Options) -> World:
     return World(ranks.rank, ranks.world_size, device, control)
 
 
+def leave_world(world: World) -> None:
+    """Disconnect, once no rank waits for another any more."""
+    gc.collect()  # DDP: models and optimizers go before the connections that they use
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
     # DDP: gathers one short string per rank.
@@ -144,6 +151,8 @@ def together(action: Callable[[], T], world: World) -> T:
 def wrap(model: nn.Module, args: Options, world: World) -> DistributedDataParallel:
     """Return the model with gradients that are averaged over all ranks."""
     if args.sync_batchnorm:
+        if world.device.type == "cpu" and world.world_size > 1:
+            raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
         # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -209,7 +218,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
     shares = (shard(batch, world) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
         # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        vote = torch.tensor(job.stop.vote)
+        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
 
         seed_step(args.seed, position.step, world.rank, world.device)
@@ -246,7 +255,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
 
 
 @torch.no_grad()
-def evaluate(job: Job, ddp: DistributedDataParallel, world: World) -> dict[str, float]:
+def evaluate(job: Job, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
@@ -301,7 +310,7 @@ def train(args: Options, stop: Stop, world: World) -> None:
         if decision == STOP:
             job.leave()
             return
-        averages = evaluate(job, ddp, world)
+        averages = evaluate(job, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
         raise_everywhere(stop.error, world)
@@ -320,13 +329,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave_world(world)
         raise
     leave_world(world)
-
-
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
