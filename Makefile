@@ -7,11 +7,12 @@ NODES ?= 1
 NPROC_PER_NODE ?=
 NAME ?=
 ARGS ?=
+RECIPES ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help list setup run test lint format lock clean
+.PHONY: help list setup run compare test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,6 +27,10 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 	@scripts/setup.sh run
 	@exec $(PYTHON) -m scripts.local "$(RECIPE)" --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" \
 		-- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epochs 10"
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.compare $(RECIPES) --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS)
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev

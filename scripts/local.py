@@ -31,6 +31,9 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 USAGE_STATUS = 2
 
+ONE_PROCESS = ("single",)
+"""Recipes that scripts/launch.sh starts as one process."""
+
 ERROR_GRACE_S = 3.0
 """How long the other nodes may take to say what they have seen, once a node has failed."""
 

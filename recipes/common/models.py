@@ -42,6 +42,12 @@ class LeNet(nn.Module):
             nn.ReLU(),
             nn.Linear(84, num_classes),
         )
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                # He et al. 2015: keeps the scale of what passes through ReLUs, so training starts without a plateau.
+                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, S, S) to logits (B, num_classes)."""

@@ -176,7 +176,11 @@ class Record:
         sent_bytes_per_step (by this machine) and peak_memory_bytes (of rank 0).
         """
         self.close()
-        _replace_text(self.folder / "result.json", json.dumps({"recipe": self.recipe, **result}, indent=2) + "\n")
+        text = json.dumps({"recipe": self.recipe, **result}, indent=2) + "\n"
+        try:
+            _replace_text(self.folder / "result.json", text)
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder / 'result.json'}: {error.strerror}") from None
         print(
             f"result recipe={self.recipe} world_size={result['world_size']} "
             f"test_accuracy={result['test_accuracy']:.4f} samples_per_s={result['samples_per_s']:.0f}",
