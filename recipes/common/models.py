@@ -44,7 +44,7 @@ class LeNet(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
-                # He et al. 2015: keeps the scale of what passes through ReLUs, so training starts without a plateau.
+                # He et al. 2015: ReLUs then keep the scale of what passes, and training starts without a plateau.
                 nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
