@@ -23,11 +23,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 USAGE_STATUS = 2
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -38,6 +35,15 @@ END_SIGNAL = signal.SIGUSR2
 
 class RefusalError(Exception):
     """What cannot work; the message says why and how to mend it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process that did not end with status 0."""
+
+    pid: int
+    status: int
+    """Negative: the signal that killed it."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def pass_signals_on(logs: str) -> None:
     while True:
         received = signal.sigwait(STOP_SIGNALS)
         workers = psutil.Process().children()
-        if not workers and not os.listdir(logs):  # torchrun makes a folder there when it starts processes
+        if not workers and not os.listdir(logs):  # something lies there once processes have started
             print(f"stopped by {signal.Signals(received).name} before any process had started", flush=True)
             shutil.rmtree(logs)
             os._exit(0)
@@ -128,15 +134,9 @@ def pass_signals_on(logs: str) -> None:
                 worker.send_signal(received)
 
 
-def run(recipe: str, options: list[str]) -> int:
-    """Start the processes, wait for them, and return the job's exit status on this node."""
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as logs:
-        threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
-        try:
-            return run_torchrun(read_node(), recipe, options, logs)
-        except RefusalError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            return USAGE_STATUS
+def leashed(command: list[str]) -> list[str]:
+    """Return a command that the kernel kills when the process that starts it dies (where setpriv is there)."""
+    return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
 
 
 def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
@@ -151,8 +151,6 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     # torchrun would ask the other processes to end by TERM, which recipes take for "write a checkpoint" and a
     # process that waits in a collective does not heed at all, and would kill them 30 s later.
     processes._get_default_signal = lambda: END_SIGNAL
-    # The kernel kills a process started through setpriv when this agent dies.
-    leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     arguments = [
         f"--nnodes={node.nnodes}",
         f"--node-rank={node.node_rank}",
@@ -163,13 +161,12 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         f"--log-dir={logs}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
         "--no-python",
-        *leash,
-        *(sys.executable, "-m", f"recipes.{recipe}.train", *options),
+        *leashed([sys.executable, "-m", f"recipes.{recipe}.train", *options]),
     ]
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
-        return status_of(error.failures)
+        return status_of({rank: Failure(f.pid, f.exitcode) for rank, f in error.failures.items()})
     except DistError as error:
         raise RefusalError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
@@ -178,13 +175,13 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     return 0
 
 
-def status_of(failures: dict[int, ProcessFailure]) -> int:
+def status_of(failures: dict[int, Failure]) -> int:
     """Return the exit status that tells most, and name the rank in one line unless it refused by itself.
 
     A refusal counts first. A process that a signal has killed counts before those that ended with an error,
     which is mostly that they have lost it; those that this agent has ended count last.
     """
-    statuses = {rank: failure.exitcode for rank, failure in failures.items()}
+    statuses = {rank: failure.status for rank, failure in failures.items()}
     if USAGE_STATUS in statuses.values():
         return USAGE_STATUS
     rank, status = min(statuses.items(), key=lambda item: (item[1] == -END_SIGNAL, item[1] > 0, item[0]))
@@ -197,11 +194,19 @@ def status_of(failures: dict[int, ProcessFailure]) -> int:
     return status
 
 
-def main() -> None:
-    """Run a node; the stop signals stay blocked in this thread from the first moment on."""
+def main(run: Callable[[Node, str, list[str], str], int]) -> None:
+    """Run a node by run(node, recipe, options, folder for logs) and exit with its status."""
+    # The stop signals stay blocked in this thread from the first moment on: pass_signals_on() takes them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    sys.exit(run(sys.argv[1], sys.argv[2:]))
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as logs:
+        threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
+        try:
+            status = run(read_node(), sys.argv[1], sys.argv[2:], logs)
+        except RefusalError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = USAGE_STATUS
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    main(run_torchrun)

@@ -33,6 +33,9 @@ single)
     fi
     exec "$python" -m "recipes.$recipe.train" "$@"
     ;;
+horovod)
+    exec "$python" -m scripts.horovod_agent "$recipe" "$@"
+    ;;
 *)
     exec "$python" -m scripts.agent "$recipe" "$@"
     ;;

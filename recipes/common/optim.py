@@ -71,4 +71,4 @@ def optimizer_step(
         nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
