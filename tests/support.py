@@ -2,6 +2,7 @@
 
 Processes come from a fork server that has torch and the recipes imported, so that a rank starts in
 milliseconds. `run_ranks` plays the launcher: it sets the variables that torchrun would set.
+`Command` runs a command line as a user would, and knows every process that comes of it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ import importlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.utils.tensorboard", "recipes.single.train", "recipes.ddp.train"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,34 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
+    """Wait until the condition holds; fail the test with what it is at the bound."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+
+
 class Ranks:
-    """The processes of one job: start them, signal or kill some, then wait for all."""
+    """The processes of one job: start them, signal or kill some, then wait for all.
+
+    With file_limit_bytes, a write beyond that size of a file fails, as it does on a full disk.
+    """
+
+    alive: list[Ranks] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
 
     def __init__(
-        self, recipe: str, argv: list[str], world_size: int, folder: Path, nodes: int = 1, **env: str
+        self,
+        recipe: str,
+        argv: list[str],
+        world_size: int,
+        folder: Path,
+        nodes: int = 1,
+        file_limit_bytes: int | None = None,
+        **env: str,
     ) -> None:
         self.folder = folder
+        self.alive.append(self)
         folder.mkdir(parents=True, exist_ok=True)
         local_world_size = world_size // nodes
         shared = {
@@ -69,7 +97,9 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
-            process = _context.Process(target=_run_rank, args=(recipe, argv, own, folder / f"rank{rank}.txt"))
+            output = folder / f"rank{rank}.txt"
+            output.unlink(missing_ok=True)
+            process = _context.Process(target=_run_rank, args=(recipe, argv, own, output, file_limit_bytes))
             process.start()
             self.processes.append(process)
 
@@ -87,6 +117,24 @@ class Ranks:
             assert time.monotonic() < deadline, f"rank {rank} did not print {text!r}:\n{self.output(rank)}"
             time.sleep(0.01)
 
+    def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until rank 0 has logged the step; a rank that ends first, or the bound, fails the test."""
+
+        def is_logged() -> bool:
+            ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
+            assert not ended, f"ranks {ended} ended before step {step}:\n{self.output(ended[0])}"
+            return last_step(run) >= step
+
+        wait_until(is_logged, timeout_s, f"step {step} of {run}")
+
+    def kill(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if self in self.alive:
+            self.alive.remove(self)
+
     def send(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
         """Send a signal to some ranks, or to all."""
         for rank in range(len(self.processes)) if ranks is None else ranks:
@@ -100,9 +148,7 @@ class Ranks:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self.kill()
         outcome = Outcome(
             [process.exitcode or 0 for process in self.processes],
             [self.output(rank) for rank in range(len(self.processes))],
@@ -111,7 +157,11 @@ class Ranks:
         return outcome
 
 
-def _run_rank(recipe: str, argv: list[str], env: dict[str, str], output: Path) -> None:
+def _run_rank(
+    recipe: str, argv: list[str], env: dict[str, str], output: Path, file_limit_bytes: int | None = None
+) -> None:
+    if file_limit_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -134,10 +184,15 @@ def run_ranks(
     return outcome
 
 
+def words_for(folder: Path, name: str, *argv: str) -> list[str]:
+    """Return the options of a run that logs every step, without TensorBoard."""
+    return ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
+
+
 def train(recipe: str, folder: Path, world_size: int, *argv: str, nodes: int = 1, **env: str) -> Path:
     """Train with every step logged and without TensorBoard; return the run's folder."""
     name = f"{recipe}-{world_size}"
-    words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
+    words = words_for(folder, name, *argv)
     run_ranks(recipe, words, world_size, folder / f"output-{name}", nodes, **env)
     return folder / name
 
@@ -145,6 +200,24 @@ def train(recipe: str, folder: Path, world_size: int, *argv: str, nodes: int = 1
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two trees of dicts, lists, tensors and plain values are the same, bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    return bool(one == other)
+
+
+def last_step(run: Path) -> int:
+    """Return the newest step that a run has logged so far, 0 for none."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def losses(run: Path) -> list[float]:
@@ -176,3 +249,124 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     """Return the largest absolute difference of two state dicts with the same names and shapes."""
     assert a.keys() == b.keys()
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on standard error that begin with `error: `."""
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
+
+
+class Command:
+    """A command line as a user types it, and all processes that come of it, wherever they end up in the tree.
+
+    They are known by a variable that each inherits: a process that lost its parents still has it.
+    """
+
+    alive: list[Command] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
+
+    def __init__(self, *argv: str, cwd: Path = ROOT, file_limit_bytes: int | None = None, **env: str) -> None:
+        self.mark = uuid.uuid4().hex
+        # A command that pytest itself was started by (make, a launcher) must not show through.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+        # Files, not pipes: a process that is left over and holds a pipe's end would hold up the test.
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+        limits = ["prlimit", f"--fsize={file_limit_bytes}"] if file_limit_bytes is not None else []
+        self.alive.append(self)
+        self.process = subprocess.Popen(
+            [*limits, *argv],
+            cwd=cwd,
+            env={**inherited, "TEST_COMMAND": self.mark, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every process of this command that still runs."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get("TEST_COMMAND") == self.mark
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def find(self, text: str) -> list[psutil.Process]:
+        """Return the processes of this command with the text in their command line."""
+        found = []
+        for process in self.processes():
+            try:
+                if text in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_for_gone(self, within_s: float) -> None:
+        """Wait until no process of this command is left; fail the test at the bound."""
+        wait_until(lambda: not self.processes(), within_s, f"all processes gone: {self.processes()}\n{self.text}")
+
+    def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until the run has logged the step; an end before that, or the bound, fails the test."""
+
+        def is_logged() -> bool:
+            assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
+            return last_step(run) >= step
+
+        wait_until(is_logged, timeout_s, f"step {step} of {run}\n{self.text}")
+
+    @property
+    def text(self) -> str:
+        """What has been printed so far, standard error last."""
+        return self._read(self._out) + self._read(self._err)
+
+    def _read(self, file: Any) -> str:
+        # pread leaves the offset alone, which the processes that write share.
+        return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+    def wait(self, timeout_s: float = TIMEOUT_S, gone_within_s: float = 3.0) -> Result:
+        """Wait for the end; fail the test at the bound, or if a process is left over."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
+        self.wait_for_gone(gone_within_s)
+        self.alive.remove(self)
+        return Result(self.process.returncode, self._read(self._out), self._read(self._err))
+
+    def kill(self) -> None:
+        """Kill what still runs."""
+        for process in [self.process, *self.processes()]:
+            process.kill()
+        self.process.wait()
+        if self in self.alive:
+            self.alive.remove(self)
+
+
+def run_command(*argv: str, timeout_s: float = TIMEOUT_S, **env: str) -> Result:
+    """Run a command to its end, after which no process of it may be left."""
+    return Command(*argv, **env).wait(timeout_s)
+
+
+def local(recipe: str, nodes: int, nproc_per_node: int, *options: str, **env: str) -> Command:
+    """Start what `make run RECIPE= NODES= NPROC_PER_NODE=` starts."""
+    counts = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node))
+    return Command(sys.executable, "-m", "scripts.local", recipe, *counts, "--", *options, **env)
+
+
+def end_all() -> None:
+    """End every process that a failed test has left behind."""
+    for job in [*Ranks.alive, *Command.alive]:
+        job.kill()

@@ -1,6 +1,7 @@
 """Checkpoints that are whole or absent: written to a temporary file, flushed, then renamed.
 
-A checkpoint is torch's own zip file and loads with `torch.load(path, weights_only=True)`. It holds the
+A checkpoint is torch's own zip file, with a checksum of all its bytes behind it, and loads with
+`torch.load(path, weights_only=True)`. It holds the
 whole model and optimizer under the names of the one-process run, so that any recipe at any world size
 can go on from it. The state of the random generators is the pair (seed, step): see seeding.py.
 """
@@ -11,11 +12,12 @@ import errno
 import os
 import re
 import shutil
+import struct
 import sys
-import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -27,6 +29,15 @@ MUST_MATCH = ("data", "image_size", "num_samples", "model", "optimizer", "global
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 
 _NAME = re.compile(r"step-(\d{9})\.pt")
+
+
+_CHECKSUM = struct.Struct("<8sI")
+"""What ends a checkpoint: a mark, and the CRC-32 of every byte before it.
+
+The zip file's own checksums leave its directory out, and torch reads by that: a single bit of it that flips
+makes torch take a tensor for a folder, and leave what happened to be in memory in its place.
+"""
+_MARK = b"crc32 =\0"
 
 
 class BadCheckpointError(Exception):
@@ -88,18 +99,46 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            raise BadCheckpointError(f"damaged at {damaged}")
+        _check_bytes(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except BadCheckpointError:
         raise
-    except Exception as error:  # zipfile, pickle and torch raise a dozen kinds for damaged bytes
+    except Exception as error:  # pickle and torch raise a dozen kinds for damaged bytes
         raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
     return content
+
+
+def _check_bytes(path: Path) -> None:
+    checksum = 0
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size - _CHECKSUM.size
+        while left > 0 and (chunk := file.read(min(left, 2**20))):
+            checksum = zlib.crc32(chunk, checksum)
+            left -= len(chunk)
+        if left or file.read() != _CHECKSUM.pack(_MARK, checksum):
+            raise BadCheckpointError(
+                "cut, damaged, or no checkpoint of this project (its checksum does not match)"
+            )
+
+
+class _SummedFile:
+    """Sum up what is written to a file, and end it with the checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.checksum = file, 0
+
+    def write(self, data: bytes) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def end(self) -> None:
+        self.file.write(_CHECKSUM.pack(_MARK, self.checksum))
+        self.flush()
 
 
 def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
@@ -168,8 +207,9 @@ class CheckpointFolder:
             for leftover in self.folder.glob("*.tmp"):
                 leftover.unlink()
             with open(temporary, "wb") as file:
-                torch.save(content, file)
-                file.flush()
+                summed = _SummedFile(file)
+                torch.save(content, summed)  # type: ignore[arg-type]  # it calls write() and flush()
+                summed.end()
                 os.fsync(file.fileno())
             temporary.replace(path)
             _sync_folder(self.folder)

@@ -1,20 +1,264 @@
-"""DDP against the one-process run: the same numbers at any world size."""
+"""DDP against the one-process run: the same numbers at any world size and with every option.
+
+Where fp32 is used throughout, the tolerance is 1e-5 relative: ranks add the same numbers in another order,
+which costs a few units of 2^-24 = 6e-8 a step, and 60 steps amplify that by less than a hundred.
+"""
+
+import functools
+import sys
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
-from tests.support import accuracies, largest_difference, losses, train, weights
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.common.seeding import permutation
+from recipes.ddp.train import options
+from tests.support import (
+    ROOT,
+    accuracies,
+    largest_difference,
+    local,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_command,
+    run_ranks,
+    train,
+    weights,
+    words_for,
+)
 
 STEPS = ("--max-steps", "60", "--seed", "1")
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+@pytest.fixture(scope="session")
+def baseline(tmp_path_factory):
+    """Return the one-process run with some options; each is trained once."""
+    return functools.cache(lambda *argv: train("single", tmp_path_factory.mktemp("single"), 1, *argv))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_step_equals_single(single, tmp_path, world_size):
-    run = train("ddp", tmp_path, world_size, *STEPS)
-    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+def assert_same_run(run, single, tolerance=1e-5):
+    assert len(losses(run)) == len(losses(single)) > 0
+    assert losses(run) == pytest.approx(losses(single), rel=tolerance)
     assert accuracies(run) == accuracies(single)
-    assert largest_difference(weights(run), weights(single)) < 1e-5
+    assert largest_difference(weights(run), weights(single)) < tolerance
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
+def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
+    run = train("ddp", tmp_path, world_size, *STEPS, nodes=nodes)
+    assert len(losses(run)) == 60
+    assert len(accuracies(run)) == 3  # two whole epochs of 1437 // 64 = 22 steps, and the last step's
+    assert_same_run(run, baseline(*STEPS))
+
+
+def test_two_local_nodes_equal_single(baseline, tmp_path):
+    """The whole path that `make run RECIPE=ddp NODES=2 NPROC_PER_NODE=2` takes."""
+    argv = ("--max-steps", "25", "--seed", "1")
+    result = local("ddp", 2, 2, *words_for(tmp_path, "real", *argv)).wait()
+    assert result.status == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=4 test_accuracy=0.")
+    assert_same_run(tmp_path / "real", baseline(*argv))
+
+
+def test_plain_torchrun_equals_single(baseline, tmp_path):
+    argv = ("--max-steps", "5", "--seed", "1")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    words = words_for(tmp_path, "torchrun", *argv)
+    result = run_command(*torchrun, "-m", "recipes.ddp.train", *words, OMP_NUM_THREADS="1")
+    assert result.status == 0, result.stderr
+    assert_same_run(tmp_path / "torchrun", baseline(*argv))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("accumulate_steps", [2, 5])
+def test_accumulation_changes_nothing(baseline, tmp_path, world_size, accumulate_steps):
+    run = train("ddp", tmp_path, world_size, *STEPS, "--accumulate-steps", str(accumulate_steps))
+    assert_same_run(run, baseline(*STEPS))
+
+
+def test_accumulation_in_single_changes_nothing(baseline):
+    assert_same_run(baseline(*STEPS, "--accumulate-steps", "3"), baseline(*STEPS))
+
+
+@pytest.mark.parametrize(("world_size", "global_batch_size"), [(3, 50), (4, 37), (7, 10)])
+def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, world_size, global_batch_size):
+    argv = ("--max-steps", "40", "--seed", "1", "--global-batch-size", str(global_batch_size))
+    assert_same_run(train("ddp", tmp_path, world_size, *argv), baseline(*argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--clip-grad-norm", "0.3"),
+        ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
+        ("--channels-last",),
+        ("--optimizer", "adamw", "--lr", "0.002"),
+        ("--schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
+        ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
+        ("--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"),
+    ],
+    ids=lambda argv: argv[0][2:] if len(argv) < 4 else argv[0][2:] + argv[2],
+)
+def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
+    run = train("ddp", tmp_path, 3, *STEPS, *argv)
+    assert_same_run(run, baseline(*STEPS, *argv))
+    if argv != ("--channels-last",):  # a layout changes no number; all others have to
+        assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
+
+
+def test_scale_lr_means_what_it_says(baseline):
+    """The linear rule: --lr is for 256 samples, so 64 of them get a quarter of it."""
+    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.28")
+    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.07")), rel=1e-7)
+
+
+def test_clipping_bounds_the_step(tmp_path):
+    """One step of plain SGD with a tiny bound moves the weights by lr x bound, whatever the world size."""
+    words = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--lr", "0.5")
+    words += ("--schedule", "constant", "--warmup-steps", "0", "--max-steps", "1", "--clip-grad-norm", "0.01")
+    args = options([*words])
+    before = build_model(args, load_data(args, torch.device("cpu"), print)).state_dict()
+    after = weights(train("ddp", tmp_path, 2, *words))
+    moved = torch.cat([(after[name].double() - before[name].double()).flatten() for name in before]).norm()
+    assert float(moved) == pytest.approx(0.5 * 0.01, rel=1e-4)  # clip_grad_norm_ adds 1e-6 to the norm of ~1
+
+
+@pytest.mark.parametrize("optimizer", [("sgd",), ("adamw", "--lr", "0.002")], ids=["sgd", "adamw"])
+def test_sharded_optimizer_equals_single(baseline, tmp_path, optimizer):
+    argv = (*STEPS, "--optimizer", *optimizer)
+    run = train("ddp", tmp_path, 3, *argv, "--zero")
+    assert_same_run(run, baseline(*argv))
+    # The checkpoint holds the whole state, as if it had never been sharded.
+    ours, theirs = newest_checkpoint(run)["optimizer"], newest_checkpoint(baseline(*argv))["optimizer"]
+    assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for key, state in theirs["state"].items():
+        for name, value in state.items():
+            torch.testing.assert_close(ours["state"][key][name], value, rtol=1e-4, atol=1e-5)
+
+
+# ---- numbers that cross the wire, or are computed, with fewer bits
+
+UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Largest relative error of rounding to the format: half a unit in the last of its 11 or 8 bits."""
+
+SMALLEST = {"fp16": 2.0**-25, "bf16": 2.0**-134}
+"""Largest absolute error of rounding below the format's normal numbers: half the smallest subnormal one."""
+
+ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--schedule", "constant")
+ONE_PLAIN_STEP += ("--warmup-steps", "0", "--max-steps", "1", "--seed", "1")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, world_size):
+    """With lr 1 a step subtracts the gradient itself, which can be compared number by number.
+
+    Each rank's gradient is rounded when it is cast and again when it is divided by the world size; adding N of
+    them rounds N - 1 times. So each element is off by at most (N + 1) u times the mean of the ranks' absolute
+    gradients, plus the error of the smallest numbers for each rounding.
+    """
+    args = options([*ONE_PLAIN_STEP])
+    data = load_data(args, torch.device("cpu"), print)
+    model = build_model(args, data)
+    batch = permutation(len(data.train), args.seed, 0)[:64]
+    bound = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for rank in range(world_size):
+        share = batch[64 * rank // world_size : 64 * (rank + 1) // world_size]
+        for images, labels in data.train.batches([share], 0):
+            model.zero_grad()
+            (cross_entropy(model(images), labels, reduction="sum") / 64).backward()
+            for total, parameter in zip(bound, model.parameters(), strict=True):
+                total += parameter.grad.abs()
+    exact = weights(baseline(*ONE_PLAIN_STEP))
+    run = weights(train("ddp", tmp_path, world_size, *ONE_PLAIN_STEP, "--grad-compression", kind))
+    errors = {name: (run[name] - exact[name]).abs() for name in exact}
+    roundings = world_size + 1
+    for (name, error), largest in zip(errors.items(), bound, strict=True):
+        fp32 = 4 * 2.0**-24 * (exact[name].abs() + largest)
+        assert (error <= roundings * (UNIT[kind] * largest + SMALLEST[kind]) + fp32).all(), name
+    assert max(float(error.max()) for error in errors.values()) > 1e-6  # rounded it was
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (("--grad-compression", "fp16"), "fp16"),
+        (("--grad-compression", "bf16"), "bf16"),
+    ],
+    ids=["fp16", "bf16"],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_compressed_training_stays_close(baseline, tmp_path, words, kind, world_size):
+    """Of K steps each rounds N + 1 times, independently: errors grow as the root of their number."""
+    run = train("ddp", tmp_path, world_size, *STEPS, *words)
+    exact = losses(baseline(*STEPS))
+    assert losses(run)[0] == pytest.approx(exact[0], rel=1e-6)  # before any gradient was exchanged
+    for step, (ours, theirs) in enumerate(zip(losses(run), exact, strict=True)):
+        tolerance = (step * (world_size + 1)) ** 0.5 * UNIT[kind]
+        assert ours == pytest.approx(theirs, rel=tolerance + 1e-5), step
+    assert losses(run) != pytest.approx(exact, rel=1e-6)
+
+
+def test_powersgd_is_exact_before_it_starts_and_learns_as_well(baseline, tmp_path):
+    """The first ten steps are not compressed; later, what a step leaves out the next ones add."""
+    argv = ("--epochs", "8", "--seed", "1")
+    run, single = train("ddp", tmp_path, 2, *argv, "--grad-compression", "powersgd"), baseline(*argv)
+    assert losses(run)[:11] == pytest.approx(losses(single)[:11], rel=1e-5)
+    assert losses(run)[11:30] != pytest.approx(losses(single)[11:30], rel=1e-4)
+    # Of 360 test samples at 95%, one standard deviation of the accuracy is sqrt(.95 x .05 / 360) = 1.1 points.
+    assert accuracies(single)[-1] > 0.94
+    assert accuracies(run)[-1] == pytest.approx(accuracies(single)[-1], abs=3 * 0.011)
+
+
+def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
+    """Factors that would be no smaller than the gradient itself are not made: it travels whole."""
+    run = train("ddp", tmp_path, 3, *STEPS, "--grad-compression", "powersgd", "--powersgd-rank", "200")
+    assert_same_run(run, baseline(*STEPS))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_mixed_precision_stays_close(baseline, tmp_path, kind):
+    """Ranks round the gradients of their shares, where one process rounds that of the whole batch.
+
+    A pass through LeNet's five layers and back rounds about 10 times; K steps and N ranks do so independently.
+    """
+    argv = (*STEPS, "--amp", kind)
+    run, single = train("ddp", tmp_path, 2, *argv), baseline(*argv)
+    for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
+        assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * UNIT[kind]), step
+    assert losses(run) != pytest.approx(losses(baseline(*STEPS)), rel=1e-6)  # it did compute with fewer bits
+    assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
+
+
+def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
+    argv = (*STEPS, "--amp", "fp16", "--clip-grad-norm", "0.5")
+    run, single = train("ddp", tmp_path, 2, *argv), baseline(*argv)
+    assert newest_checkpoint(run)["scaler"] == newest_checkpoint(single)["scaler"]
+    assert newest_checkpoint(run)["scaler"]["scale"] > 1
+    exact = losses(baseline(*STEPS, "--clip-grad-norm", "0.5"))
+    assert losses(run) == pytest.approx(exact, rel=(10 * 60 * 2) ** 0.5 * UNIT["fp16"])  # unscaled, then clipped
+
+
+def test_sync_batchnorm_on_the_cpu_is_refused_in_one_line(tmp_path):
+    outcome = run_ranks("ddp", words_for(tmp_path, "a", "--sync-batchnorm"), 2, tmp_path / "out", check=False)
+    assert outcome.statuses == [2, 2]
+    assert [text.count("error: ") for text in outcome.outputs] == [1, 0]
+
+
+def test_the_learning_rate_does_not_depend_on_the_world_size(baseline, tmp_path):
+    run = train("ddp", tmp_path, 3, *STEPS)
+    rates = [[line["lr"] for line in metrics(path) if "lr" in line] for path in (run, baseline(*STEPS))]
+    assert rates[0] == rates[1]
+    assert rates[0][:3] == pytest.approx([0.07 / 100, 0.07 * 2 / 100, 0.07 * 3 / 100])
+
+
+def test_the_example_of_the_docstring_reaches_its_accuracy(tmp_path):
+    """Real data, default options: at least 97% of the test set."""
+    run = train("ddp", tmp_path, 2)
+    assert accuracies(run)[-1] >= 0.97
+    assert len(losses(run)) == 40 * 22
+    assert (ROOT / "recipes/ddp/train.py").read_text().count("test_accuracy=0.98") == 1

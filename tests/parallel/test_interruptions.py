@@ -1,0 +1,325 @@
+"""Interrupted at any step, by any means, resumed: the run ends with the weights of the uninterrupted one.
+
+Bit for bit at the same world size; to rounding where another number of processes goes on.
+"""
+
+import functools
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import (
+    Command,
+    Ranks,
+    accuracies,
+    free_port,
+    is_equal,
+    largest_difference,
+    last_step,
+    local,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    wait_until,
+    weights,
+    words_for,
+)
+
+STEPS = 120
+WORDS = ("--max-steps", str(STEPS), "--seed", "1", "--deterministic", "--device", "cpu")
+SHORT = ("--max-steps", "60", *WORDS[2:])
+"""For comparisons to 1e-5: a difference in the last bit grows with the steps that follow it."""
+
+FREQUENT = ("--checkpoint-every", "7", "--keep-checkpoints", "2")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory):
+    """Return the run that nothing disturbs, by recipe and world size; each is trained once."""
+
+    def run(recipe, world_size, *argv):
+        return train(recipe, tmp_path_factory.mktemp("uninterrupted"), world_size, *WORDS, *argv)
+
+    return functools.cache(run)
+
+
+def assert_equal_bits(run, other):
+    ours, theirs = newest_checkpoint(run), newest_checkpoint(other)
+    assert ours["position"] == theirs["position"]
+    for part in ("model", "optimizer", "scaler"):
+        assert is_equal(ours[part], theirs[part]), part
+    assert losses(run) == losses(other)  # which also checks that each step is there exactly once, in order
+    assert accuracies(run) == accuracies(other)
+    lines = [[{**line, "samples_per_s": 0} for line in metrics(path)] for path in (run, other)]
+    assert lines[0] == lines[1]
+
+
+def interrupt(recipe, folder, world_size, step, number, ranks, *argv):
+    """Train, send the signal once the step is logged, and return the run's folder and what the ranks did."""
+    name = f"{recipe}-{world_size}"
+    job = Ranks(recipe, words_for(folder, name, *WORDS, *argv), world_size, folder / "interrupted")
+    job.wait_for_step(folder / name, step)
+    job.send(number, ranks)
+    return folder / name, job.wait(timeout_s=30)
+
+
+def assert_checkpointed_and_left(run, outcome, signal_words):
+    assert set(outcome.statuses) == {0}, outcome.text
+    step = newest_checkpoint(run)["position"]["step"]
+    assert 0 < step < STEPS
+    assert step == last_step(run), "the checkpoint stands at the last step that was trained"
+    path = run / "checkpoints" / f"step-{step:09d}.pt"
+    assert f"stopped by {signal_words}: wrote {path}\n" in outcome.outputs[0]
+    assert f"go on with --name {run.name} --resume auto" in outcome.outputs[0]
+    assert all(text == "" for text in outcome.outputs[1:]), "rank 0 alone prints"
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "signal_words"),
+    [
+        (signal.SIGUSR1, None, "SIGUSR1"),
+        (signal.SIGUSR1, [1], "a signal to another rank"),
+        (signal.SIGUSR1, [0], "SIGUSR1"),
+        (signal.SIGTERM, None, "SIGTERM"),
+        (signal.SIGTERM, [1], "a signal to another rank"),
+    ],
+    ids=["usr1-all", "usr1-rank1", "usr1-rank0", "term-all", "term-rank1"],
+)
+def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_path, number, ranks, signal_words):
+    step = random.Random(f"{number} {ranks}").randrange(1, STEPS // 2)
+    run, outcome = interrupt("ddp", tmp_path, 2, step, number, ranks)
+    assert_checkpointed_and_left(run, outcome, signal_words)
+    assert train("ddp", tmp_path, 2, *WORDS, "--resume", "auto") == run
+    assert_equal_bits(run, uninterrupted("ddp", 2))
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, world_size):
+    """Three numbers have more than one order to be added in."""
+    run, outcome = interrupt("ddp", tmp_path, world_size, 11, signal.SIGUSR1, None, *SHORT)
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    train("ddp", tmp_path, world_size, *SHORT, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("ddp", world_size, *SHORT))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["usr1", "term"])
+def test_single_saves_and_goes_on(uninterrupted, tmp_path, number):
+    run, outcome = interrupt("single", tmp_path, 1, 13, number, None)
+    assert_checkpointed_and_left(run, outcome, number.name)
+    train("single", tmp_path, 1, *WORDS, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("single", 1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
+    """One rank, or all at once; several times over; each time the run goes on from its newest checkpoint."""
+    chance = random.Random(seed)
+    run, resume = tmp_path / "ddp-2", ()
+    steps = sorted(chance.sample(range(8, STEPS - 25), 2))
+    for step in steps:
+        ranks = chance.choice([[0], [1], None])
+        _, outcome = interrupt("ddp", tmp_path, 2, step, signal.SIGKILL, ranks, *FREQUENT, *resume)
+        killed = range(2) if ranks is None else ranks
+        assert all(outcome.statuses[rank] == -signal.SIGKILL for rank in killed)
+        for rank in set(range(2)) - set(killed):
+            assert outcome.statuses[rank] == 1
+            assert outcome.outputs[rank].count("error: ") == 1
+            assert f"rank {rank} on " in outcome.outputs[rank]
+        resume = ("--resume", "auto")
+    train("ddp", tmp_path, 2, *WORDS, *FREQUENT, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("ddp", 2))
+
+
+def test_killed_single_goes_on(uninterrupted, tmp_path):
+    run, outcome = interrupt("single", tmp_path, 1, 31, signal.SIGKILL, None, *FREQUENT)
+    assert outcome.statuses == [-signal.SIGKILL]
+    train("single", tmp_path, 1, *WORDS, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("single", 1))
+
+
+def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
+    run, _ = interrupt("ddp", tmp_path, 2, 3, signal.SIGKILL, None)
+    assert not list(run.glob("checkpoints/*.pt"))
+    train("ddp", tmp_path, 2, *WORDS, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("ddp", 2))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--accumulate-steps", "3", "--optimizer", "adamw", "--lr", "0.002"),
+        ("--zero", "--optimizer", "adamw", "--lr", "0.002"),
+        ("--amp", "fp16", "--clip-grad-norm", "0.5"),
+        ("--global-batch-size", "50"),
+    ],
+    ids=["accumulate-adamw", "zero-adamw", "fp16", "remainder"],
+)
+def test_resume_is_exact_with_options(uninterrupted, tmp_path, argv):
+    run, outcome = interrupt("ddp", tmp_path, 2, 17, signal.SIGUSR1, None, *argv)
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    train("ddp", tmp_path, 2, *WORDS, *argv, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("ddp", 2, *argv))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(("ddp", 2), ("ddp", 3)), (("ddp", 3), ("ddp", 1)), (("ddp", 2), ("single", 1)), (("single", 1), ("ddp", 3))],
+    ids=["2-to-3", "3-to-1", "ddp-to-single", "single-to-ddp"],
+)
+def test_others_go_on(uninterrupted, tmp_path, first, then):
+    """Another number of processes, or another recipe, goes on with the same record, to rounding."""
+    recipe, world_size = first
+    run, outcome = interrupt(recipe, tmp_path, world_size, 20, signal.SIGUSR1, None, *SHORT)
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    step = newest_checkpoint(run)["position"]["step"]
+    recipe, world_size = then
+    run_ranks(recipe, words_for(tmp_path, run.name, *SHORT, "--resume", "auto"), world_size, tmp_path / "then")
+    whole = uninterrupted(*first, *SHORT)
+    assert losses(run)[:step] == losses(whole)[:step]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert accuracies(run) == accuracies(whole)
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
+
+
+@pytest.mark.parametrize("flags", [((), ("--zero",)), (("--zero",), ())], ids=["to-sharded", "to-whole"])
+def test_sharded_and_whole_optimizers_read_each_other(uninterrupted, tmp_path, flags):
+    before, after = flags
+    run, _ = interrupt("ddp", tmp_path, 2, 20, signal.SIGUSR1, None, *SHORT, *before)
+    words = words_for(tmp_path, run.name, *SHORT, *after, "--resume", "auto")
+    run_ranks("ddp", words, 3, tmp_path / "then")
+    assert losses(run) == pytest.approx(losses(uninterrupted("ddp", 2, *SHORT)), rel=1e-5)
+
+
+def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
+    whole = uninterrupted("ddp", 2)
+    middle = max((whole / "checkpoints").glob("step-*.pt"))
+    run, _ = interrupt("ddp", tmp_path, 2, 30, signal.SIGUSR1, None)
+    before = (run / "metrics.jsonl").read_bytes()
+    step = newest_checkpoint(run)["position"]["step"]
+    for source in (run, run / "checkpoints" / f"step-{step:09d}.pt"):
+        words = words_for(tmp_path, f"new-{source.suffix[1:]}", *WORDS, "--resume", str(source))
+        run_ranks("single", words, 1, tmp_path / "then")
+        new = tmp_path / f"new-{source.suffix[1:]}"
+        assert [line["step"] for line in metrics(new) if "loss" in line] == list(range(step + 1, STEPS + 1))
+        assert newest_checkpoint(new)["position"] == torch.load(middle, weights_only=True)["position"]
+        assert largest_difference(weights(new), weights(whole)) < 1e-5
+    assert (run / "metrics.jsonl").read_bytes() == before, "the other run stays as it is"
+
+
+def test_a_longer_run_goes_on_within_the_epoch(uninterrupted, tmp_path):
+    """--max-steps ends inside an epoch; with a larger one the epoch is completed, as if it had not ended."""
+    constant = ("--schedule", "constant", "--seed", "1", "--deterministic")
+    train("ddp", tmp_path, 2, *constant, "--max-steps", "50")
+    run = train("ddp", tmp_path, 2, *constant, "--max-steps", "70", "--resume", "auto")
+    whole = train("single", tmp_path, 1, *constant, "--max-steps", "70")
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert accuracies(run)[-1] == accuracies(whole)[-1]
+    assert newest_checkpoint(run)["position"]["epoch"] == newest_checkpoint(whole)["position"]["epoch"]
+
+
+def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path):
+    run = train("ddp", tmp_path, 2, *WORDS)
+    before = (run / "metrics.jsonl").read_bytes()
+    outcome = run_ranks("ddp", words_for(tmp_path, "ddp-2", *WORDS, "--resume", "auto"), 2, tmp_path / "again")
+    assert f"test_accuracy={accuracies(run)[-1]:.4f} " in outcome.outputs[0].splitlines()[-1]
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+# ---- through the launcher that `make run` uses, and the agent of each node
+
+
+ENDLESS = ("--epochs", "2000", "--max-steps", "20000", "--schedule", "constant", "--seed", "1", "--deterministic")
+
+
+def test_a_signal_to_the_launcher(tmp_path):
+    job = local("ddp", 2, 1, *words_for(tmp_path, "real", *ENDLESS))
+    job.wait_for_step(tmp_path / "real", 9)
+    job.process.send_signal(signal.SIGUSR1)
+    result = job.wait(timeout_s=60)
+    assert result.status == 0, result.stderr
+    assert "stopped by SIGUSR1: wrote " in result.stdout
+    assert result.errors == []
+    step = newest_checkpoint(tmp_path / "real")["position"]["step"]
+    assert last_step(tmp_path / "real") == step > 0
+
+
+def has_handler(pid, number):
+    caught = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(("nodes", "delay_s"), [(2, 0.0), (1, 0.5), (1, 1.2), (2, 2.5)])
+def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
+    """While the launcher, the agents or the ranks still import."""
+    job = local("ddp", nodes, 1, *words_for(tmp_path, "early", *ENDLESS))
+    wait_until(lambda: has_handler(job.process.pid, signal.SIGTERM), 20, "the launcher's own handlers")
+    time.sleep(delay_s)
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=60)
+    assert result.status == 0, result.stderr
+    assert result.errors == []
+    assert not list(tmp_path.glob("early/checkpoints/*.tmp"))
+
+
+def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
+    """As Slurm and Kubernetes send it: TERM to scripts/launch.sh, which has become the agent."""
+    words = words_for(tmp_path, "agent", *ENDLESS)
+    node = {"NNODES": "1", "NODE_RANK": "0", "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    job = Command("scripts/launch.sh", "ddp", *words, PYTHON=sys.executable, GLOO_SOCKET_IFNAME="lo", **node)
+    job.wait_for_step(tmp_path / "agent", 5)
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=60)
+    assert result.status == 0, result.stderr
+    assert last_step(tmp_path / "agent") == newest_checkpoint(tmp_path / "agent")["position"]["step"] > 0
+
+
+def test_ctrl_c_ends_everything_at_once(tmp_path):
+    job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS))
+    job.wait_for_step(tmp_path / "c", 5)
+    job.process.send_signal(signal.SIGINT)
+    result = job.wait(timeout_s=10)
+    assert result.status == 130
+    assert "interrupted; " in result.stderr
+
+
+VICTIMS = {
+    "rank": lambda job: job.find("-m recipes.ddp.train"),
+    "agent": lambda job: job.find("-m scripts.agent"),
+    "launcher": lambda job: job.find("-m scripts.local"),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, victim):
+    words = words_for(tmp_path, "killed", "--checkpoint-every", "5", *ENDLESS)
+    job = local("ddp", 2, 2, *words)
+    job.wait_for_step(tmp_path / "killed", 12)
+    found = VICTIMS[victim](job)
+    assert len(found) == {"rank": 4, "agent": 2, "launcher": 1}[victim]
+    random.Random(victim).choice(found).kill()
+    killed_at = time.monotonic()
+    result = job.wait(timeout_s=10, gone_within_s=10)
+    assert time.monotonic() - killed_at < 10
+    assert result.status not in (0, 2)
+    if victim != "launcher":
+        assert "was killed by SIGKILL" in result.stderr
+
+    step = newest_checkpoint(tmp_path / "killed")["position"]["step"]
+    assert step >= 10
+    end = ("--max-steps", str(step + 10), "--resume", "auto")
+    if victim == "rank":  # the same command goes on; for the others, the fork server's quick ranks do
+        result = local("ddp", 2, 2, *words, *end).wait()
+        assert result.status == 0, result.stderr
+        assert "resumed from " in result.stdout
+    else:
+        run_ranks("ddp", [*words, *end], 4, tmp_path / "on")
+    whole = train("ddp", tmp_path / "whole", 4, *ENDLESS, *end)
+    assert losses(tmp_path / "killed") == losses(whole)
+    assert largest_difference(weights(tmp_path / "killed"), weights(whole)) == 0

@@ -1,0 +1,17 @@
+"""What the fork server of support.py imports once, so that no rank has to."""
+
+import gc
+import importlib
+
+for name in (
+    "torch._dynamo",  # DDP and the optimizers import it: 1.5 s
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+    "torch.distributed.optim",
+    "torch.utils.tensorboard",
+    "recipes.common.imagefolder",
+    "recipes.ddp.train",
+    "recipes.single.train",
+):
+    importlib.import_module(name)
+
+gc.freeze()  # a rank's collector need not walk, and copy, what its parent has loaded

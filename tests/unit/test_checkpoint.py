@@ -1,0 +1,258 @@
+"""Checkpoints are whole or absent: damage of any kind is seen, and never executed."""
+
+import io
+import os
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.common.checkpoint import (
+    FORMAT,
+    BadCheckpointError,
+    CheckpointFolder,
+    Position,
+    check_options,
+    pack,
+    position_of,
+    read_checkpoint,
+)
+from recipes.common.errors import UserError
+from recipes.single.train import options
+from tests.support import is_equal
+
+ARGS = options([])
+
+
+def content(step, accuracy=0.5):
+    """Return a small checkpoint whose weights tell the step."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    position = Position(step=step, epoch=step // 10, test_accuracy=accuracy, best_accuracy=accuracy)
+    return pack(ARGS, position, model.state_dict(), optimizer.state_dict(), {})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    for step in (10, 20, 30):
+        checkpoints.write(content(step))
+    return checkpoints
+
+
+def test_what_is_written_is_read(folder):
+    written = content(40)
+    folder.write(written)
+    path, read = folder.read_newest(set_aside=True)
+    assert path.name == "step-000000040.pt"
+    assert is_equal(read, written)
+    assert read["position"] == {"step": 40, "epoch": 4, "test_accuracy": 0.5, "best_accuracy": 0.5}
+    assert read["format"] == FORMAT
+    assert read["options"] == {
+        "data": "digits",
+        "image_size": 224,
+        "num_samples": 2048,
+        "model": "lenet",
+        "optimizer": "sgd",
+        "global_batch_size": 64,
+        "seed": 0,
+    }
+
+
+def test_cut_at_any_byte_it_never_loads(folder):
+    path = folder.paths()[0]
+    whole = path.read_bytes()
+    assert len(whole) > 2000
+    ends = 1000  # every length near the ends, where headers and the directory are, and each fifth between
+    between = range(ends, len(whole) - ends, 5)
+    for length in sorted({*range(ends), *between, *range(len(whole) - ends, len(whole))}, reverse=True):
+        os.truncate(path, length)
+        with pytest.raises(BadCheckpointError):
+            read_checkpoint(path)
+    path.write_bytes(whole)
+    assert read_checkpoint(path)["position"]["step"] == 30
+
+
+def test_with_any_byte_flipped_it_does_not_load_or_is_the_same(folder):
+    """Some bytes of a zip file say nothing (padding, times): a change there is none to what is read."""
+    path = folder.paths()[0]
+    whole, good = path.read_bytes(), read_checkpoint(path)
+    chance, refused = random.Random(0), 0
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert is_equal(read_checkpoint(path), good)
+        except BadCheckpointError:
+            refused += 1
+    tensors = sum(value.nbytes for value in good["model"].values())
+    assert refused > 2 * tensors  # weights and momentum at least are all under a checksum
+
+
+def test_a_file_full_of_zeros_past_some_byte_never_loads(folder):
+    """What a power cut leaves of a file whose length was recorded before its content."""
+    path = folder.paths()[0]
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        damaged = whole[:length].ljust(len(whole), b"\0")
+        if damaged == whole:
+            continue  # the last bytes are zeros
+        path.write_bytes(damaged)
+        with pytest.raises(BadCheckpointError):
+            read_checkpoint(path)
+
+
+class Bomb:
+    """What a pickle makes its reader do."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trace),)
+
+
+def foreign_files(trace):
+    plain, zipped, hidden = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    torch.save({"model": {}, "epoch": 3}, plain)
+    torch.save(Bomb(trace), zipped)
+    torch.save({**content(40), "position": Bomb(trace)}, hidden)
+    legacy = io.BytesIO()
+    torch.save({**content(40), "scaler": Bomb(trace)}, legacy, _use_new_zipfile_serialization=False)
+    return {
+        "empty": b"",
+        "random": random.Random(1).randbytes(5000),
+        "text": b"not a checkpoint\n" * 100,
+        "dict": plain.getvalue(),
+        "pickle": pickle.dumps(Bomb(trace)),
+        "pickle-in-zip": zipped.getvalue(),
+        "ours-with-code": hidden.getvalue(),
+        "ours-with-code-legacy": legacy.getvalue(),
+    }
+
+
+@pytest.mark.parametrize("kind", list(foreign_files("unused")))
+def test_a_foreign_file_is_passed_over_and_never_executed(folder, tmp_path, capsys, kind):
+    trace = tmp_path / "executed"
+    newest = folder.folder / "step-000000040.pt"
+    newest.write_bytes(foreign_files(trace)[kind])
+    path, read = folder.read_newest(set_aside=False)
+    assert (path.name, read["position"]["step"]) == ("step-000000030.pt", 30)
+    assert not trace.exists()
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: passed over {newest}: ")
+
+
+def test_the_bomb_of_these_tests_does_go_off(tmp_path):
+    pickle.loads(foreign_files(tmp_path / "executed")["pickle"])
+    assert (tmp_path / "executed").is_dir()
+
+
+def test_a_bad_file_is_set_aside_once(folder, capsys):
+    (folder.folder / "step-000000040.pt").write_bytes(b"x")
+    folder.read_newest(set_aside=True)
+    assert (folder.folder / "step-000000040.pt.bad").read_bytes() == b"x"
+    capsys.readouterr()
+    folder.read_newest(set_aside=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_none_good_is_an_error(folder, capsys):
+    for path in folder.paths():
+        path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is good; start a new run"):
+        folder.read_newest(set_aside=False)
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+def test_no_folder_is_no_checkpoint(tmp_path):
+    assert CheckpointFolder(tmp_path / "none").read_newest(set_aside=True) is None
+
+
+def test_the_newest_k_and_the_best_are_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8), (50, 0.6)):
+        folder.write(content(step, accuracy), is_best=accuracy in (0.5, 0.9))
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "step-000000040.pt", "step-000000050.pt"]
+    assert read_checkpoint(tmp_path / "best.pt")["position"]["step"] == 20
+
+
+def test_leftover_temporary_files_are_removed(folder):
+    for name in ("step-000000005.tmp", "best.tmp"):
+        (folder.folder / name).write_bytes(b"cut")
+    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 30
+    folder.write(content(40), is_best=True)
+    assert sorted(os.listdir(folder.folder)) == [
+        "best.pt",
+        "step-000000020.pt",
+        "step-000000030.pt",
+        "step-000000040.pt",
+    ]
+
+
+def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
+    before = {path: path.read_bytes() for path in folder.paths()}
+    for name in ("save", "fsync", "replace"):
+        with monkeypatch.context() as patch:
+
+            def fail(*_, **__):
+                raise OSError(28, "No space left on device")
+
+            target = {"save": (torch, "save"), "fsync": (os, "fsync"), "replace": (type(folder.folder), "replace")}
+            patch.setattr(*target[name], fail)
+            with pytest.raises(UserError) as caught:
+                folder.write(content(40))
+        assert "step-000000040.pt: No space left on device (free some space)" in str(caught.value)
+        assert "step-000000030.pt is intact" in str(caught.value)
+        assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--seed", "1"], "--seed 0, this run has --seed 1"),
+        (["--model", "resnet18"], "--model lenet, this run has --model resnet18"),
+        (["--global-batch-size", "32"], "--global-batch-size 64, this run has --global-batch-size 32"),
+        (["--data", "cifar10"], "--data digits, this run has --data cifar10"),
+        (["--optimizer", "adamw"], "--optimizer sgd, this run has --optimizer adamw"),
+    ],
+)
+def test_other_data_model_batch_or_seed_are_refused(folder, argv, flag):
+    with pytest.raises(UserError) as caught:
+        check_options(options(argv), content(10), folder.paths()[0])
+    assert flag in str(caught.value)
+
+
+def test_options_without_meaning_for_the_data_may_differ(folder):
+    check_options(options(["--image-size", "32", "--num-samples", "9"]), content(10), folder.paths()[0])
+    synthetic = {**content(10), "options": {**content(10)["options"], "data": "synthetic"}}
+    for flag in ("--image-size", "--num-samples"):
+        with pytest.raises(UserError, match=flag):
+            check_options(options(["--data", "synthetic", flag, "9"]), synthetic, folder.paths()[0])
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "total_steps", "expected"),
+    [
+        (30, 3, 100, 3),  # at an epoch's end, to be continued
+        (25, 3, 25, 3),  # ended by --max-steps within the third epoch, and so it stays
+        (25, 3, 100, 2),  # the same with more steps: the third epoch is completed
+        (25, 2, 100, 2),
+    ],
+)
+def test_position_of_a_longer_run(step, epoch, total_steps, expected):
+    packed = pack(ARGS, Position(step=step, epoch=epoch), {}, {}, {})
+    assert position_of(packed, steps_per_epoch=10, total_steps=total_steps).epoch == expected
+
+
+def test_the_best_accuracy_is_remembered():
+    position = Position()
+    assert [position.record_accuracy(value) for value in (0.5, 0.4, 0.5, 0.6)] == [True, False, False, True]
+    assert (position.epoch, position.test_accuracy, position.best_accuracy) == (4, 0.6, 0.6)

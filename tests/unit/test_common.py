@@ -1,0 +1,434 @@
+"""The parts of recipes/common, one by one."""
+
+import argparse
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from recipes.common import metrics
+from recipes.common.data import SKIPPED, Data, TensorSplit
+from recipes.common.errors import UserError, nearest
+from recipes.common.job import Job
+from recipes.common.models import build_model
+from recipes.common.optim import build_optimizer, build_scaler, learning_rate
+from recipes.common.ranks import read_ranks
+from recipes.common.record import open_run
+from recipes.common.seeding import mix, permutation, seed_step
+from recipes.common.signals import FAIL, GO, STOP, Stop, restore_default_handlers
+from recipes.ddp.train import World, shard
+from recipes.single.train import options
+
+CPU = torch.device("cpu")
+
+
+class TestLearningRate:
+    def test_warm_up_is_linear_then_cosine_to_zero(self):
+        args = options(["--lr", "0.8", "--warmup-steps", "4"])
+        rates = [learning_rate(args, step, 12) for step in range(13)]
+        assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+        assert rates[4] == pytest.approx(0.8)
+        assert rates[8] == pytest.approx(0.4)  # half way
+        assert rates[6] == pytest.approx(0.8 * (1 + math.cos(math.pi / 4)) / 2)
+        assert rates[12] == pytest.approx(0, abs=1e-12)
+        assert learning_rate(args, 99, 12) == pytest.approx(0, abs=1e-12)
+
+    def test_constant_stays(self):
+        args = options(["--lr", "0.8", "--warmup-steps", "0", "--schedule", "constant"])
+        assert {learning_rate(args, step, 12) for step in range(12)} == {0.8}
+
+    @pytest.mark.parametrize(("batch", "rate"), [(256, 0.5), (64, 0.125), (1024, 2.0)])
+    def test_the_linear_scaling_rule(self, batch, rate):
+        argv = ["--lr", "0.5", "--scale-lr", "--global-batch-size", str(batch), "--warmup-steps", "0"]
+        assert learning_rate(options(argv), 0, 10) == pytest.approx(rate)
+
+    def test_a_warm_up_longer_than_the_run(self):
+        args = options(["--lr", "1", "--warmup-steps", "100"])
+        assert learning_rate(args, 9, 10) == pytest.approx(0.1)
+
+
+class TestSeeding:
+    def test_permutations_are_whole_and_differ(self):
+        orders = [permutation(100, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+        for order in orders:
+            assert sorted(order.tolist()) == list(range(100))
+        assert len({tuple(order.tolist()) for order in orders}) == 4
+        assert torch.equal(permutation(100, 1, 1), orders[3])
+
+    def test_permutation_is_the_same_in_every_version(self):
+        """A checkpoint goes on with the same samples for ever: the order is part of its format."""
+        assert permutation(10, 0, 0).tolist() == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]
+        assert (mix(0, 0), mix(1, 2, 3)) == (6017775124710473527, 7510213797696614745)
+
+    def test_mix_spreads_close_numbers(self):
+        values = {mix(seed, step, rank) for seed in range(8) for step in range(32) for rank in range(8)}
+        assert len(values) == 8 * 32 * 8
+        assert all(0 <= value < 2**63 for value in values)
+        ones = sum(value.bit_count() for value in values) / len(values)
+        assert ones == pytest.approx(31.5, abs=0.3)  # 2048 values: a standard deviation of 4 / sqrt(2048) = 0.09
+
+    def test_a_step_draws_the_same_again_and_ranks_differ(self):
+        def draw(*place):
+            seed_step(*place, CPU)
+            return torch.rand(4).tolist()
+
+        assert draw(0, 5, 1) == draw(0, 5, 1)
+        assert len({tuple(draw(seed, step, rank)) for seed in (0, 1) for step in (5, 6) for rank in (0, 1)}) == 8
+
+
+class TestShares:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+    @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 360])
+    def test_shares_are_disjoint_whole_and_even(self, world_size, count):
+        indices = torch.arange(count) * 3
+        shares = [shard(indices, World(rank, world_size, CPU, None)) for rank in range(world_size)]
+        assert torch.equal(torch.cat(shares), indices)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def tiny_data(samples=100, channels=1, size=8, classes=10, test=10):
+    def split(count):
+        images = torch.randint(256, (count, channels, size, size), dtype=torch.uint8)
+        return TensorSplit(images, torch.arange(count) % classes, torch.zeros(channels), torch.ones(channels))
+
+    return Data(split(samples), split(test), channels, size, classes)
+
+
+class TestJob:
+    def job(self, *argv):
+        args = options(["--global-batch-size", "30", *argv])
+        model = torch.nn.Linear(1, 1)
+        optimizer = build_optimizer(args, model.parameters())
+        return Job(args, tiny_data(), CPU, model, optimizer, build_scaler(args, CPU), stop=None)
+
+    def test_steps(self):
+        job = self.job("--epochs", "4")
+        assert (job.steps_per_epoch, job.total_steps, job.epoch_end) == (3, 12, 3)
+        assert self.job("--epochs", "4", "--max-steps", "7").total_steps == 7
+        assert self.job("--epochs", "4", "--max-steps", "70").total_steps == 12
+
+    def test_batches_of_an_epoch_are_disjoint_and_go_on_at_the_step(self):
+        job = self.job()
+        batches = list(job.global_batches())
+        assert [len(batch) for batch in batches] == [30, 30, 30]
+        assert len(set(torch.cat(batches).tolist())) == 90
+        job.position.step = 2
+        assert torch.equal(next(job.global_batches()), batches[2])
+        assert len(list(job.global_batches())) == 1
+        job.position.step, job.position.epoch = 3, 1
+        assert not torch.equal(next(job.global_batches()), batches[0])
+
+    @pytest.mark.parametrize(
+        ("step", "epoch", "complete"), [(0, 0, False), (11, 3, False), (12, 3, False), (12, 4, True)]
+    )
+    def test_complete_means_evaluated(self, step, epoch, complete):
+        job = self.job("--epochs", "4")
+        job.position.step, job.position.epoch = step, epoch
+        assert job.is_complete is complete
+
+    def test_when_things_are_due(self):
+        job = self.job("--log-every", "2", "--checkpoint-every", "2", "--epochs", "4")
+        due = []
+        for step in range(1, 4):
+            job.position.step = step
+            due.append((job.is_log_due(), job.is_checkpoint_due()))
+        assert due == [(False, False), (True, True), (False, False)]
+
+    def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):
+        job = self.job()
+        other = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+        with pytest.raises(UserError, match="does not fit this run") as caught:
+            job.restore({"model": other, "optimizer": job.optimizer.state_dict(), "scaler": {}})
+        assert "\n" not in str(caught.value)
+
+
+class TestModels:
+    @pytest.mark.parametrize("size", [8, 11, 12, 28, 32, 64])
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_lenet_fits_any_size(self, size, channels):
+        data = tiny_data(channels=channels, size=size)
+        model = build_model(options([]), data)
+        assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
+
+    def test_lenet_on_mnist_is_the_one_of_the_paper(self):
+        model = build_model(options([]), tiny_data(size=28))
+        assert sum(parameter.numel() for parameter in model.parameters()) == 61_706
+
+    @pytest.mark.parametrize(
+        ("name", "channels", "size"),
+        [
+            ("resnet18", 1, 8),
+            ("resnet18", 3, 32),
+            ("resnet18", 3, 96),
+            ("mobilenet_v2", 3, 32),
+            ("vit_b_16", 3, 32),
+        ],
+    )
+    def test_torchvision_models_fit(self, name, channels, size):
+        data = tiny_data(channels=channels, size=size, classes=7)
+        model = build_model(options(["--model", name]), data).to("meta").eval()
+        assert model(torch.empty(2, channels, size, size, device="meta")).shape == (2, 7)
+
+    def test_resnet_keeps_its_own_stem_for_large_images(self):
+        stems = [
+            build_model(options(["--model", "resnet18"]), tiny_data(channels=3, size=s)).conv1 for s in (32, 96)
+        ]
+        assert [stem.kernel_size for stem in stems] == [(3, 3), (7, 7)]
+
+    @pytest.mark.parametrize(
+        ("name", "size", "words"),
+        [
+            ("lenet", 7, "needs images of 8 pixels and more, got 7"),
+            ("vit_b_16", 28, "--model vit_b_16 does not take images of 28x28"),
+            ("alexnet", 8, "--model alexnet does not take images of 8x8"),
+            ("resnet19", 32, "torchvision has no 'resnet19'; did you mean 'resnet1"),
+            ("lenett", 32, "did you mean 'lenet'?"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_in_one_line(self, name, size, words):
+        with pytest.raises(UserError) as caught:
+            build_model(options(["--model", name]), tiny_data(channels=3, size=size))
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_weights_depend_on_the_seed_alone(self):
+        torch.manual_seed(99)
+        one = build_model(options(["--seed", "5"]), tiny_data())
+        torch.manual_seed(98)
+        two, other = (build_model(options(["--seed", seed]), tiny_data()) for seed in ("5", "6"))
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+        assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+    def test_channels_last_changes_the_layout_alone(self):
+        plain, other = (build_model(options(argv), tiny_data(channels=3)) for argv in ([], ["--channels-last"]))
+        assert other.features[3].weight.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(plain.features[3].weight, other.features[3].weight)
+
+
+class TestTotals:
+    def test_sums_over_parts_equal_the_whole(self):
+        logits, labels = torch.randn(11, 4, generator=torch.Generator().manual_seed(0)), torch.arange(11) % 4
+        labels[3] = SKIPPED
+        whole, parts = metrics.new_totals(CPU), metrics.new_totals(CPU)
+        metrics.add_batch(whole, logits, labels)
+        for one, two in zip(logits.split(3), labels.split(3), strict=True):
+            metrics.add_batch(parts, one, two)
+        assert whole.dtype == torch.float64
+        assert whole.tolist() == pytest.approx(parts.tolist(), rel=1e-6)
+        assert whole[2] == 10
+        correct = sum(int(logits[i].argmax() == labels[i]) for i in range(11))
+        loss = sum(-float(logits[i].log_softmax(0)[labels[i]]) for i in range(11) if i != 3)
+        result = metrics.averages(whole)
+        assert result == {"test_loss": pytest.approx(loss / 10, rel=1e-6), "test_accuracy": correct / 10}
+
+    def test_skipped_images_are_told_and_nothing_divides_by_zero(self):
+        totals = torch.tensor([0.0, 0.0, 0.0, 3.0], dtype=torch.float64)
+        assert metrics.averages(totals) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}
+
+
+class TestThroughput:
+    def test_the_first_step_and_pauses_do_not_count(self, monkeypatch):
+        now = [100.0]
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        clock = metrics.Throughput(64, CPU)
+
+        def pass_time(seconds):
+            now[0] += seconds
+
+        clock.start()
+        pass_time(50)  # warm-up
+        clock.count_step()
+        assert clock.overall() == 0
+        for _ in range(4):
+            pass_time(0.5)
+            clock.count_step()
+        assert clock.recent() == pytest.approx(4 * 64 / 2)
+        clock.pause()
+        pass_time(1000)  # an evaluation
+        clock.start()
+        for _ in range(2):
+            pass_time(0.25)
+            clock.count_step()
+        assert clock.recent() == pytest.approx(2 * 64 / 0.5)
+        assert clock.overall() == pytest.approx(6 * 64 / 2.5)
+
+
+class TestRanks:
+    VARIABLES: ClassVar = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+
+    def test_all_set(self, monkeypatch):
+        for name, value in self.VARIABLES.items():
+            monkeypatch.setenv(name, value)
+        ranks = read_ranks("ddp")
+        assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size) == (1, 1, 2, 2)
+
+    BAD: ClassVar = [
+        *((name, value) for name in VARIABLES for value in (None, "")),
+        *((name, value) for name in list(VARIABLES)[:4] for value in ("-1", "x", "1.5", "²")),
+        *((name, "7") for name in ("RANK", "LOCAL_RANK")),
+    ]
+
+    @pytest.mark.parametrize(("name", "value"), BAD)
+    def test_a_missing_or_senseless_one_is_refused(self, monkeypatch, name, value):
+        for other, good in self.VARIABLES.items():
+            monkeypatch.setenv(other, good)
+        if value is None:
+            monkeypatch.delenv(name)
+        else:
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=name) as caught:
+            read_ranks("ddp")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def handlers():
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+class TestStop:
+    @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+    def test_a_signal_is_a_vote(self, number):
+        stop = Stop()
+        assert stop.vote == GO
+        signal.raise_signal(number)
+        assert (stop.vote, stop.signal) == (STOP, number)
+
+    def test_an_error_weighs_more_and_the_first_counts(self):
+        stop = Stop()
+        signal.raise_signal(signal.SIGUSR1)
+        stop.fail(UserError("first"))
+        stop.fail(UserError("second"))
+        assert stop.vote == FAIL > STOP > GO
+        assert str(stop.error) == "first"
+
+    def test_a_signal_that_was_blocked_before_is_delivered(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        signal.raise_signal(signal.SIGUSR1)
+        assert Stop().signal == signal.SIGUSR1
+
+    def test_workers_get_the_usual_meaning_back(self):
+        Stop()
+        restore_default_handlers()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
+
+
+class TestRecord:
+    def open(self, folder, *argv, recipe="single"):
+        args = options(["--runs-dir", str(folder), "--no-tensorboard", *argv])
+        return open_run(args, recipe, world_size=2)
+
+    def test_config_tells_what_was_run(self, tmp_path):
+        record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
+        assert content is None
+        config = json.loads((record.folder / "config.json").read_text())
+        assert config["recipe"] == "single"
+        assert config["options"]["seed"] == 3
+        assert config["options"]["runs_dir"] == str(tmp_path)
+        assert config["versions"]["torch"] == torch.__version__
+        assert config["hardware"]["cpus"] == os.cpu_count()
+        assert [launch["world_size"] for launch in config["launches"]] == [2]
+
+    def test_names_count_up(self, tmp_path):
+        names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
+        assert names == ["single-001", "single-002", "single-003"]
+        assert self.open(tmp_path, recipe="ddp")[0].folder.name == "ddp-001"
+        (tmp_path / "single-1203").mkdir()
+        assert self.open(tmp_path)[0].folder.name == "single-1204"
+
+    def test_resume_auto_without_a_name_takes_the_newest(self, tmp_path):
+        for _ in range(2):
+            self.open(tmp_path)
+        record, _ = self.open(tmp_path, "--resume", "auto")
+        assert record.folder.name == "single-002"
+        assert len(json.loads((record.folder / "config.json").read_text())["launches"]) == 2
+
+    def test_resume_auto_of_nothing_is_a_new_run(self, tmp_path):
+        assert self.open(tmp_path, "--resume", "auto")[0].folder.name == "single-001"
+        assert self.open(tmp_path, "--resume", "auto", "--name", "x")[0].folder.name == "x"
+
+    def test_a_taken_name_is_refused(self, tmp_path):
+        self.open(tmp_path, "--name", "a")
+        with pytest.raises(UserError, match=r"a exists; add --resume auto .*--overwrite .*another --name"):
+            self.open(tmp_path, "--name", "a")
+
+    def test_overwrite_deletes_runs_only(self, tmp_path):
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+        record, _ = self.open(tmp_path, "--name", "a", "--overwrite")
+        assert (record.folder / "metrics.jsonl").read_text() == ""
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+        with pytest.raises(UserError, match="exists"):
+            self.open(tmp_path, "--name", "precious", "--overwrite")
+        assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+    def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
+        from recipes.common.checkpoint import Position, pack
+
+        record, _ = self.open(tmp_path, "--name", "a")
+        for step in range(1, 8):
+            record.log_step(step=step, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+        args = options(["--runs-dir", str(tmp_path)])
+        record.checkpoints.write(pack(args, Position(step=5), {}, {}, {}))
+        with open(record.folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 8, "lo')
+        record, content = self.open(tmp_path, "--name", "a", "--resume", "auto")
+        assert content["position"]["step"] == 5
+        record.log_step(step=6, epoch=1, loss=2.0, lr=0.1, samples_per_s=1.0)
+        lines = [json.loads(line) for line in (record.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        assert lines[-1]["loss"] == 2.0
+
+    @pytest.mark.parametrize("target", ["missing", "empty"])
+    def test_resume_of_nothing_by_path_is_refused(self, tmp_path, target):
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(UserError, match=r"--resume .*(no such file|no checkpoints)"):
+            self.open(tmp_path, "--resume", str(tmp_path / target))
+        assert sorted(os.listdir(tmp_path)) == ["empty"], "a refusal leaves no run behind"
+
+    def test_a_runs_folder_that_cannot_be_made_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match=r"cannot write .*file"):
+            self.open(tmp_path / "file" / "runs")
+
+    def test_tensorboard_events_hold_the_same_numbers(self, tmp_path):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        record, _ = open_run(options(["--runs-dir", str(tmp_path)]), "single", 1)
+        for step in (1, 2):
+            record.log_step(step=step, epoch=1, loss=step / 2, lr=0.1, samples_per_s=1.0)
+        record.close()
+        events = EventAccumulator(str(record.folder)).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_nearest_names_one_word_or_none():
+    assert nearest("digit", ["digits", "cifar10"]) == "; did you mean 'digits'?"
+    assert nearest("zzz", ["digits"]) == ""
+
+
+def test_options_are_read_only():
+    args = options([])
+    with pytest.raises(AttributeError, match="read-only"):
+        args.seed = 5
+    assert isinstance(args, argparse.Namespace)
+    assert args.data_dir == Path("data")

@@ -1,0 +1,162 @@
+"""What the documents say exists: links, targets of make, options, recipes."""
+
+import contextlib
+import importlib
+import re
+import subprocess
+
+import pytest
+
+from recipes.common.options import Parser
+from tests.support import ROOT
+
+LISTED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=30,
+).stdout.split()
+DOCUMENTS = LISTED or [path.name for path in ROOT.glob("*.md")]  # an archive without git's folder
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
+RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+
+OTHERS_FLAGS = {
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--standalone",
+    "--master-addr",
+    "--master-port",
+    "--nodes",
+    "--list",
+    "--help",
+    "--require-hashes",
+    "--gpus",
+    "--ntasks-per-node",
+    "--signal",
+    "--requeue",
+    "--open-mode",
+    "--export",
+    "--rm",
+    "--build",
+    "--shm-size",
+    "--logdir",
+    "--gloo",
+    "--mpi",
+}
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def without_code(text):
+    return re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+
+
+def code_of(text):
+    """Return the fenced blocks and the inline code of a document."""
+    blocks = re.findall(r"```.*?\n(.*?)```", text, flags=re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [*blocks, *inline]
+
+
+def anchors(text):
+    """Return the anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ +(.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def known_flags():
+    """Return every --flag that a recipe's parser has."""
+    found = set()
+
+    class Known(Exception):  # noqa: N818 (not an error)
+        pass
+
+    for recipe in RECIPES:
+        module = importlib.import_module(f"recipes.{recipe}.train")
+
+        def note(parser, *_):
+            found.update(parser.flags())
+            raise Known
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Known):
+            patch.setattr(Parser, "parse_known_args", note)
+            module.options([])
+    return found
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_relative_link_exists(name):
+    text = text_of(name)
+    links = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", without_code(text))
+    links += re.findall(r"<(?:img|a)[^>]*?(?:src|href)=\"([^\"]+)\"", text)
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), f"{name} links to {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text()), f"{name} links to {link}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_target_of_make_exists(name):
+    for code in code_of(text_of(name)):
+        for target in re.findall(r"(?:^|[\s;&|(])make ((?:[A-Z_]+=\S+ )*)([a-z-]+)", code):
+            assert target[1] in TARGETS, f"{name}: make {target[1]}"
+        for recipe in re.findall(r"RECIPE=([a-z0-9_]+)", code):
+            assert recipe in RECIPES, f"{name}: RECIPE={recipe}"
+        for recipe in re.findall(r"recipes\.([a-z0-9_]+)\.train", code):
+            assert recipe in RECIPES, f"{name}: recipes.{recipe}.train"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_flag_exists(name):
+    known = known_flags() | OTHERS_FLAGS
+    for code in code_of(text_of(name)):
+        lines = [
+            line
+            for line in code.splitlines()
+            if not re.match(r"\s*(pip|docker|kubectl|git|uv|sbatch|srun) ", line)
+        ]
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines)):
+            assert flag in known, f"{name}: {flag}"
+
+
+def test_the_flags_of_the_parsers_are_found():
+    assert {"--zero", "--no-zero", "--global-batch-size", "--resume"} <= known_flags()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_path_of_the_repository_exists(name):
+    folders = "recipes|scripts|tests|docker|slurm|k8s|requirements"
+    for code in code_of(text_of(name)):
+        for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]+", code):
+            assert (ROOT / path.rstrip("./")).exists(), f"{name}: {path}"
+
+
+def test_make_help_lists_every_target():
+    shown = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    named = [line.split()[0] for line in shown.splitlines()]
+    assert named == TARGETS
+    assert all(len(line.split()) > 2 for line in shown.splitlines()), "each with its help"
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
+    assert sorted(phony) == sorted(TARGETS)
+
+
+def test_make_list_names_every_recipe_in_a_line():
+    shown = subprocess.run(
+        ["make", "list"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    assert [line.split()[0] for line in shown.splitlines()] == RECIPES
+    assert all(len(line.split()) > 3 for line in shown.splitlines())

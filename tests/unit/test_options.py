@@ -1,0 +1,171 @@
+"""Options from the command line and from a file, and what is refused, in one line with the mend."""
+
+import pytest
+
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.options import check_batch
+from recipes.ddp import train as ddp
+from recipes.single import train as single
+
+REFUSED = {
+    "unknown option": (["--epoch", "3"], "unknown option --epoch; did you mean '--epochs'?"),
+    "unknown option with value": (["--sed=3"], "unknown option --sed; did you mean '--seed'?"),
+    "no option": (["epochs"], "unexpected argument 'epochs'; options begin with --"),
+    "unknown data": (["--data", "digit"], "--data: does not know 'digit'; did you mean 'digits'? (one of digits,"),
+    "unknown optimizer": (["--optimizer", "adam"], "did you mean 'adamw'?"),
+    "unknown amp": (["--amp", "fp61"], "did you mean 'fp16'?"),
+    "unknown schedule": (["--schedule", "cosin"], "did you mean 'cosine'?"),
+    "batch 0": (["--global-batch-size", "0"], "--global-batch-size: wants a whole number of at least 1, got '0'"),
+    "batch -1": (["--global-batch-size", "-1"], "--global-batch-size"),
+    "batch abc": (["--global-batch-size", "abc"], "wants a whole number of at least 1, got 'abc'"),
+    "batch 1.5": (["--global-batch-size", "1.5"], "wants a whole number of at least 1, got '1.5'"),
+    "epochs 0": (["--epochs", "0"], "--epochs"),
+    "lr 0": (["--lr", "0"], "--lr: wants a number above 0, got '0'"),
+    "lr nan": (["--lr", "nan"], "--lr"),
+    "lr inf": (["--lr", "inf"], "--lr"),
+    "momentum 1": (["--momentum", "1"], "--momentum: wants a number of at least 0 and below 1, got '1'"),
+    "accumulate 0": (["--accumulate-steps", "0"], "--accumulate-steps"),
+    "workers -1": (["--workers", "-1"], "--workers"),
+    "workers =-1": (["--workers=-1"], "--workers: wants a whole number of at least 0, got '-1'"),
+    "missing value": (["--seed"], "--seed: expected one argument"),
+    "config missing value": (["--config"], "--config: expected one argument"),
+    "value for a switch": (["--zero-lr=1"], "unknown option --zero-lr"),
+    "abbreviation": (["--over"], "unknown option --over"),
+    "name with slash": (["--name", "a/b"], "--name: wants at most 100 letters"),
+    "name dots": (["--name", ".."], "--name"),
+    "name absolute": (["--name", "/etc"], "--name"),
+    "name hidden": (["--name", ".a"], "--name"),
+    "name empty": (["--name", ""], "--name"),
+    "name newline": (["--name", "a\nb"], "--name"),
+    "name long": (["--name", "a" * 101], "--name"),
+    "name backslash": (["--name", "..\\a"], "--name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("recipe", [single, ddp], ids=["single", "ddp"])
+def test_bad_options_are_refused_in_one_line(recipe, case):
+    argv, words = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        recipe.options(argv)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys, rank):
+    from recipes.common import entry
+
+    monkeypatch.setattr(entry, "STOP_SIGNALS", ())  # this process is pytest: it keeps its handlers
+    monkeypatch.setenv("RANK", rank)
+    assert exit_status(lambda: ddp.options(["--powersgd-rank", "0"])) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    expected = "error: --powersgd-rank: wants a whole number of at least 1, got '0'\n"
+    assert printed.err == (expected if rank == "0" else "")
+
+
+@pytest.mark.parametrize("name", ["a", "A-1", "run.2_b", "a" * 100, "1..2"])
+def test_good_names(name):
+    assert single.options(["--name", name]).name == name
+
+
+class TestConfig:
+    def parse(self, tmp_path, text, *argv, recipe=single):
+        (tmp_path / "c.yaml").write_text(text)
+        return recipe.options(["--config", str(tmp_path / "c.yaml"), *argv])
+
+    def test_the_file_sets_and_the_command_line_wins(self, tmp_path):
+        text = "epochs: 3\nlr: 0.5\nglobal-batch-size: 32\naccumulate_steps: 2\n"
+        text += "deterministic: true\ntensorboard: no\n"
+        args = self.parse(tmp_path, text, "--lr", "0.25", "--no-deterministic")
+        assert (args.epochs, args.lr, args.global_batch_size, args.accumulate_steps) == (3, 0.25, 32, 2)
+        assert (args.deterministic, args.tensorboard) == (False, False)
+
+    def test_the_place_of_config_on_the_command_line_does_not_matter(self, tmp_path):
+        (tmp_path / "c.yaml").write_text("lr: 0.5\nseed: 4")
+        args = single.options(["--lr", "0.25", f"--config={tmp_path / 'c.yaml'}"])
+        assert (args.lr, args.seed) == (0.25, 4)
+
+    def test_an_empty_file_says_nothing(self, tmp_path):
+        assert self.parse(tmp_path, "# nothing\n").epochs == single.options([]).epochs
+
+    def test_a_recipe_knows_its_own_options(self, tmp_path):
+        assert self.parse(tmp_path, "zero: true\ngrad-compression: fp16", recipe=ddp).grad_compression == "fp16"
+        with pytest.raises(UserError, match="unknown option 'zero'"):
+            self.parse(tmp_path, "zero: true")
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("epoch: 3", "unknown option 'epoch'; did you mean 'epochs'?"),
+            ("config: other.yaml", "unknown option 'config'"),
+            ("help: true", "unknown option 'help'"),
+            ("no-download: true", "unknown option 'no-download'"),
+            ("3: 4", "unknown option 3"),
+            ("- epochs", "must hold lines of the form `flag: value`"),
+            ("just words", "must hold lines of the form `flag: value`"),
+            ("a: [", "is not YAML"),
+            ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
+            ("epochs: [1, 2]", "epochs wants one word or number, got [1, 2]"),
+            ("epochs:", "epochs wants one word or number, got None"),
+            ("epochs: true", "epochs wants one word or number, got True"),
+            ("zero: 3", "zero wants true or false, got 3"),
+            ("epochs: 0", "--epochs: wants a whole number of at least 1, got '0'"),
+            ("data: digit", "did you mean 'digits'?"),
+            ("name: ../../etc", "--name"),
+        ],
+    )
+    def test_bad_files_are_refused_in_one_line(self, tmp_path, text, words):
+        with pytest.raises(UserError) as caught:
+            self.parse(tmp_path, text, recipe=ddp)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_missing_a_binary_and_a_folder_are_refused(self, tmp_path):
+        (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+        for name, words in (("none", "No such file"), ("binary", "is not YAML"), (".", "Is a directory")):
+            with pytest.raises(UserError, match=words):
+                single.options(["--config", str(tmp_path / name)])
+
+
+class TestBatch:
+    def check(self, batch, accumulate, world_size, num_train):
+        argv = ["--global-batch-size", str(batch), "--accumulate-steps", str(accumulate)]
+        check_batch(single.options(argv), world_size, num_train)
+
+    @pytest.mark.parametrize(
+        "case", [(64, 1, 4, 1437), (4, 1, 4, 4), (12, 3, 4, 12), (50, 1, 3, 50), (1, 1, 1, 1)]
+    )
+    def test_what_works(self, case):
+        self.check(*case)
+
+    @pytest.mark.parametrize(
+        ("case", "words"),
+        [
+            ((64, 1, 5, 4), "5 processes for 4 training samples; start at most 4"),
+            ((3, 1, 4, 100), "--global-batch-size 3 is too small for 4 processes x 1 accumulation"),
+            ((11, 3, 4, 100), "use at least 12"),
+            ((101, 1, 1, 100), "--global-batch-size 101 is larger than the training set; use at most 100"),
+        ],
+    )
+    def test_what_does_not_names_the_nearest_that_does(self, case, words):
+        with pytest.raises(UserError, match=words):
+            self.check(*case)
+
+
+def test_help_is_printed_once_and_names_every_default(monkeypatch, capsys):
+    for rank, count in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            ddp.options(["--help"])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert text.count("--global-batch-size N") == 2 * count  # the usage and the list
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        ddp.options(["--help"])
+    assert "samples per optimizer step over all ranks, whatever their number (default: 64)" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -1,0 +1,184 @@
+"""The launcher of local nodes and the agent of a node: what they decide before anything starts."""
+
+import signal
+import socket
+import subprocess
+import types
+
+import pytest
+
+from scripts import agent, local
+from tests.support import ROOT
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "shares"),
+    [
+        (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (8, 3, [[0, 1], [2, 3], [4, 5]]),
+        (1, 2, [[], []]),
+        (0, 2, [[], []]),
+    ],
+)
+def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
+    assert local.share_out([str(i) for i in range(gpus)], nodes) == [[str(i) for i in share] for share in shares]
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("0,1", ["0", "1"]), ("", []), ("GPU-3a,MIG-b", ["GPU-3a", "MIG-b"])])
+def test_visible_gpus_of_the_environment(monkeypatch, value, gpus):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert local.visible_gpus() == gpus
+
+
+def test_visible_gpus_of_the_machine(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local.visible_gpus() == []
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H100 (UUID: b)\\n"\n'
+    )
+    script.chmod(0o755)
+    assert local.visible_gpus() == ["0", "1"]
+
+
+def test_the_environment_of_a_node(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda _: set(range(16)))
+    environment = local.node_environment(1, 2, 4, ["4", "5"], 1234)
+    expected = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "NPROC_PER_NODE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+        "OMP_NUM_THREADS": "2",  # 16 cores for 2 x 4 processes
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    assert {name: environment[name] for name in expected} == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert local.node_environment(0, 1, 1, [], 1)["OMP_NUM_THREADS"] == "5"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert local.node_environment(0, 10, 10, [], 1)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "abc", "", "1.5", "2000", "²", " 1"])
+@pytest.mark.parametrize("name", ["NODES", "NPROC_PER_NODE"])
+def test_bad_counts(capsys, name, text):
+    with pytest.raises(SystemExit) as caught:
+        local.count(name, text)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {name} wants a whole number from 1 to 1024, got {text!r}\n"
+
+
+def test_bad_recipes(capsys):
+    for name, hint in (("dpp", "; did you mean 'ddp'?"), ("", ""), ("../ddp", "; did you mean 'ddp'?")):
+        with pytest.raises(SystemExit) as caught:
+            local.check_recipe(name)
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: RECIPE wants one of ")
+        assert error.endswith(f"got {name!r}{hint}\n")
+        assert error.count("\n") == 1
+
+
+def test_free_ports_are_free():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", local.free_port()))
+
+
+class TestNode:
+    NAMES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT", "RDZV_TIMEOUT_S")
+
+    @pytest.fixture(autouse=True)
+    def _bare(self, monkeypatch):
+        for name in self.NAMES:
+            monkeypatch.delenv(name, raising=False)
+
+    def test_nothing_set_is_one_process(self):
+        assert agent.read_node() == agent.Node(1, 0, 1, "127.0.0.1", 29500, 300)
+
+    def test_all_set(self, monkeypatch):
+        for name, value in zip(self.NAMES, ("3", "2", "8", "node-a", "1234", "9"), strict=True):
+            monkeypatch.setenv(name, value)
+        assert agent.read_node() == agent.Node(3, 2, 8, "node-a", 1234, 9)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "words"),
+        [
+            ("NNODES", "0", "NNODES wants a whole number of at least 1, got '0'"),
+            ("NNODES", "two", "NNODES wants"),
+            ("NPROC_PER_NODE", "-1", "NPROC_PER_NODE wants"),
+            ("NPROC_PER_NODE", "auto", "NPROC_PER_NODE wants"),
+            ("NODE_RANK", "-1", "NODE_RANK wants a whole number of at least 0"),
+            ("NODE_RANK", "1", "NODE_RANK 1 of NNODES 1: node ranks count from 0"),
+            ("NNODES", "2", "NNODES is 2 and MASTER_ADDR is not set"),
+            ("MASTER_PORT", "70000", "MASTER_PORT wants a port up to 65535, got 70000"),
+            ("MASTER_PORT", "http", "MASTER_PORT wants"),
+            ("RDZV_TIMEOUT_S", "0", "RDZV_TIMEOUT_S wants"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, monkeypatch, name, value, words):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(agent.RefusalError, match=words):
+            agent.read_node()
+
+
+def failures(**statuses):
+    return {int(rank[1:]): types.SimpleNamespace(exitcode=status, pid=77) for rank, status in statuses.items()}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected", "words"),
+    [
+        ({"r0": 2, "r1": 2}, 2, None),  # each has refused; rank 0 has said why
+        ({"r0": 1, "r1": 2}, 2, None),
+        ({"r0": 1, "r3": -9, "r1": 1}, 137, "rank 3 (pid 77 on {host}) was killed by SIGKILL"),
+        (
+            {"r0": -signal.SIGUSR2, "r1": 1},
+            1,
+            "rank 1 (pid 77 on {host}) ended with status 1; its own words are above",
+        ),
+        ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
+        ({"r2": 3}, 3, "rank 2 (pid 77 on {host}) ended with status 3"),
+    ],
+)
+def test_the_status_that_tells_most(capsys, statuses, expected, words):
+    assert agent.status_of(failures(**statuses)) == expected
+    error = capsys.readouterr().err
+    if words is None:
+        assert error == ""
+    else:
+        assert error.startswith(f"error: {words.format(host=socket.gethostname())}")
+        assert error.count("\n") == 1
+
+
+def test_the_port_of_node_0_is_tried_and_found_taken():
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(agent.RefusalError, match=f"MASTER_PORT {port} is taken; choose another one"):
+            agent.check_head(agent.Node(1, 0, 1, "127.0.0.1", port, 1))
+        agent.check_head(agent.Node(2, 1, 1, "127.0.0.1", port, 1))  # another node finds somebody listening
+    agent.check_head(agent.Node(1, 0, 1, "127.0.0.1", port, 1))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
+def test_another_node_waits_no_longer_than_the_bound(address):
+    node = agent.Node(2, 1, 1, address, local.free_port(), 1)
+    with pytest.raises(
+        agent.RefusalError, match=r"node 1 waited 1 s for node 0 at .*is it up, and is MASTER_ADDR right"
+    ):
+        agent.check_head(node)
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("scripts/*.sh")))
+def test_shell_scripts_are_strict_and_parse(script):
+    text = (ROOT / "scripts" / script).read_text()
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "\nset -euo pipefail\n" in text
+    subprocess.run(["bash", "-n", f"scripts/{script}"], cwd=ROOT, check=True, timeout=10)

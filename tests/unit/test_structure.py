@@ -1,0 +1,106 @@
+"""The rules of the house that a reader relies on: who imports whom, and what each recipe looks like."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+FILES = sorted(ROOT.glob("recipes/**/*.py"))
+PARALLEL = ("torch.distributed", "horovod", "apex", "mpi4py")
+SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
+
+
+def imports(path):
+    """Yield every module that a file imports, anywhere in it, with the names taken from it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_below(module, parents):
+    return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
+
+
+def identify(path):
+    return str(path.relative_to(ROOT))
+
+
+def test_there_are_recipes():
+    assert {"single", "ddp"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_no_recipe_imports_another(path):
+    home = path.relative_to(ROOT / "recipes").parts[0]
+    others = [f"recipes.{name}" for name in RECIPES if name != home]
+    assert [module for module in imports(path) if is_below(module, others)] == []
+    assert [module for module in imports(path) if is_below(module, ["scripts", "tests"])] == []
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/common/*.py")), ids=identify)
+def test_common_knows_nothing_of_parallelism(path):
+    assert [module for module in imports(path) if is_below(module, PARALLEL)] == []
+    uses = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    assert [use for use in uses if is_below(use, PARALLEL)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=identify)
+def test_no_variable_of_a_scheduler_is_read(path):
+    nodes = ast.walk(ast.parse(path.read_text()))
+    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [word for word in words if word.startswith(SCHEDULERS)] == []
+
+
+def positions(names, wanted):
+    return [names.index(name) for name in wanted]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_the_same_shape(recipe):
+    path = ROOT / "recipes" / recipe / "train.py"
+    tree = ast.parse(path.read_text())
+    docstring = ast.get_docstring(tree)
+    assert f"make run RECIPE={recipe}" in docstring
+    assert f"result recipe={recipe} " in docstring
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    order = positions(list(functions), ["options", "train_one_epoch", "evaluate", "main"])
+    assert order == sorted(order)
+    for name in ("options", "main"):
+        arguments = functions[name].args
+        assert [argument.arg for argument in arguments.args] == ["argv"]
+        assert [ast.unparse(default) for default in arguments.defaults] == ["None"]
+    assert (ROOT / "recipes" / recipe / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_collective_of_a_recipe_says_what_crosses_the_wire(recipe):
+    """Each use of a collective stands below a comment that begins with the technique, in the same function."""
+    lines = (ROOT / "recipes" / recipe / "train.py").read_text().splitlines()
+    collectives = ("dist.all_reduce(", "dist.broadcast(", "dist.all_gather", "dist.broadcast_object_list(")
+    for number, line in enumerate(lines):
+        if any(word in line for word in collectives):
+            above = lines[max(0, number - 6) : number]
+            assert any(text.strip().startswith("# ") and ": " in text for text in above), f"{recipe}:{number + 1}"
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("recipes.single.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "pandas")),
+        ("recipes.ddp.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "torch._dynamo")),
+        ("scripts.local", ("torch", "numpy", "yaml", "psutil")),
+        ("scripts.agent", ("torch", "numpy", "yaml", "psutil")),
+    ],
+)
+def test_importing_costs_no_more_than_it_must(module, unwanted):
+    code = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
