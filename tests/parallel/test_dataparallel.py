@@ -74,6 +74,21 @@ def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
     assert "RECIPE=ddp" in outcome.outputs[0]
 
 
+def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
+    """Each GPU does not make a process of its own; these two are not there, so that the CPU does the work."""
+    options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.local", "dataparallel", "--", *options],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "result recipe=dataparallel world_size=1 " in done.stdout
+
+
 @pytest.mark.parametrize("variable", ["NNODES", "NPROC_PER_NODE"])
 def test_several_processes_are_refused_with_the_recipe_to_use(variable):
     done = subprocess.run(
