@@ -13,105 +13,39 @@ scripts/launch.sh calls it in place of `torchrun -m recipes.ddp.train`. What dif
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-USAGE_STATUS = 2
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+from recipes.common.node import Node, check_head, read_master, read_number, status_of
+from recipes.common.signals import STOP_SIGNALS
 
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
 
 
-class RefusalError(Exception):
-    """What cannot work; the message says why and how to mend it."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A process that did not end with status 0."""
-
-    pid: int
-    status: int
-    """Negative: the signal that killed it."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """This node's place in the job, from the variables that the launch files set."""
-
-    nnodes: int
-    node_rank: int
-    nproc_per_node: int
-    master_addr: str
-    master_port: int
-    rdzv_timeout_s: int
-
-
 def read_node() -> Node:
-    """Return what the node-level variables say; raises RefusalError for what makes no sense."""
-    node = Node(
-        nnodes=_number("NNODES", 1, at_least=1),
-        node_rank=_number("NODE_RANK", 0, at_least=0),
-        nproc_per_node=_number("NPROC_PER_NODE", 1, at_least=1),
-        master_addr=os.environ.get("MASTER_ADDR") or "127.0.0.1",
-        master_port=_number("MASTER_PORT", 29500, at_least=1),
-        rdzv_timeout_s=_number("RDZV_TIMEOUT_S", 300, at_least=1),
+    """Return what the node-level variables say; raises UserError for what makes no sense."""
+    nnodes = read_number("NNODES", 1, at_least=1)
+    node_rank = read_number("NODE_RANK", 0, at_least=0)
+    if node_rank >= nnodes:
+        raise UserError(f"NODE_RANK {node_rank} of NNODES {nnodes}: node ranks count from 0")
+    master_addr, master_port = read_master(nnodes)
+    return Node(
+        nnodes,
+        node_rank,
+        nproc_per_node=read_number("NPROC_PER_NODE", 1, at_least=1),
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_timeout_s=read_number("RDZV_TIMEOUT_S", 300, at_least=1),
     )
-    if node.node_rank >= node.nnodes:
-        raise RefusalError(f"NODE_RANK {node.node_rank} of NNODES {node.nnodes}: node ranks count from 0")
-    if node.nnodes > 1 and not os.environ.get("MASTER_ADDR"):
-        raise RefusalError(f"NNODES is {node.nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
-    if node.master_port > 65535:
-        raise RefusalError(f"MASTER_PORT wants a port up to 65535, got {node.master_port}")
-    return node
-
-
-def _number(name: str, default: int, at_least: int) -> int:
-    text = os.environ.get(name) or str(default)
-    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
-        raise RefusalError(f"{name} wants a whole number of at least {at_least}, got {text!r}")
-    return int(text)
-
-
-def check_head(node: Node) -> None:
-    """On node 0, take the port for a moment; on the others, wait until node 0 answers.
-
-    Raises:
-        RefusalError: the port is taken, the name does not resolve, or nobody answers within the bound.
-    """
-    deadline = time.monotonic() + node.rdzv_timeout_s
-    place = f"{node.master_addr}:{node.master_port}"
-    if node.node_rank == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", node.master_port))
-            except OSError as error:
-                reason = "is taken" if error.errno == errno.EADDRINUSE else f"refuses: {error.strerror}"
-                raise RefusalError(f"MASTER_PORT {node.master_port} {reason}; choose another one") from None
-        return
-    while True:
-        try:
-            socket.create_connection((node.master_addr, node.master_port), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RefusalError(
-                    f"node {node.node_rank} waited {node.rdzv_timeout_s} s for node 0 at {place} "
-                    f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
-                ) from None
-            time.sleep(0.2)
 
 
 def pass_signals_on(logs: str) -> None:
@@ -166,32 +100,20 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
-        return status_of({rank: Failure(f.pid, f.exitcode) for rank, f in error.failures.items()})
+        failures = error.failures.items()
+        return blame({rank: f.exitcode for rank, f in failures}, {rank: f.pid for rank, f in failures})
     except DistError as error:
-        raise RefusalError(
+        raise UserError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
     return 0
 
 
-def status_of(failures: dict[int, Failure]) -> int:
-    """Return the exit status that tells most, and name the rank in one line unless it refused by itself.
-
-    A refusal counts first. A process that a signal has killed counts before those that ended with an error,
-    which is mostly that they have lost it; those that this agent has ended count last.
-    """
-    statuses = {rank: failure.status for rank, failure in failures.items()}
-    if USAGE_STATUS in statuses.values():
-        return USAGE_STATUS
-    rank, status = min(statuses.items(), key=lambda item: (item[1] == -END_SIGNAL, item[1] > 0, item[0]))
-    if status < 0:
-        how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
-    else:
-        how = f"ended with status {status}; its own words are above"
-    host = socket.gethostname()
-    print(f"error: rank {rank} (pid {failures[rank].pid} on {host}) {how}", file=sys.stderr, flush=True)
-    return status
+def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
+    """Return the exit status of a node from its failed ranks, without those that the agent has ended."""
+    own = {rank: status for rank, status in statuses.items() if status != -END_SIGNAL}
+    return status_of(own or statuses, pids)
 
 
 def main(run: Callable[[Node, str, list[str], str], int]) -> None:
@@ -202,7 +124,7 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> None:
         threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
         try:
             status = run(read_node(), sys.argv[1], sys.argv[2:], logs)
-        except RefusalError as error:
+        except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             status = USAGE_STATUS
     sys.exit(status)

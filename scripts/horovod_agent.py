@@ -21,16 +21,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from scripts.agent import (
-    END_SIGNAL,
-    Failure,
-    Node,
-    RefusalError,
-    check_head,
-    leashed,
-    main,
-    status_of,
-)
+from recipes.common.errors import UserError
+from recipes.common.node import Node, check_head
+from scripts.agent import END_SIGNAL, blame, leashed, main
 
 ERROR_GRACE_S = 2.0
 """How long the other processes may take to say what they have seen, once one has failed."""
@@ -84,7 +77,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Start this node's processes and wait for them; return the job's exit status on this node."""
     check_head(node)
     if importlib.util.find_spec("horovod") is None:
-        raise RefusalError("Horovod is not there; `make horovod` builds it for this torch")
+        raise UserError("Horovod is not there; `make horovod` builds it for this torch")
     command = leashed([sys.executable, "-m", f"recipes.{recipe}.train", *options])
     with rendezvous(node):
         open(os.path.join(logs, "started"), "w").close()
@@ -94,8 +87,10 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         ]
         wait(processes)
     first = node.node_rank * node.nproc_per_node
-    failures = {first + i: Failure(p.pid, p.returncode) for i, p in enumerate(processes) if p.returncode}
-    return status_of(failures) if failures else 0
+    failed = {first + i: process for i, process in enumerate(processes) if process.returncode}
+    if not failed:
+        return 0
+    return blame({rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()})
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -31,14 +31,14 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 USAGE_STATUS = 2
 
-ONE_PROCESS = ("single",)
-"""Recipes that scripts/launch.sh starts as one process."""
-
 ERROR_GRACE_S = 3.0
 """How long the other nodes may take to say what they have seen, once a node has failed."""
 
 STOP_GRACE_S = 60.0
 """How long a checkpoint may take after a stop signal."""
+
+ONE_PROCESS = ("single", "dataparallel")
+"""Recipes that are one process, however many GPUs there are."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -260,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     recipe = check_recipe(args.recipe)
     nodes = count("NODES", args.nodes)
     shares = share_out(visible_gpus(), nodes)
-    processes = count("NPROC_PER_NODE", args.nproc_per_node or str(max(1, len(shares[0]))))
+    default = 1 if recipe in ONE_PROCESS else max(1, len(shares[0]))
+    processes = count("NPROC_PER_NODE", args.nproc_per_node or str(default))
     if os.environ.get("MAKELEVEL"):
         _set_parent_death_signal(signal.SIGINT)  # make has been killed: nobody waits for this job any more
 
