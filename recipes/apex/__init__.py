@@ -1,1 +1,1 @@
-"""DistributedDataParallel: see train.py."""
+"""apex.amp's levels of mixed precision: see train.py."""

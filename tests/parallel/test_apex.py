@@ -156,41 +156,50 @@ def test_apex_is_recognised(tmp_path, monkeypatch, files, reason):
     assert bool(reason) == bool(why)
 
 
-def run_with_stand_in(argv, env, folder):
-    """Be one rank whose apex is the stand-in, and leave the calls that it has seen."""
+def use_stand_in():
+    """Let this process's apex be the stand-in."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "stand_in"))
+    recipe.why_not_apex = lambda args, world: ""
+
+
+def use_float16():
+    """Let this process compute on the CPU as it would on a GPU, only slower."""
+    recipe.half_type = lambda device: torch.float16
+
+
+def run_changed(change, argv, env, folder):
+    """Be one rank of a recipe that is changed first; leave its output and the calls that the stand-in has seen."""
     os.environ.update(env)
     torch.set_num_threads(1)
+    change()
     with open(folder / f"rank{env['RANK']}.txt", "w") as output, contextlib.redirect_stdout(output):
-        recipe.why_not_apex = lambda args, world: ""
         status = exit_status(lambda: recipe.main(argv))
-    import apex
-
-    (folder / f"events{env['RANK']}.json").write_text(json.dumps(apex.EVENTS))
+    events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
+    (folder / f"events{env['RANK']}.json").write_text(json.dumps(events))
     sys.exit(status)
 
 
-def train_with_stand_in(folder, name, *argv):
-    """Train with two ranks on the stand-in; return the run and rank 0's calls."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    shared["MASTER_PORT"] = str(support.free_port())
+def train_changed(change, folder, name, world_size, *argv):
+    """Train with a changed recipe; return the run and rank 0's calls of the stand-in."""
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port())}
     words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
     processes = []
-    for rank in ("0", "1"):
-        env = {**shared, "RANK": rank, "LOCAL_RANK": rank}
-        processes.append(support._context.Process(target=run_with_stand_in, args=(words, env, folder)))
+    for rank in range(world_size):
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(support._context.Process(target=run_changed, args=(change, words, env, folder)))
         processes[-1].start()
     for process in processes:
-        process.join(60)
+        process.join(support.TIMEOUT_S)
         process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [process.exitcode for process in processes] == [0] * world_size
     return folder / name, json.loads((folder / "events0.json").read_text())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_apex_is_called_as_it_wants_to_be(apex, tmp_path, level):
     words = ("--opt-level", level, "--accumulate-steps", "2", *STEPS)
-    run, events = train_with_stand_in(tmp_path, "whole", *words)
+    run, events = train_changed(use_stand_in, tmp_path, "whole", 2, *words)
     assert "by apex.amp" in (tmp_path / "rank0.txt").read_text()
     assert events[:2] == [f"initialize {level}", "DistributedDataParallel"]
     # The first pass of each step stays here and keeps its scale; the second averages and unscales the sum.
@@ -205,7 +214,26 @@ def test_apex_is_called_as_it_wants_to_be(apex, tmp_path, level):
     assert any(not torch.equal(t, t.bfloat16().float()) for t in content["model"].values())  # the masters
 
     middle = run / "checkpoints" / "step-000000010.pt"
-    resumed, events = train_with_stand_in(tmp_path, "resumed", *words, "--resume", str(middle))
+    resumed, events = train_changed(use_stand_in, tmp_path, "resumed", 2, *words, "--resume", str(middle))
     assert "load_state_dict" in events
     assert largest_difference(weights(resumed), weights(run)) == 0
     assert newest_checkpoint(resumed)["scaler"] == content["scaler"]
+
+
+def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
+    u = torch.finfo(torch.float16).eps / 2
+    words = ("--opt-level", "O2", *STEPS)
+    run, _ = train_changed(use_float16, tmp_path, "whole", 1, *words)
+    assert losses(run) == pytest.approx(losses(single), rel=15 * u)
+    assert relative_update_error(run, single) < 30 * u
+    content = newest_checkpoint(run)
+    assert content["scaler"]["scale"] == 2.0**16
+    assert content["scaler"]["_growth_tracker"] == NUM_STEPS
+
+    # A scale that float16 cannot hold: every step is skipped and halves it, on the masters and on their copies.
+    content["scaler"]["scale"] = 2.0**60
+    torch.save(content, tmp_path / "overflow.pt")
+    longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(tmp_path / "overflow.pt"))
+    skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
+    assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
+    assert largest_difference(weights(skipped), weights(run)) == 0
