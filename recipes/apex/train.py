@@ -221,6 +221,10 @@ class TorchAmp:
         """Return the context of forward passes: under O1 each operation picks its type from torch's lists."""
         return torch.autocast(self.device.type, dtype=self.half, enabled=self.level == "O1")
 
+    def no_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: outside of autocast() torch casts nothing."""
+        return contextlib.nullcontext()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass whose gradients stay on this rank."""
         return self.ddp.no_sync()
@@ -302,6 +306,12 @@ class ApexAmp:
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: initialize() has patched what is to be cast."""
         return contextlib.nullcontext()
+
+    def no_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of arithmetic that is not the model's."""
+        # Apex: O1's patches hold everywhere, and refuse to add a float32 tensor to a float64 one.
+        is_patched = self.args.opt_level == "O1"
+        return self.apex_amp.disable_casts() if is_patched else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -438,7 +448,8 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with amp.autocast():
             logits = amp.ddp.module(images)
-        add_batch(totals, logits, labels)
+        with amp.no_casts():
+            add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
     dist.all_reduce(totals)

@@ -92,6 +92,13 @@ def scale_loss(loss, optimizer, delay_unscale=False):
     State.unskipped += 1
 
 
+@contextlib.contextmanager
+def disable_casts():
+    assert State.level == "O1", "only O1 has casts to disable"
+    EVENTS.append("disable_casts")
+    yield
+
+
 def master_params(optimizer):
     for group in optimizer.param_groups:
         yield from group["params"]
