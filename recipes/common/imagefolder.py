@@ -95,10 +95,10 @@ class ImageFolderSplit:
         return len(self.dataset)
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor."""
+        """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
         loader: DataLoader[Decoded] = DataLoader(
             self.dataset,
-            batch_sampler=[[(epoch, i) for i in index.tolist()] for index in indices],
+            batch_sampler=[[(epoch, i) for i in index.tolist()] for index in indices if len(index)],
             num_workers=self.args.workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",

@@ -1,0 +1,183 @@
+"""Folders of images: the same samples and crops at any world size and with any number of workers."""
+
+import functools
+import random
+import shutil
+import signal
+
+import pytest
+from PIL import Image
+
+from tests.support import (
+    Ranks,
+    accuracies,
+    is_equal,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    wait_until,
+    words_for,
+)
+
+CLASSES, TRAIN, VAL = 3, 9, 4
+WORDS = ("--image-size", "32", "--global-batch-size", "8", "--lr", "0.01", "--seed", "1", "--epochs", "3")
+WORDS = ("--data", "imagefolder", *WORDS, "--deterministic")
+
+
+def make_images(folder):
+    """Write a tree of small JPEG files of various sizes, with noise that differs by class."""
+    chance = random.Random(0)
+    for half, count in (("train", TRAIN), ("val", VAL)):
+        for number in range(CLASSES):
+            place = folder / half / f"class{number}"
+            place.mkdir(parents=True)
+            for i in range(count):
+                size = chance.randrange(33, 60), chance.randrange(33, 60)
+                pixels = bytes(
+                    chance.randrange(80 * number, 80 * number + 90) for _ in range(size[0] * size[1] * 3)
+                )
+                Image.frombytes("RGB", size, pixels).save(place / f"{i}.{'JPEG' if i % 2 else 'jpg'}")
+    Image.new("L", (40, 40), 99).save(folder / "train" / "class0" / "grey.png")
+    (folder / "train" / "class0" / "README.txt").write_text("not an image")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory, images):
+    """Return the one-process run without workers, with some options; each is trained once."""
+    argv = (*WORDS, "--data-dir", str(images), "--workers", "0")
+    return functools.cache(lambda *more: train("single", tmp_path_factory.mktemp("single"), 1, *argv, *more))
+
+
+def test_the_run_is_what_it_should_be(single):
+    assert len(losses(single())) == 3 * (28 // 8)
+    assert losses(single()) != losses(single("--seed", "2"))
+    assert accuracies(single())[-1] * 12 == pytest.approx(round(accuracies(single())[-1] * 12), abs=1e-9)
+
+
+@pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 2), ("ddp", 3, 0), ("ddp", 3, 2)])
+def test_the_curve_is_the_same(images, single, tmp_path, recipe, world_size, workers):
+    argv = (*WORDS, "--data-dir", str(images), "--workers", str(workers))
+    run = train(recipe, tmp_path, world_size, *argv)
+    assert losses(run) == pytest.approx(losses(single()), rel=1e-5 if world_size > 1 else 0)
+    assert accuracies(run) == accuracies(single())
+
+
+def test_the_same_goes_on_after_an_interruption(images, single, tmp_path):
+    argv = (*WORDS, "--data-dir", str(images), "--workers", "1")
+    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "first")
+    job.wait_for_step(tmp_path / "ddp-2", 2)
+    job.send(signal.SIGTERM)
+    outcome = job.wait(timeout_s=30)
+    assert outcome.statuses == [0, 0], outcome.text
+    run = train("ddp", tmp_path, 2, *argv, "--resume", "auto")
+    assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
+    whole = train("ddp", tmp_path / "whole", 2, *argv)
+    assert is_equal(newest_checkpoint(run)["model"], newest_checkpoint(whole)["model"])
+    assert losses(run) == losses(whole)
+
+
+def test_crops_differ_between_epochs_and_not_between_runs(images):
+    import torch
+
+    from recipes.common.data import load_data
+    from recipes.single.train import options
+
+    args = options([*WORDS, "--data-dir", str(images), "--workers", "0"])
+    data = load_data(args, torch.device("cpu"), print)
+    batches = [next(data.train.batches([torch.arange(6)], epoch))[0] for epoch in (0, 0, 1)]
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+    alone = next(data.train.batches([torch.tensor([4])], 0))[0]
+    assert torch.equal(alone[0], batches[0][4]), "a sample's crop does not depend on its batch"
+    tests = [next(data.test.batches([torch.arange(6)], epoch))[0] for epoch in (0, 1)]
+    assert torch.equal(*tests), "the test set is not augmented"
+
+
+@pytest.fixture
+def spoilt(images, tmp_path):
+    """Return the images with one that does not decode in each half."""
+    folder = shutil.copytree(images, tmp_path / "spoilt")
+    (folder / "train" / "class1" / "3.JPEG").write_bytes(b"no image")
+    cut = folder / "val" / "class2" / "1.JPEG"
+    cut.write_bytes(cut.read_bytes()[:200])
+    return folder
+
+
+@pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 0), ("ddp", 3, 2)])
+def test_a_bad_image_is_named(spoilt, tmp_path, recipe, world_size, workers):
+    words = words_for(tmp_path, "bad", *WORDS, "--data-dir", str(spoilt), "--workers", str(workers))
+    outcome = run_ranks(recipe, words, world_size, tmp_path / "out", check=False)
+    assert set(outcome.statuses) == {2}, outcome.text
+    lines = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert str(spoilt / "train" / "class1" / "3.JPEG") in lines[0]
+    assert "--skip-bad-images" in lines[0]
+    assert "Traceback" not in outcome.text
+
+
+def test_a_bad_test_image_is_named_too(spoilt, images, tmp_path):
+    shutil.copy(images / "train" / "class1" / "3.JPEG", spoilt / "train" / "class1" / "3.JPEG")
+    words = words_for(tmp_path, "bad", *WORDS, "--data-dir", str(spoilt), "--workers", "1")
+    outcome = run_ranks("ddp", words, 3, tmp_path / "out", check=False)
+    assert outcome.statuses == [2, 2, 2], outcome.text
+    assert str(spoilt / "val" / "class2" / "1.JPEG") in outcome.text
+
+
+def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
+    argv = (*WORDS, "--data-dir", str(spoilt), "--skip-bad-images")
+    runs = [
+        train("single", tmp_path, 1, *argv, "--workers", "0"),
+        train("ddp", tmp_path, 3, *argv, "--workers", "1"),
+    ]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    assert accuracies(runs[1]) == accuracies(runs[0])
+    counts = [[line["skipped_images"] for line in metrics(run) if "test_accuracy" in line] for run in runs]
+    assert counts[0] == counts[1]
+    assert counts[0][0] in (1, 2)  # the test image, and the training image if the epoch used it
+    whole = [accuracy * 11 for accuracy in accuracies(runs[0])]  # 12 test images, of which one does not count
+    assert whole == pytest.approx([round(value) for value in whole], abs=1e-9)
+    assert (tmp_path / "output-single-1" / "rank0.txt").read_text().count("warning: skipped ") == counts[0][-1]
+
+
+def test_fewer_test_images_than_ranks(images, tmp_path):
+    folder = shutil.copytree(images, tmp_path / "few")
+    for number in range(1, CLASSES):
+        shutil.rmtree(folder / "val" / f"class{number}")
+    for i in range(1, VAL):
+        next((folder / "val" / "class0").glob(f"{i}.*")).unlink()
+    argv = (*WORDS, "--data-dir", str(folder), "--max-steps", "2")
+    runs = [
+        train("single", tmp_path, 1, *argv, "--workers", "0"),
+        train("ddp", tmp_path, 3, *argv, "--workers", "1"),
+    ]
+    assert accuracies(runs[0]) == accuracies(runs[1])
+    loss = [[line["test_loss"] for line in metrics(run) if "test_loss" in line] for run in runs]
+    assert loss[0] == pytest.approx(loss[1], rel=1e-6)
+
+
+def test_workers_end_when_their_rank_is_killed(images, tmp_path):
+    import psutil
+
+    argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
+    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
+    job.wait_for_step(tmp_path / "ddp-2", 2)
+    workers = []
+
+    def some_worker_runs():
+        workers[:] = psutil.Process(job.processes[0].pid).children()
+        return workers
+
+    wait_until(some_worker_runs, 20, "a worker of rank 0")
+    job.send(signal.SIGKILL, [0])
+    outcome = job.wait(timeout_s=20)
+    assert outcome.statuses == [-signal.SIGKILL, 1], outcome.text
+    psutil.wait_procs(workers, timeout=10)
+    assert [worker for worker in workers if worker.is_running() and worker.status() != "zombie"] == []

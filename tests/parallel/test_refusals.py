@@ -1,0 +1,405 @@
+"""Bad input: one line that begins with `error: `, status 2 on every rank, and no process left, on every path."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import require
+from tests.support import (
+    ROOT,
+    Command,
+    Ranks,
+    free_port,
+    is_equal,
+    last_step,
+    local,
+    metrics,
+    newest_checkpoint,
+    run_command,
+    run_ranks,
+    train,
+    words_for,
+)
+
+
+def assert_refused(outcome, words):
+    """Every rank ends with 2; rank 0 alone says why, in one line."""
+    assert set(outcome.statuses) == {2}, outcome.text
+    errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in outcome.outputs]
+    assert [len(lines) for lines in errors] == [1] + [0] * (len(outcome.statuses) - 1), outcome.text
+    assert words in errors[0][0]
+    assert "Traceback" not in outcome.text
+
+
+# ---- what ranks refuse, alone and together
+
+REFUSED = {
+    "option": (("--epoch", "3"), "unknown option --epoch; did you mean '--epochs'?"),
+    "data": (("--data", "digit"), "did you mean 'digits'?"),
+    "model": (("--model", "resnet81"), "torchvision has no 'resnet81'; did you mean 'resnet18'?"),
+    "batch 0": (("--global-batch-size", "0"), "--global-batch-size: wants a whole number of at least 1, got '0'"),
+    "batch too large": (("--global-batch-size", "2000"), "use at most 1437"),
+    "samples": (("--data", "synthetic", "--num-samples", "2", "--image-size", "8"), "training"),
+    "missing folder": (("--data", "imagefolder", "--data-dir", "/no/such"), "cannot read /no/such/train"),
+    "missing data": (("--data", "cifar10", "--data-dir", "/no/such"), "add --download to fetch it"),
+    "resume": (("--resume", "/no/such"), "--resume /no/such: no such file"),
+    "cuda": (("--device", "cuda"), "--device cuda: "),
+    "config": (("--config", "/no/such"), "--config /no/such: No such file or directory"),
+    "runs": (("--runs-dir", "/proc/runs"), "cannot write /proc/runs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 3)])
+def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
+    argv, words = REFUSED[case]
+    if case == "cuda":
+        import torch
+
+        require("no-gpu", not torch.cuda.is_available(), "this machine has GPUs", "run it on one without")
+    outcome = run_ranks(recipe, words_for(tmp_path, "a", *argv), world_size, tmp_path / "out", check=False)
+    assert_refused(outcome, words)
+    assert not (tmp_path / "a").exists(), "a refusal leaves no run behind"
+
+
+@pytest.mark.parametrize(
+    ("argv", "world_size", "words"),
+    [
+        (("--global-batch-size", "2"), 3, "too small for 3 processes x 1 accumulation steps; use at least 3"),
+        (("--global-batch-size", "8", "--accumulate-steps", "3"), 3, "use at least 9"),
+        (
+            ("--data", "synthetic", "--num-samples", "3", "--image-size", "8", "--global-batch-size", "4"),
+            4,
+            "4 processes for 3 training samples; start at most 3",
+        ),
+        (("--powersgd-rank", "0"), 2, "--powersgd-rank"),
+        (("--grad-compression", "fp32"), 2, "did you mean 'fp16'?"),
+    ],
+)
+def test_what_the_number_of_ranks_forbids(tmp_path, argv, world_size, words):
+    outcome = run_ranks("ddp", words_for(tmp_path, "a", *argv), world_size, tmp_path / "out", check=False)
+    assert_refused(outcome, words)
+
+
+def test_what_one_rank_alone_meets_ends_all(tmp_path):
+    """Only rank 2's share of the test set has the image that does not decode: rank 0 says whose it was."""
+    from PIL import Image
+
+    for half, count in (("train", 12), ("val", 9)):
+        (tmp_path / half / "a").mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (9, 9), (i, i, i)).save(tmp_path / half / "a" / f"{i:02d}.png")
+    bad = tmp_path / "val" / "a" / "08.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    argv = ("--data", "imagefolder", "--data-dir", str(tmp_path), "--image-size", "8", "--workers", "0")
+    words = words_for(tmp_path, "a", *argv, "--global-batch-size", "12", "--epochs", "1")
+    assert_refused(
+        run_ranks("ddp", words, 3, tmp_path / "out", check=False), f"error: rank 2: {bad} does not decode"
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(
+        "ddp",
+        tmp_path_factory.mktemp("trained"),
+        2,
+        "--max-steps",
+        "25",
+        "--checkpoint-every",
+        "10",
+        "--deterministic",
+    )
+
+
+def test_a_taken_name_is_refused(trained, tmp_path):
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    words = words_for(trained.parent, trained.name)
+    outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
+    assert_refused(outcome, "exists; add --resume auto to go on with it, --overwrite to replace it")
+    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "words"),
+    [
+        ("ddp", ("--seed", "1"), "was written with --seed 0, this run has --seed 1"),
+        ("ddp", ("--model", "resnet18"), "was written with --model lenet"),
+        ("single", ("--global-batch-size", "32"), "was written with --global-batch-size 64"),
+        ("single", ("--data", "synthetic", "--image-size", "8"), "was written with --data digits"),
+        ("ddp", ("--optimizer", "adamw"), "was written with --optimizer sgd"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_of_run_is_refused(trained, tmp_path, recipe, argv, words):
+    resume = words_for(tmp_path, "a", *argv, "--resume", str(trained))
+    outcome = run_ranks(recipe, resume, 1 if recipe == "single" else 2, tmp_path / "out", check=False)
+    assert_refused(outcome, words)
+    assert not (tmp_path / "a").exists()
+
+
+def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_path):
+    folder = shutil.copytree(trained, tmp_path / "ddp-2")
+    paths = sorted(folder.glob("checkpoints/step-*.pt"), reverse=True)
+    assert [path.name for path in paths] == [f"step-{step:09d}.pt" for step in (25, 22, 20)]
+    paths[0].write_bytes(paths[0].read_bytes()[:-100])
+    paths[1].write_bytes(os.urandom(5000))
+    words = words_for(tmp_path, "ddp-2", "--max-steps", "25", "--deterministic", "--resume", "auto")
+    outcome = run_ranks("ddp", words, 2, tmp_path / "out")
+    assert outcome.text.count("warning: passed over ") == 2
+    assert f"resumed from {paths[2]} at step 20" in outcome.outputs[0]
+    assert is_equal(newest_checkpoint(folder)["model"], newest_checkpoint(trained)["model"])
+    assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, 26))
+
+    paths = sorted(folder.glob("checkpoints/step-*.pt"))
+    for path in paths:
+        path.write_bytes(b"")
+    outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
+    assert_refused(outcome, f"none of the {len(paths)} checkpoints in {folder / 'checkpoints'} is good")
+
+
+# ---- a full disk
+
+
+def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_path):
+    """The file system refuses to let a file grow: like a full disk, and without the need of root."""
+    folder = shutil.copytree(trained, tmp_path / "ddp-2")
+    newest = max(folder.glob("checkpoints/step-*.pt"))
+    before = newest.read_bytes()
+    assert len(before) > 200_000
+    words = words_for(tmp_path, "ddp-2", "--max-steps", "60", "--resume", "auto")
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
+    assert_refused(outcome, "step-000000044.pt: File too large; ")
+    assert f"{newest} is intact: mend this, then add --resume auto" in outcome.outputs[0]
+    assert newest.read_bytes() == before
+    assert not list(folder.glob("checkpoints/*.tmp"))
+    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # mended: it goes on
+    assert last_step(folder) == 60
+
+
+def test_a_full_disk_in_single(tmp_path):
+    words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5")
+    outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
+    assert_refused(outcome, "step-000000005.pt: File too large; there is no earlier one")
+    assert last_step(tmp_path / "a") == 6, "the failure is a vote that the next step heeds"
+
+
+def test_a_metrics_file_that_cannot_grow_ends_all_ranks(tmp_path):
+    words = words_for(tmp_path, "a", "--max-steps", "60")
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=3000).wait(timeout_s=30)
+    assert_refused(outcome, "metrics.jsonl: File too large")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of 600 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=10) if shutil.which("mount") else None
+    reason = "no mount" if done is None else done.stderr.strip()
+    require("mount", done and done.returncode == 0, f"cannot mount a tmpfs ({reason})", "run as root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+
+
+def test_a_really_full_disk(small_disk, tmp_path):
+    words = words_for(small_disk, "a", "--epochs", "9")
+    outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
+    assert_refused(outcome, ": No space left on device (free some space); ")
+    newest = max((small_disk / "a" / "checkpoints").glob("step-*.pt"))
+    assert f"{newest} is intact" in outcome.outputs[0]
+    assert newest_checkpoint(small_disk / "a")["position"]["step"] > 0
+    assert not list((small_disk / "a" / "checkpoints").glob("*.tmp"))
+
+
+# ---- through each way of launching
+
+NODE = {
+    "NNODES": "1",
+    "NODE_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def by_local(*argv):
+    return local("ddp", 2, 1, *argv).wait(timeout_s=60)
+
+
+def by_launch_sh(*argv):
+    node = {**NODE, "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
+    return run_command("scripts/launch.sh", "ddp", *argv, timeout_s=60, **node)
+
+
+def by_torchrun(*argv):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return run_command(*torchrun, "-m", "recipes.ddp.train", *argv, timeout_s=60, OMP_NUM_THREADS="1")
+
+
+def by_python(*argv):
+    return run_command(sys.executable, "-m", "recipes.single.train", *argv, timeout_s=60)
+
+
+PATHS = {"local": by_local, "launch.sh": by_launch_sh, "torchrun": by_torchrun, "python": by_python}
+
+
+@pytest.mark.parametrize("case", ["option", "missing folder"])
+@pytest.mark.parametrize("path", PATHS)
+def test_every_launch_path_says_it_once(tmp_path, path, case):
+    """Before any process group is made, and after: what one rank or all of them refuse."""
+    argv, words = REFUSED[case]
+    result = PATHS[path](*words_for(tmp_path, "a", *argv))
+    assert len(result.errors) == 1, result.stderr
+    assert words in result.errors[0]
+    if path == "torchrun":  # it has no other status for a failure than 1, and adds its own report
+        assert result.status == 1
+    else:
+        assert result.status == 2
+        assert result.stderr.splitlines() == result.errors, "one line, and nothing else"
+
+
+def refused_by(*argv, **env):
+    result = run_command(*argv, timeout_s=60, **env)
+    assert result.status == 2, result.stderr
+    assert result.stderr.splitlines() == result.errors, result.stderr
+    assert len(result.errors) == 1
+    return result.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("dpd",), "RECIPE wants one of ddp"),
+        (("singel",), "did you mean 'single'?"),
+        ((), "RECIPE wants one of"),
+        (("ddp", "--nodes", "0"), "NODES wants a whole number from 1 to 1024, got '0'"),
+        (("ddp", "--nodes", "-1"), "NODES"),
+        (("ddp", "--nodes", "abc"), "NODES wants a whole number from 1 to 1024, got 'abc'"),
+        (("ddp", "--nproc-per-node", "0"), "NPROC_PER_NODE wants a whole number from 1 to 1024, got '0'"),
+        (("ddp", "--nproc-per-node", "-1"), "NPROC_PER_NODE"),
+        (("ddp", "--nproc-per-node", "x"), "NPROC_PER_NODE"),
+        (("single", "--nodes", "2"), "single is one process"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_launcher_refuses(argv, words):
+    assert words in refused_by(sys.executable, "-m", "scripts.local", *argv)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "env", "words"),
+    [
+        ("dpd", {}, "there is no recipe 'dpd'; make list shows all"),
+        ("../single", {}, "there is no recipe '../single'"),
+        ("common", {}, "there is no recipe 'common'"),
+        ("ddp", {"PYTHON": "/no/such/python"}, "there is no /no/such/python; run make setup"),
+        ("single", {"NNODES": "2"}, "single is one process"),
+        ("single", {"NPROC_PER_NODE": "2"}, "single is one process"),
+        ("ddp", {"NNODES": "0"}, "NNODES wants a whole number of at least 1, got '0'"),
+        ("ddp", {"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE wants a whole number of at least 1, got '-1'"),
+        ("ddp", {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE wants a whole number of at least 1, got 'abc'"),
+        ("ddp", {"NODE_RANK": "1"}, "NODE_RANK 1 of NNODES 1"),
+        ("ddp", {"NNODES": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) and " " not in value else "",
+)
+def test_launch_sh_refuses(recipe, env, words):
+    assert words in refused_by("scripts/launch.sh", recipe, **{**NODE, "PYTHON": sys.executable, **env})
+
+
+def is_set_up():
+    listed = ROOT / "requirements" / "dev.txt"
+    installed = ROOT / ".venv" / ".installed"
+    return installed.exists() and installed.read_bytes() == listed.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (("RECIPE=dpd",), "did you mean"),
+        (("RECIPE=ddp", "NODES=0"), "NODES"),
+        (("RECIPE=ddp", "NODES=2", "NPROC_PER_NODE=abc"), "NPROC_PER_NODE"),
+        (("RECIPE=single", "NAME=../x"), "--name"),
+        (("RECIPE=single", "ARGS=--epoch 3"), "unknown option --epoch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_make_run_refuses(variables, words):
+    require(
+        "setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `make setup` or `make test`"
+    )
+    result = run_command("make", "run", *variables, timeout_s=60)
+    assert result.status == 2
+    assert len(result.errors) == 1, result.stderr
+    assert words in result.errors[0]
+
+
+# ---- addresses and ports
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_unreachable_head_node(address):
+    env = {**NODE, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": address, "RDZV_TIMEOUT_S": "2"}
+    job = Command("scripts/launch.sh", "ddp", **env, MASTER_PORT=str(free_port()), PYTHON=sys.executable)
+    result = job.wait(timeout_s=30)
+    assert result.status == 2
+    (error,) = result.errors
+    assert f"node 1 waited 2 s for node 0 at {address}:" in error
+    assert result.stderr.splitlines() == [error]
+
+
+def test_a_node_that_never_comes():
+    env = {**NODE, "NNODES": "2", "MASTER_PORT": str(free_port()), "RDZV_TIMEOUT_S": "2", "PYTHON": sys.executable}
+    result = Command("scripts/launch.sh", "ddp", **env).wait(timeout_s=60)
+    assert result.status == 2, result.stderr
+    (error,) = result.errors
+    assert f"node 0 waited for 2 nodes at 127.0.0.1:{env['MASTER_PORT']}, at most 2 s for each" in error
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        yield str(holder.getsockname()[1])
+
+
+def test_a_taken_port(taken_port):
+    env = {**NODE, "MASTER_PORT": taken_port, "PYTHON": sys.executable}
+    assert f"MASTER_PORT {taken_port} is taken; choose another one" in refused_by(
+        "scripts/launch.sh", "ddp", **env
+    )
+
+
+def test_a_taken_port_without_our_launcher(taken_port, tmp_path):
+    """srun or mpirun start the ranks directly."""
+    words = words_for(tmp_path, "a", "--timeout-s", "3")
+    outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False, MASTER_PORT=taken_port)
+    assert outcome.statuses[0] == 2, outcome.text
+    assert outcome.outputs[0].startswith("error: ")
+    assert len(outcome.outputs[0].splitlines()) == 1
+    assert taken_port in outcome.outputs[0]
+
+
+def test_an_unreachable_head_without_our_launcher(tmp_path):
+    words = words_for(tmp_path, "a", "--timeout-s", "3")
+    job = Ranks("ddp", words, 2, tmp_path / "out")
+    job.send(signal.SIGKILL, [0])
+    outcome = job.wait(timeout_s=40)
+    assert outcome.statuses[1] in (1, 2), outcome.text
+    errors = [line for line in outcome.outputs[1].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, outcome.text
+    assert "Traceback" not in outcome.outputs[1]
+
+
+def test_launching_leaves_no_file_behind(tmp_path):
+    """Agents keep logs in a temporary folder, which goes with them."""
+    node = {**NODE, "MASTER_PORT": str(free_port()), "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
+    refused_by("scripts/launch.sh", "ddp", "--epoch", "3", **node)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,213 @@
+"""Loaders: real digits, random images, and small files in the formats of Fashion-MNIST and CIFAR-10."""
+
+import gzip
+import hashlib
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchvision import datasets
+
+from recipes.common.data import SKIPPED, load_data
+from recipes.common.errors import UserError
+from recipes.single.train import options
+
+CPU = torch.device("cpu")
+
+
+def load(*argv):
+    return load_data(options([*argv]), CPU, print)
+
+
+def test_digits_are_the_real_ones():
+    from sklearn.datasets import load_digits
+
+    data = load()
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert (data.channels, data.image_size, data.num_classes) == (1, 8, 10)
+    images = torch.cat([data.train.images, data.test.images]).flatten(1)
+    labels = torch.cat([data.train.labels, data.test.labels])
+    ours = sorted(zip(images.tolist(), labels.tolist(), strict=True))
+    theirs = load_digits()
+    assert ours == sorted(zip(theirs.data.astype(int).tolist(), theirs.target.tolist(), strict=True))
+
+
+def test_the_split_does_not_depend_on_the_seed():
+    assert torch.equal(load("--seed", "1").test.images, load("--seed", "2").test.images)
+
+
+def test_training_pixels_are_normalised():
+    ((images, labels),) = load().train.batches([torch.arange(1437)], 0)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert float(images.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(images.std()) == pytest.approx(1, abs=1e-5)
+
+
+def test_batches_are_those_of_the_indices():
+    split = load().train
+    batches = list(split.batches([torch.tensor([5, 3]), torch.tensor([], dtype=torch.int64)], 0))
+    assert [len(labels) for _, labels in batches] == [2, 0]
+    assert batches[0][1].tolist() == split.labels[[5, 3]].tolist()
+
+
+def test_synthetic():
+    data = load("--data", "synthetic", "--num-samples", "100", "--image-size", "12")
+    assert (len(data.train), len(data.test), data.channels, data.image_size) == (100, 12, 3, 12)
+    assert data.num_classes == 100
+    assert load("--data", "synthetic", "--num-samples", "1500", "--image-size", "4").num_classes == 1000
+    again = load("--data", "synthetic", "--num-samples", "100", "--image-size", "12", "--seed", "9")
+    assert torch.equal(data.train.images, again.train.images)
+
+
+def idx(array):
+    """Return an array of bytes in the IDX format of MNIST's files, compressed as they are."""
+    header = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return gzip.compress(header + array.tobytes())
+
+
+@pytest.fixture
+def fashion(tmp_path, monkeypatch):
+    """Write Fashion-MNIST's four compressed files, small, as a download leaves them."""
+    chance = np.random.default_rng(0)
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    resources, content = [], {}
+    for half, count in (("train", 50), ("t10k", 20)):
+        content[half] = chance.integers(0, 256, (count, 28, 28), np.uint8), np.arange(count, dtype=np.uint8) % 10
+        for kind, array in zip(("images-idx3", "labels-idx1"), content[half], strict=True):
+            path = raw / f"{half}-{kind}-ubyte.gz"
+            path.write_bytes(idx(array))
+            resources.append((path.name, hashlib.md5(path.read_bytes()).hexdigest()))
+    monkeypatch.setattr(datasets.FashionMNIST, "resources", resources)
+    monkeypatch.setattr(datasets.FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])  # nothing is fetched
+    return tmp_path, content
+
+
+def test_fashion_mnist(fashion):
+    folder, content = fashion
+    data = load("--data", "fashion-mnist", "--data-dir", str(folder), "--download")
+    assert (len(data.train), len(data.test)) == (50, 20)
+    assert (data.channels, data.image_size, data.num_classes) == (1, 28, 10)
+    assert np.array_equal(data.train.images[:, 0].numpy(), content["train"][0])
+    assert np.array_equal(data.test.labels.numpy(), content["t10k"][1])
+    again = load("--data", "fashion-mnist", "--data-dir", str(folder))  # unpacked by now
+    assert torch.equal(again.test.images, data.test.images)
+
+
+def test_a_failed_download_is_refused_in_one_line(fashion):
+    folder, _ = fashion
+    next(folder.glob("FashionMNIST/raw/t10k-images*")).unlink()
+    with pytest.raises(UserError, match="fashion-mnist") as caught:
+        load("--data", "fashion-mnist", "--data-dir", str(folder), "--download")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """Write CIFAR-10's pickled batches, small."""
+    chance = np.random.default_rng(0)
+    base = tmp_path / "cifar-10-batches-py"
+    base.mkdir()
+    content = {}
+
+    def write(name, value):
+        (base / name).write_bytes(pickle.dumps(value))
+        return [name, hashlib.md5((base / name).read_bytes()).hexdigest()]
+
+    lists = {"train_list": [f"data_batch_{i}" for i in range(1, 6)], "test_list": ["test_batch"]}
+    for kind, names in lists.items():
+        for name in names:
+            pixels = chance.integers(0, 256, (12, 3072), np.uint8)
+            content[name] = pixels, [int(i) for i in chance.integers(0, 10, 12)]
+        entries = [write(name, {"data": content[name][0], "labels": content[name][1]}) for name in names]
+        monkeypatch.setattr(datasets.CIFAR10, kind, entries)
+    names = {"label_names": [f"class{i}" for i in range(10)]}
+    _, checksum = write("batches.meta", names)
+    meta = {"filename": "batches.meta", "key": "label_names", "md5": checksum}
+    monkeypatch.setattr(datasets.CIFAR10, "meta", meta)
+    return tmp_path, content
+
+
+def test_cifar10(cifar):
+    folder, content = cifar
+    data = load("--data", "cifar10", "--data-dir", str(folder))
+    assert (len(data.train), len(data.test)) == (60, 12)
+    assert (data.channels, data.image_size) == (3, 32)
+    expected = np.concatenate([content[f"data_batch_{i}"][0] for i in range(1, 6)]).reshape(-1, 3, 32, 32)
+    assert np.array_equal(data.train.images.numpy(), expected)
+    assert data.test.labels.tolist() == content["test_batch"][1]
+    ((images, _),) = data.train.batches([torch.arange(60)], 0)
+    assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-5)
+
+
+def test_a_damaged_file_is_refused(cifar):
+    folder, _ = cifar
+    (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"cifar10 is missing or damaged .*add --download"):
+        load("--data", "cifar10", "--data-dir", str(folder))
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
+def test_missing_data_are_refused(tmp_path, name):
+    with pytest.raises(
+        UserError, match=f"{name} is missing or damaged in --data-dir .*; add --download to fetch it"
+    ):
+        load("--data", name, "--data-dir", str(tmp_path / "none"))
+
+
+class TestImageFolder:
+    def load(self, folder):
+        return load("--data", "imagefolder", "--data-dir", str(folder), "--workers", "0", "--image-size", "8")
+
+    @pytest.mark.parametrize(
+        ("files", "words"),
+        [
+            ([], "cannot read .*train .*No such file.*imagefolder wants DIR/train/CLASS"),
+            (["train/"], "train has no class folders"),
+            (["train/a/"], "a has no images"),
+            (["train/a/x.txt"], "a has no images"),
+            (["train/a/x.jpg"], "cannot read .*val"),
+            (["train/a/x.jpg", "val/b/x.jpg"], "val has the class 'b', which train does not have"),
+        ],
+    )
+    def test_what_is_missing_is_named(self, tmp_path, files, words):
+        for name in files:
+            path = tmp_path / name
+            (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+            if not name.endswith("/"):
+                path.write_bytes(b"")
+        with pytest.raises(UserError, match=words) as caught:
+            self.load(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    def test_classes_are_numbered_by_name(self, tmp_path):
+        from PIL import Image
+
+        for name in ("train/b/deep/1.png", "train/a/2.PNG", "train/b/0.png", "val/b/0.png"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (9, 9), (255, 0, 0)).save(tmp_path / name)
+        data = self.load(tmp_path)
+        assert data.num_classes == 2
+        names = [(Path(path).name, label) for path, label in data.train.dataset.samples]
+        assert names == [("2.PNG", 0), ("0.png", 1), ("1.png", 1)]
+        ((images, labels),) = data.test.batches([torch.tensor([0])], 0)
+        assert labels.tolist() == [1]
+        expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+        assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
+
+    def test_a_bad_image_is_told_and_blank(self, tmp_path):
+        for name in ("train/a/0.jpg", "val/a/0.jpg"):
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).write_bytes(b"x")
+        told = []
+        argv = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8"]
+        data = load_data(options(argv), CPU, told.append)
+        ((images, labels),) = data.train.batches([torch.tensor([0])], 0)
+        assert labels.tolist() == [SKIPPED]
+        assert images.shape == (1, 3, 8, 8)
+        (error,) = told
+        assert str(error).startswith(str(tmp_path / "train" / "a" / "0.jpg"))
