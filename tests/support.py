@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.utils.tensorboard", "recipes.single.train", "recipes.ddp.train"])
+_context.set_forkserver_preload(
+    ["torch", "torch.utils.tensorboard", "recipes.single.train", "recipes.ddp.train", "recipes.pipeline.train"]
+)
 
 
 @dataclass(frozen=True)
