@@ -80,15 +80,18 @@ class Job:
             self.scaler.load_state_dict(content["scaler"])
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote."""
+    def save(self, is_best: bool = False, optimizer_state: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
+
+        A recipe whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
+        """
         if not self.record:
             return
         content = pack(
             self.args,
             self.position,
             self.model.state_dict(),
-            self.optimizer.state_dict(),
+            optimizer_state or self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
         try:

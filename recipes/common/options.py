@@ -189,7 +189,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         help="processes that decode images, per rank (imagefolder; other data need none)",
     )
     add_switch(group, "--skip-bad-images", "count images that do not decode and train without them")
-    group.add_argument("--model", default="lenet", help="lenet or a classification model of torchvision")
+    group.add_argument("--model", default="lenet", help="lenet, vit-tiny or a classification model of torchvision")
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
@@ -219,7 +219,10 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--momentum", type=fraction, default=0.9, help="momentum of sgd")
     group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help="weight decay")
     group.add_argument(
-        "--schedule", type=one_of("cosine", "constant"), default="cosine", help="cosine (to zero) or constant"
+        "--lr-schedule",
+        type=one_of("cosine", "constant"),
+        default="cosine",
+        help="how the learning rate goes on after the warm-up: cosine (to zero) or constant",
     )
     group.add_argument(
         "--warmup-steps", type=non_negative_int, default=100, metavar="N", help="steps of linear warm-up"

@@ -22,7 +22,7 @@ from tests.support import (
     weights,
 )
 
-SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--schedule", "constant")
+SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
 STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
 
 

@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
         ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
         ("--channels-last",),
         ("--optimizer", "adamw", "--lr", "0.002"),
-        ("--schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
+        ("--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
         ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
         ("--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"),
     ],
@@ -118,7 +118,7 @@ def test_scale_lr_means_what_it_says(baseline):
 def test_clipping_bounds_the_step(tmp_path):
     """One step of plain SGD with a tiny bound moves the weights by lr x bound, whatever the world size."""
     words = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--lr", "0.5")
-    words += ("--schedule", "constant", "--warmup-steps", "0", "--max-steps", "1", "--clip-grad-norm", "0.01")
+    words += ("--lr-schedule", "constant", "--warmup-steps", "0", "--max-steps", "1", "--clip-grad-norm", "0.01")
     args = options([*words])
     before = build_model(args, load_data(args, torch.device("cpu"), print)).state_dict()
     after = weights(train("ddp", tmp_path, 2, *words))
@@ -148,7 +148,7 @@ UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 SMALLEST = {"fp16": 2.0**-25, "bf16": 2.0**-134}
 """Largest absolute error of rounding below the format's normal numbers: half the smallest subnormal one."""
 
-ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--schedule", "constant")
+ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--lr-schedule", "constant")
 ONE_PLAIN_STEP += ("--warmup-steps", "0", "--max-steps", "1", "--seed", "1")
 
 
