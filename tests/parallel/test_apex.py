@@ -238,3 +238,15 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
     skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
     assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
     assert largest_difference(weights(skipped), weights(run)) == 0
+
+
+def test_o2_keeps_batch_norm_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    working = recipe.half_copy(model, torch.bfloat16)
+    assert working[1] is model[1]
+    assert working[0].weight.dtype == torch.bfloat16
+    assert model[0].weight.dtype == model[1].weight.dtype == torch.float32
+    working(torch.ones(2, 1, 8, 8, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[1].num_batches_tracked == 1
+    assert model[1].bias.grad is not None
+    assert model[0].weight.grad is None
