@@ -29,7 +29,7 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev
-	@$(PYTHON) -m pytest $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 lint: ## Check formatting, names, types, shell scripts and YAML
 	@scripts/setup.sh dev
