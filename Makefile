@@ -40,7 +40,7 @@ compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epoch
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev
-	@$(PYTHON) -m pytest $(ARGS)
+	@scripts/test.sh $(ARGS)
 
 lint: ## Check formatting, names, types, shell scripts and YAML
 	@scripts/setup.sh dev

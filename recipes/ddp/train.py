@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,9 +116,20 @@ def join_world(args: Options) -> World:
         torch.cuda.set_device(device)
     # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
     timeout = timedelta(seconds=args.timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+    except dist.DistError as error:
+        raise meeting_failed(ranks.rank, error) from None
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     return World(ranks.rank, ranks.world_size, device, control)
+
+
+def meeting_failed(rank: int, error: dist.DistError) -> UserError:
+    """Return one line on processes that did not find each other."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    reason = str(error).split("\n")[0].strip()
+    mend = "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?"
+    return UserError(f"rank {rank} cannot meet the others at {place} ({reason}); {mend}", on_every_node=True)
 
 
 def leave_world(world: World) -> None:

@@ -170,7 +170,7 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
     folder = shutil.copytree(trained, tmp_path / "ddp-2")
     newest = max(folder.glob("checkpoints/step-*.pt"))
     before = newest.read_bytes()
-    assert len(before) > 200_000
+    assert len(before) > 150_000
     words = words_for(tmp_path, "ddp-2", "--max-steps", "60", "--resume", "auto")
     outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
     assert_refused(outcome, "step-000000044.pt: File too large; ")
@@ -185,12 +185,12 @@ def test_a_full_disk_in_single(tmp_path):
     words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5")
     outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
     assert_refused(outcome, "step-000000005.pt: File too large; there is no earlier one")
-    assert last_step(tmp_path / "a") == 6, "the failure is a vote that the next step heeds"
+    assert last_step(tmp_path / "a") == 5, "the failure is a vote that ends the next step before it counts"
 
 
 def test_a_metrics_file_that_cannot_grow_ends_all_ranks(tmp_path):
-    words = words_for(tmp_path, "a", "--max-steps", "60")
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=3000).wait(timeout_s=30)
+    words = words_for(tmp_path, "a", "--global-batch-size", "16", "--max-steps", "60")  # an epoch has 89 steps
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=5000).wait(timeout_s=30)
     assert_refused(outcome, "metrics.jsonl: File too large")
 
 
@@ -379,22 +379,24 @@ def test_a_taken_port(taken_port):
 
 def test_a_taken_port_without_our_launcher(taken_port, tmp_path):
     """srun or mpirun start the ranks directly."""
-    words = words_for(tmp_path, "a", "--timeout-s", "3")
-    outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False, MASTER_PORT=taken_port)
-    assert outcome.statuses[0] == 2, outcome.text
-    assert outcome.outputs[0].startswith("error: ")
-    assert len(outcome.outputs[0].splitlines()) == 1
-    assert taken_port in outcome.outputs[0]
+    job = Ranks("ddp", words_for(tmp_path, "a", "--timeout-s", "3"), 2, tmp_path / "out", MASTER_PORT=taken_port)
+    job.processes[0].join(30)
+    assert job.processes[0].exitcode == 2, job.output(0)
+    (error,) = [line for line in job.output(0).splitlines() if line.startswith("error: ")]
+    assert f"rank 0 cannot meet the others at 127.0.0.1:{taken_port} (" in error
+    assert "address already in use" in error
+    assert "Traceback" not in job.output(0)
+    job.kill()  # torch gives the others no bound while a stranger holds the port; srun and mpirun end them
 
 
 def test_an_unreachable_head_without_our_launcher(tmp_path):
     words = words_for(tmp_path, "a", "--timeout-s", "3")
-    job = Ranks("ddp", words, 2, tmp_path / "out")
+    job = Ranks("ddp", words, 2, tmp_path / "out", nodes=2)
     job.send(signal.SIGKILL, [0])
     outcome = job.wait(timeout_s=40)
-    assert outcome.statuses[1] in (1, 2), outcome.text
-    errors = [line for line in outcome.outputs[1].splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, outcome.text
+    assert outcome.statuses[1] == 2, outcome.text
+    (error,) = [line for line in outcome.outputs[1].splitlines() if line.startswith("error: ")]
+    assert "rank 1 cannot meet the others at 127.0.0.1:" in error
     assert "Traceback" not in outcome.outputs[1]
 
 

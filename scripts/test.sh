@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Run the tests and print how much of recipes/ and scripts/ they have run, in all processes: ranks, agents, launchers.
+#
+#   scripts/test.sh [PYTEST ARGUMENTS]
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-.venv/bin/python}
+
+"$python" -m coverage erase
+status=0
+"$python" -m coverage run -m pytest "$@" || status=$?
+"$python" -m coverage combine --quiet
+"$python" -m coverage report
+exit "$status"

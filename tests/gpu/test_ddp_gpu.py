@@ -1,0 +1,117 @@
+"""What only GPUs show: NCCL, mixed precision in hardware, batch norm over all ranks, compiled models.
+
+make test ARGS=tests/gpu            skips what the machine cannot run
+REQUIRE=gpu make test ARGS=tests/gpu
+"""
+
+import signal
+
+import pytest
+import torch
+
+from tests.conftest import require
+from tests.support import (
+    Ranks,
+    accuracies,
+    is_equal,
+    largest_difference,
+    local,
+    losses,
+    newest_checkpoint,
+    train,
+    weights,
+    words_for,
+)
+
+STEPS = ("--device", "cuda", "--max-steps", "60", "--seed", "1", "--deterministic")
+GPUS = torch.cuda.device_count()
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    require("gpu", GPUS >= 1, "no GPU is visible", "run the tests on a machine with an NVIDIA GPU")
+
+
+@pytest.fixture
+def two_gpus():
+    require("two-gpus", GPUS >= 2, f"{GPUS} of the 2 GPUs are visible", "run the tests where there are two")
+
+
+def assert_same_run(run, single, tolerance):
+    assert len(losses(run)) == len(losses(single)) > 0
+    assert losses(run) == pytest.approx(losses(single), rel=tolerance)
+
+
+@pytest.mark.parametrize("argv", [(), ("--accumulate-steps", "3"), ("--channels-last",), ("--zero",)], ids=str)
+def test_one_gpu_equals_the_cpu(tmp_path, argv):
+    """Convolutions on tensor cores round to TF32 unless told otherwise: 11 bits, as fp16, and 60 steps of it."""
+    run = train("ddp", tmp_path, 1, *STEPS, *argv)
+    single = train("single", tmp_path, 1, *STEPS)
+    cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
+    assert_same_run(run, single, 1e-4)
+    assert_same_run(run, cpu, 60**0.5 * 2**-10)
+    assert abs(accuracies(run)[-1] - accuracies(cpu)[-1]) <= 3 * 0.011
+
+
+def test_every_gpu_together_equals_one(tmp_path, two_gpus):
+    single = train("single", tmp_path, 1, *STEPS)
+    for world_size in {2, min(GPUS, 8)}:
+        run = train("ddp", tmp_path, world_size, *STEPS)
+        assert_same_run(run, single, 1e-4)
+        assert largest_difference(weights(run), weights(single)) < 1e-3
+
+
+def test_two_nodes_share_the_gpus_out(tmp_path, two_gpus):
+    result = local("ddp", 2, GPUS // 2, *words_for(tmp_path, "a", *STEPS)).wait()
+    assert result.status == 0, result.stderr
+    assert_same_run(tmp_path / "a", train("single", tmp_path, 1, *STEPS), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_mixed_precision_stays_close(tmp_path, kind):
+    """A pass rounds about 10 times, and K steps do so independently: see tests/parallel/test_ddp.py."""
+    unit = {"fp16": 2**-11, "bf16": 2**-8}[kind]
+    run = train("ddp", tmp_path, 1, *STEPS, "--amp", kind)
+    single = train("single", tmp_path, 1, *STEPS)
+    assert_same_run(run, single, (10 * 60) ** 0.5 * unit)
+    assert losses(run) != losses(single)
+
+
+def test_resume_is_exact(tmp_path):
+    argv = (*STEPS, "--amp", "fp16", "--clip-grad-norm", "0.5")
+    whole = train("ddp", tmp_path / "whole", 1, *argv)
+    job = Ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out")
+    job.wait_for_step(tmp_path / "ddp-1", 10)
+    job.send(signal.SIGUSR1)
+    assert job.wait().statuses == [0]
+    run = train("ddp", tmp_path, 1, *argv, "--resume", "auto")
+    assert is_equal(newest_checkpoint(run), newest_checkpoint(whole))
+    assert losses(run) == losses(whole)
+
+
+def test_a_gpu_run_goes_on_on_the_cpu(tmp_path):
+    train("ddp", tmp_path, 1, *STEPS, "--max-steps", "20")
+    run = train("ddp", tmp_path, 1, *STEPS, "--max-steps", "30", "--device", "cpu", "--resume", "auto")
+    assert len(losses(run)) == 30
+
+
+def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
+    """Statistics of the whole batch, on every rank: those that the one-process run has."""
+    argv = (*STEPS, "--model", "resnet18", "--max-steps", "10", "--lr", "0.01")
+    run = train("ddp", tmp_path, 2, *argv, "--sync-batchnorm")
+    single = train("single", tmp_path, 1, *argv)
+    assert_same_run(run, single, 1e-3)
+    mean = "bn1.running_mean"
+    torch.testing.assert_close(weights(run)[mean], weights(single)[mean], rtol=1e-3, atol=1e-5)
+
+
+def test_a_compiled_model_learns_the_same(tmp_path):
+    argv = ("--device", "cuda", "--max-steps", "20", "--seed", "1")
+    assert_same_run(train("ddp", tmp_path, 1, *argv, "--compile"), train("single", tmp_path, 1, *argv), 1e-3)
+
+
+def test_more_processes_than_gpus_is_refused(tmp_path):
+    job = Ranks("ddp", words_for(tmp_path, "a", *STEPS), GPUS + 1, tmp_path / "out")
+    outcome = job.wait()
+    assert set(outcome.statuses) == {2}
+    assert outcome.text.count("error: --device cuda: ") == 1
