@@ -43,12 +43,12 @@ class LeNet(nn.Module):
             nn.ReLU(),
             nn.Linear(84, num_classes),
         )
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d | nn.Linear):
-                # He et al. 2015: ReLUs then keep the scale of what passes, and training starts without a plateau.
+        # He et al. 2015: ReLUs then keep the scale of what passes, and training starts without a plateau. The last
+        # layer keeps torch's smaller weights, so that the first guesses are even.
+        for module in [*self.features, *self.classifier[:-1]]:
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, S, S) to logits (B, num_classes)."""
