@@ -10,6 +10,7 @@ python=${PYTHON:-.venv/bin/python}
 "$python" -m coverage erase
 status=0
 "$python" -m coverage run -m pytest "$@" || status=$?
-"$python" -m coverage combine --quiet
+find . -maxdepth 1 -name '.coverage.*' -size 0 -delete # of processes that were killed
+"$python" -m coverage combine --quiet --append || true # where coverage has not done so itself
 "$python" -m coverage report
 exit "$status"

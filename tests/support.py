@@ -64,6 +64,18 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Non
         time.sleep(0.01)
 
 
+@dataclass(frozen=True)
+class Interrupt:
+    """A signal that ranks get at an exact place: sent from without, it would come at another each time."""
+
+    number: signal.Signals
+    count: int
+    """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it."""
+    ranks: list[int] | None = None
+    """None: all."""
+    where: str = "step"
+
+
 class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
@@ -80,6 +92,7 @@ class Ranks:
         folder: Path,
         nodes: int = 1,
         file_limit_bytes: int | None = None,
+        interrupt: Interrupt | None = None,
         **env: str,
     ) -> None:
         self.folder = folder
@@ -99,7 +112,9 @@ class Ranks:
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
             output = folder / f"rank{rank}.txt"
             output.unlink(missing_ok=True)
-            process = _context.Process(target=_run_rank, args=(recipe, argv, own, output, file_limit_bytes))
+            own_interrupt = interrupt if interrupt and rank in (interrupt.ranks or range(world_size)) else None
+            arguments = (recipe, argv, own, output, file_limit_bytes, own_interrupt)
+            process = _context.Process(target=_run_rank, args=arguments)
             process.start()
             self.processes.append(process)
 
@@ -157,9 +172,34 @@ class Ranks:
         return outcome
 
 
+def _send_at(interrupt: Interrupt) -> None:
+    """Let this process get the signal when it comes to the place."""
+    from recipes.common.job import Job
+
+    owner, name = (Job, "count_step") if interrupt.where == "step" else (os, interrupt.where)
+    original, calls = getattr(owner, name), 0
+
+    def watched(first: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(first)
+        if interrupt.count == (first.position.step if interrupt.where == "step" else calls):
+            os.kill(os.getpid(), interrupt.number)
+        return result
+
+    setattr(owner, name, watched)
+
+
 def _run_rank(
-    recipe: str, argv: list[str], env: dict[str, str], output: Path, file_limit_bytes: int | None = None
+    recipe: str,
+    argv: list[str],
+    env: dict[str, str],
+    output: Path,
+    file_limit_bytes: int | None = None,
+    interrupt: Interrupt | None = None,
 ) -> None:
+    if interrupt:
+        _send_at(interrupt)
     if file_limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
     with open(output, "wb", buffering=0) as file:

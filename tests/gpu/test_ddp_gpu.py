@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import require
 from tests.support import (
+    Interrupt,
     Ranks,
     accuracies,
     is_equal,
@@ -80,9 +81,8 @@ def test_mixed_precision_stays_close(tmp_path, kind):
 def test_resume_is_exact(tmp_path):
     argv = (*STEPS, "--amp", "fp16", "--clip-grad-norm", "0.5")
     whole = train("ddp", tmp_path / "whole", 1, *argv)
-    job = Ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out")
-    job.wait_for_step(tmp_path / "ddp-1", 10)
-    job.send(signal.SIGUSR1)
+    when = Interrupt(signal.SIGUSR1, 10)
+    job = Ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out", interrupt=when)
     assert job.wait().statuses == [0]
     run = train("ddp", tmp_path, 1, *argv, "--resume", "auto")
     assert is_equal(newest_checkpoint(run), newest_checkpoint(whole))

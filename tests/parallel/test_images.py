@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.support import (
+    Interrupt,
     Ranks,
     accuracies,
     is_equal,
@@ -72,16 +73,35 @@ def test_the_curve_is_the_same(images, single, tmp_path, recipe, world_size, wor
 
 def test_the_same_goes_on_after_an_interruption(images, single, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "1")
-    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "first")
-    job.wait_for_step(tmp_path / "ddp-2", 2)
-    job.send(signal.SIGTERM)
-    outcome = job.wait(timeout_s=30)
+    when = Interrupt(signal.SIGTERM, 4)  # in the second epoch
+    outcome = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "first", interrupt=when).wait()
     assert outcome.statuses == [0, 0], outcome.text
     run = train("ddp", tmp_path, 2, *argv, "--resume", "auto")
     assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
     whole = train("ddp", tmp_path / "whole", 2, *argv)
     assert is_equal(newest_checkpoint(run)["model"], newest_checkpoint(whole)["model"])
     assert losses(run) == losses(whole)
+
+
+def test_crops_differ_between_samples(tmp_path):
+    """Of 16 copies of one image, whose left half is dark, some are flipped and some are not."""
+    import torch
+
+    from recipes.common.data import load_data
+    from recipes.single.train import options
+
+    image = Image.new("RGB", (32, 32), (255, 255, 255))
+    image.paste((0, 0, 0), (0, 0, 16, 32))
+    for half, count in (("train", 16), ("val", 1)):
+        (tmp_path / half / "a").mkdir(parents=True)
+        for i in range(count):
+            image.save(tmp_path / half / "a" / f"{i:02d}.png")
+    argv = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "16"]
+    data = load_data(options(argv), torch.device("cpu"), print)
+    ((images, _),) = data.train.batches([torch.arange(16)], 0)
+    assert len({tuple(one.flatten().tolist()) for one in images}) > 12, "crops differ"
+    left, right = images[..., :8].mean(dim=(1, 2, 3)), images[..., 8:].mean(dim=(1, 2, 3))
+    assert 2 <= int((left > right).sum()) <= 14  # fair coins: outside these bounds once in 2,000 times
 
 
 def test_crops_differ_between_epochs_and_not_between_runs(images):

@@ -15,6 +15,7 @@ import torch
 
 from tests.support import (
     Command,
+    Interrupt,
     Ranks,
     accuracies,
     free_port,
@@ -61,19 +62,19 @@ def assert_equal_bits(run, other):
     assert lines[0] == lines[1]
 
 
-def interrupt(recipe, folder, world_size, step, number, ranks, *argv):
-    """Train, send the signal once the step is logged, and return the run's folder and what the ranks did."""
-    name = f"{recipe}-{world_size}"
-    job = Ranks(recipe, words_for(folder, name, *WORDS, *argv), world_size, folder / "interrupted")
-    job.wait_for_step(folder / name, step)
-    job.send(number, ranks)
-    return folder / name, job.wait(timeout_s=30)
+def interrupt(recipe, folder, world_size, step, number, ranks, *argv, where="step"):
+    """Train, let the ranks get the signal after the step, and return the run's folder and what the ranks did."""
+    words = words_for(folder, f"{recipe}-{world_size}", *WORDS, *argv)
+    when = Interrupt(number, step, ranks, where)
+    outcome = Ranks(recipe, words, world_size, folder / "interrupted", interrupt=when).wait(timeout_s=60)
+    return folder / f"{recipe}-{world_size}", outcome
 
 
-def assert_checkpointed_and_left(run, outcome, signal_words):
+def assert_checkpointed_and_left(run, outcome, signal_words, step):
+    """The step under way when the signal came is done, and saved."""
     assert set(outcome.statuses) == {0}, outcome.text
-    step = newest_checkpoint(run)["position"]["step"]
-    assert 0 < step < STEPS
+    step = step + 1
+    assert newest_checkpoint(run)["position"]["step"] == step
     assert step == last_step(run), "the checkpoint stands at the last step that was trained"
     path = run / "checkpoints" / f"step-{step:09d}.pt"
     assert f"stopped by {signal_words}: wrote {path}\n" in outcome.outputs[0]
@@ -95,7 +96,7 @@ def assert_checkpointed_and_left(run, outcome, signal_words):
 def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_path, number, ranks, signal_words):
     step = random.Random(f"{number} {ranks}").randrange(1, STEPS // 2)
     run, outcome = interrupt("ddp", tmp_path, 2, step, number, ranks)
-    assert_checkpointed_and_left(run, outcome, signal_words)
+    assert_checkpointed_and_left(run, outcome, signal_words, step)
     assert train("ddp", tmp_path, 2, *WORDS, "--resume", "auto") == run
     assert_equal_bits(run, uninterrupted("ddp", 2))
 
@@ -104,7 +105,7 @@ def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_pa
 def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, world_size):
     """Three numbers have more than one order to be added in."""
     run, outcome = interrupt("ddp", tmp_path, world_size, 11, signal.SIGUSR1, None, *SHORT)
-    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1", 11)
     train("ddp", tmp_path, world_size, *SHORT, "--resume", "auto")
     assert_equal_bits(run, uninterrupted("ddp", world_size, *SHORT))
 
@@ -112,7 +113,7 @@ def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, world
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["usr1", "term"])
 def test_single_saves_and_goes_on(uninterrupted, tmp_path, number):
     run, outcome = interrupt("single", tmp_path, 1, 13, number, None)
-    assert_checkpointed_and_left(run, outcome, number.name)
+    assert_checkpointed_and_left(run, outcome, number.name, 13)
     train("single", tmp_path, 1, *WORDS, "--resume", "auto")
     assert_equal_bits(run, uninterrupted("single", 1))
 
@@ -135,6 +136,19 @@ def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
         resume = ("--resume", "auto")
     train("ddp", tmp_path, 2, *WORDS, *FREQUENT, "--resume", "auto")
     assert_equal_bits(run, uninterrupted("ddp", 2))
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
+    """A checkpoint calls fsync for the file, before its rename, and for the folder, after it."""
+    run, outcome = interrupt("ddp", tmp_path, 2, call, signal.SIGKILL, [0], *SHORT, *FREQUENT, where="fsync")
+    assert outcome.statuses[0] == -signal.SIGKILL
+    assert len(list(run.glob("checkpoints/*.tmp"))) == call % 2
+    steps = [int(path.stem[5:]) for path in sorted(run.glob("checkpoints/step-*.pt"))]
+    assert steps == [7, 14][: call // 2]
+    train("ddp", tmp_path, 2, *SHORT, *FREQUENT, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted("ddp", 2, *SHORT))
+    assert not list(run.glob("checkpoints/*.tmp"))
 
 
 def test_killed_single_goes_on(uninterrupted, tmp_path):
@@ -163,7 +177,7 @@ def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
 )
 def test_resume_is_exact_with_options(uninterrupted, tmp_path, argv):
     run, outcome = interrupt("ddp", tmp_path, 2, 17, signal.SIGUSR1, None, *argv)
-    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1", 17)
     train("ddp", tmp_path, 2, *WORDS, *argv, "--resume", "auto")
     assert_equal_bits(run, uninterrupted("ddp", 2, *argv))
 
@@ -177,7 +191,7 @@ def test_others_go_on(uninterrupted, tmp_path, first, then):
     """Another number of processes, or another recipe, goes on with the same record, to rounding."""
     recipe, world_size = first
     run, outcome = interrupt(recipe, tmp_path, world_size, 20, signal.SIGUSR1, None, *SHORT)
-    assert_checkpointed_and_left(run, outcome, "SIGUSR1")
+    assert_checkpointed_and_left(run, outcome, "SIGUSR1", 20)
     step = newest_checkpoint(run)["position"]["step"]
     recipe, world_size = then
     run_ranks(recipe, words_for(tmp_path, run.name, *SHORT, "--resume", "auto"), world_size, tmp_path / "then")
@@ -297,6 +311,18 @@ def test_ctrl_c_ends_everything_at_once(tmp_path):
     result = job.wait(timeout_s=10)
     assert result.status == 130
     assert "interrupted; " in result.stderr
+
+
+def test_a_node_that_hangs_is_ended_with_the_others(tmp_path):
+    """A stopped process notices nothing: neither that its peer is gone nor any signal but KILL."""
+    job = local("ddp", 2, 1, *words_for(tmp_path, "hung", *ENDLESS))
+    job.wait_for_step(tmp_path / "hung", 5)
+    ranks = {process.environ()["RANK"]: process for process in job.find("-m recipes.ddp.train")}
+    ranks["1"].suspend()
+    ranks["0"].kill()
+    result = job.wait(timeout_s=10, gone_within_s=10)
+    assert result.status == 137
+    assert "rank 0 (pid " in result.stderr
 
 
 VICTIMS = {

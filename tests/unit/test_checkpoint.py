@@ -4,6 +4,8 @@ import io
 import os
 import pickle
 import random
+import struct
+import zlib
 
 import pytest
 import torch
@@ -118,6 +120,16 @@ class Bomb:
         return os.mkdir, (str(self.trace),)
 
 
+def with_checksum(data):
+    """Return what somebody who knows our format would write."""
+    return data + struct.pack("<8sI", b"crc32 =\0", zlib.crc32(data))
+
+
+def test_the_checksum_of_these_tests_is_ours(folder):
+    whole = folder.paths()[0].read_bytes()
+    assert whole == with_checksum(whole[:-12])
+
+
 def foreign_files(trace):
     plain, zipped, hidden = io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save({"model": {}, "epoch": 3}, plain)
@@ -134,6 +146,8 @@ def foreign_files(trace):
         "pickle-in-zip": zipped.getvalue(),
         "ours-with-code": hidden.getvalue(),
         "ours-with-code-legacy": legacy.getvalue(),
+        "ours-with-code-and-checksum": with_checksum(hidden.getvalue()),
+        "dict-with-checksum": with_checksum(plain.getvalue()),
     }
 
 
@@ -212,6 +226,25 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
         assert "step-000000040.pt: No space left on device (free some space)" in str(caught.value)
         assert "step-000000030.pt is intact" in str(caught.value)
         assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
+
+
+def test_a_checkpoint_is_whole_before_it_has_its_name(folder, monkeypatch):
+    """Written, flushed to the disk, renamed, and the folder flushed: in this order."""
+    seen = []
+
+    def watch(owner, name):
+        original = getattr(owner, name)
+
+        def watched(*args):
+            seen.append((name, (folder.folder / "step-000000040.pt").exists()))
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in ((torch, "save"), (os, "fsync"), (type(folder.folder), "replace")):
+        watch(owner, name)
+    folder.write(content(40))
+    assert seen == [("save", False), ("fsync", False), ("replace", False), ("fsync", True)]
 
 
 @pytest.mark.parametrize(

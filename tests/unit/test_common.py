@@ -140,6 +140,15 @@ class TestJob:
             due.append((job.is_log_due(), job.is_checkpoint_due()))
         assert due == [(False, False), (True, True), (False, False)]
 
+    def test_the_scale_of_fp16_is_restored(self):
+        job, other = self.job("--amp", "fp16"), self.job("--amp", "fp16")
+        state = {**other.scaler.state_dict(), "scale": 8.0, "_growth_tracker": 5}
+        model, optimizer = other.model.state_dict(), other.optimizer.state_dict()
+        position = {"step": 3, "epoch": 1, "test_accuracy": 0.5, "best_accuracy": 0.5}
+        job.restore({"model": model, "optimizer": optimizer, "scaler": state, "position": position})
+        assert job.scaler.state_dict() == state
+        assert (job.position.step, job.position.epoch) == (3, 1)
+
     def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):
         job = self.job()
         other = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
