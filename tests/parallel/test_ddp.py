@@ -111,8 +111,8 @@ def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
 
 def test_scale_lr_means_what_it_says(baseline):
     """The linear rule: --lr is for 256 samples, so 64 of them get a quarter of it."""
-    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.28")
-    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.07")), rel=1e-7)
+    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.08")
+    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.02")), rel=1e-7)
 
 
 def test_clipping_bounds_the_step(tmp_path):
@@ -193,12 +193,12 @@ def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, wo
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compressed_training_stays_close(baseline, tmp_path, words, kind, world_size):
-    """Of K steps each rounds N + 1 times, independently: errors grow as the root of their number."""
+    """Of K steps each rounds a gradient N + 1 times; at worst, all these errors point the same way."""
     run = train("ddp", tmp_path, world_size, *STEPS, *words)
     exact = losses(baseline(*STEPS))
     assert losses(run)[0] == pytest.approx(exact[0], rel=1e-6)  # before any gradient was exchanged
     for step, (ours, theirs) in enumerate(zip(losses(run), exact, strict=True)):
-        tolerance = (step * (world_size + 1)) ** 0.5 * UNIT[kind]
+        tolerance = step * (world_size + 1) * UNIT[kind]
         assert ours == pytest.approx(theirs, rel=tolerance + 1e-5), step
     assert losses(run) != pytest.approx(exact, rel=1e-6)
 
@@ -231,7 +231,8 @@ def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
         assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * UNIT[kind]), step
     assert losses(run) != pytest.approx(losses(baseline(*STEPS)), rel=1e-6)  # it did compute with fewer bits
-    assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
+    if kind == "bf16":  # fp16 skips steps at first, until its scale is small enough, and so runs another course
+        assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
 
 
 def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
@@ -253,7 +254,8 @@ def test_the_learning_rate_does_not_depend_on_the_world_size(baseline, tmp_path)
     run = train("ddp", tmp_path, 3, *STEPS)
     rates = [[line["lr"] for line in metrics(path) if "lr" in line] for path in (run, baseline(*STEPS))]
     assert rates[0] == rates[1]
-    assert rates[0][:3] == pytest.approx([0.07 / 100, 0.07 * 2 / 100, 0.07 * 3 / 100])
+    peak = options([]).lr
+    assert rates[0][:3] == pytest.approx([peak / 100, peak * 2 / 100, peak * 3 / 100])
 
 
 def test_the_example_of_the_docstring_reaches_its_accuracy(tmp_path):
