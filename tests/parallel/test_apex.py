@@ -19,6 +19,7 @@ import torch
 
 from recipes.apex import train as recipe
 from recipes.common.data import load_data
+from recipes.common.checkpoint import CheckpointFolder
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.models import build_model
@@ -239,8 +240,8 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
 
     # A scale that float16 cannot hold: every step is skipped and halves it, on the masters and on their copies.
     content["scaler"]["scale"] = 2.0**60
-    torch.save(content, tmp_path / "overflow.pt")
-    longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(tmp_path / "overflow.pt"))
+    overflow = CheckpointFolder(tmp_path / "overflow").write(content)
+    longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(overflow))
     skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
     assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
     assert largest_difference(weights(skipped), weights(run)) == 0
