@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from recipes.apex import train as recipe
-from recipes.common.data import load_data
 from recipes.common.checkpoint import CheckpointFolder
+from recipes.common.data import load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.models import build_model
