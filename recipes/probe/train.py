@@ -2,6 +2,8 @@
 
     make run RECIPE=probe NODES=2 NPROC_PER_NODE=2
     mpirun -q -np 4 python -m scripts.mpirun recipes.probe.train
+    horovodrun --gloo -np 4 python -m recipes.probe.train --join horovod
+    MASTER_ADDR=node-a python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
 
 Success: the last line is `probe {"world_size": 4, "sum": 10, "ranks": [...]}`, the same under every launcher.
 It trains nothing; run it first on a new cluster, and where a job hangs.
@@ -13,16 +15,17 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
-from recipes.common.options import Options, Parser, one_of, parse, positive_float
+from recipes.common.node import read_master
+from recipes.common.options import Options, Parser, non_negative_int, one_of, parse, positive_float, positive_int
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
 
@@ -40,42 +43,106 @@ def options(argv: Sequence[str] | None = None) -> Options:
         metavar="S",
         help="longest wait for another rank, in seconds, before the job ends with an error",
     )
+    parser.add_argument(
+        "--join",
+        type=one_of("torch", "spawn", "horovod"),
+        default="torch",
+        help="how processes meet: torch (a launcher started all), spawn (this starts its node's), or horovod",
+    )
+    parser.add_argument("--nnodes", type=positive_int, default=1, metavar="N", help="spawn: number of nodes")
+    parser.add_argument("--node-rank", type=non_negative_int, default=0, metavar="R", help="spawn: this node")
+    parser.add_argument("--nproc-per-node", type=positive_int, default=1, metavar="N", help="spawn: ranks here")
     return parse(parser, argv)
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among the others."""
+class World(Protocol):
+    """This process among the others, whatever connects them."""
 
     ranks: Ranks
     device: torch.device
-    control: dist.ProcessGroup
-    """A gloo group for what ranks exchange on the CPU."""
+
+    def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return every rank's row."""
+
+    def add_up(self, number: int) -> int:
+        """Return the sum of the ranks\' numbers."""
+
+    def leave(self) -> None:
+        """Disconnect, once no rank waits for another any more."""
 
 
-def join_world(args: Options) -> World:
-    """Choose this process's device and connect it with the other processes, as every recipe does."""
-    ranks = read_ranks("probe")
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
+def choose_device(args: Options, ranks: Ranks, has_nccl: bool = True) -> torch.device:
+    """Return a GPU of this process's own, or the CPU where there are too few."""
+    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size and has_nccl
     if args.device == "cuda" and not use_cuda:
         raise UserError(
             f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
             f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
             on_every_node=True,
         )
-    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=args.timeout_s)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks, device, control)
+    if not use_cuda:
+        return torch.device("cpu")
+    torch.cuda.set_device(ranks.local_rank)
+    return torch.device("cuda", ranks.local_rank)
 
 
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    dist.barrier(group=world.control)
-    dist.destroy_process_group()
+class TorchWorld:
+    """Processes that torch.distributed connects, as in ddp and spawn."""
+
+    def __init__(self, args: Options, ranks: Ranks) -> None:
+        self.ranks, self.device = ranks, choose_device(args, ranks)
+        timeout = timedelta(seconds=args.timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, rank=ranks.rank, world_size=ranks.world_size)
+        self.control = dist.new_group(backend="gloo", timeout=timeout)
+
+    def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return every rank's row."""
+        # Probe: gathers some 200 bytes from every rank.
+        rows: list[dict[str, Any]] = [{}] * self.ranks.world_size
+        dist.all_gather_object(rows, row, group=cast(dist.ProcessGroup, self.control))
+        return rows
+
+    def add_up(self, number: int) -> int:
+        """Return the sum of the ranks' numbers."""
+        # Probe: 8 bytes a rank, over the connections that gradients would take (NCCL between GPUs, else gloo).
+        total = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        return int(total)
+
+    def leave(self) -> None:
+        """Disconnect, once no rank waits for another any more."""
+        dist.barrier(group=cast(dist.ProcessGroup, self.control))
+        dist.destroy_process_group()
+
+
+class HorovodWorld:
+    """Processes that Horovod connects."""
+
+    def __init__(self, args: Options) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self.hvd = hvd
+        self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
+        self.device = choose_device(args, self.ranks, has_nccl=hvd.nccl_built())
+
+    def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return every rank's row."""
+        # Probe: gathers some 200 bytes from every rank.
+        rows: list[dict[str, Any]] = self.hvd.allgather_object(row, name="rows")
+        return rows
+
+    def add_up(self, number: int) -> int:
+        """Return the sum of the ranks' numbers."""
+        # Probe: 8 bytes a rank, over the connections that gradients would take.
+        own = torch.tensor([number], dtype=torch.int64, device=self.device)
+        return int(self.hvd.allreduce(own, op=self.hvd.Sum, name="sum"))
+
+    def leave(self) -> None:
+        """Disconnect, once no rank waits for another any more."""
+        self.hvd.barrier()
+        self.hvd.shutdown()
 
 
 def gather_map(world: World) -> list[dict[str, Any]]:
@@ -86,9 +153,7 @@ def gather_map(world: World) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "pid": os.getpid(),
     }
-    # Probe: gathers some 200 bytes from every rank.
-    rows: list[dict[str, Any]] = [{}] * world.ranks.world_size
-    dist.all_gather_object(rows, own, group=world.control)
+    rows = world.gather(own)
     # Ranks are counted node by node, so that each local rank 0 begins the next node. A host's name tells less: one
     # host can play several nodes.
     node_rank = -1
@@ -96,14 +161,6 @@ def gather_map(world: World) -> list[dict[str, Any]]:
         node_rank += row["local_rank"] == 0
         row["node_rank"] = node_rank
     return [{name: row[name] for name in COLUMNS} for row in rows]
-
-
-def add_up(world: World) -> int:
-    """Return 1 + 2 + ... + world_size, added up by all ranks on their devices; call it on all ranks."""
-    number = torch.tensor(world.ranks.rank + 1, dtype=torch.int64, device=world.device)
-    # Probe: 8 bytes a rank, over the connections that gradients would take (NCCL between GPUs, else gloo).
-    dist.all_reduce(number)
-    return int(number)
 
 
 def check(rows: list[dict[str, Any]], total: int) -> None:
@@ -128,16 +185,36 @@ def show(rows: list[dict[str, Any]], total: int) -> None:
     print("probe", json.dumps({"world_size": len(rows), "sum": total, "ranks": rows}), flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Meet, compare notes, and print what rank 0 has gathered; call it on every rank."""
-    args = options(argv)
-    Stop()
-    world = join_world(args)
-    rows, total = gather_map(world), add_up(world)
-    leave_world(world)
+def report(world: World) -> None:
+    """Compare notes with the other ranks, and print on rank 0 what they have said."""
+    rows, total = gather_map(world), world.add_up(world.ranks.rank + 1)
+    world.leave()
     check(rows, total)
     if world.ranks.rank == 0:
         show(rows, total)
+
+
+def be_spawned(local_rank: int, args: Options) -> None:
+    """Be a rank that main() has started; the numbers follow from the node's and its own."""
+    first = args.node_rank * args.nproc_per_node
+    world_size = args.nnodes * args.nproc_per_node
+    report(TorchWorld(args, Ranks(first + local_rank, local_rank, world_size, args.nproc_per_node)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Meet, compare notes, and print what rank 0 has gathered; call it on every rank (spawn: on every node)."""
+    args = options(argv)
+    Stop()
+    if args.join == "spawn":
+        if args.node_rank >= args.nnodes:
+            raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
+        addr, port = read_master(args.nnodes)
+        os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
+        mp.spawn(be_spawned, (args,), nprocs=args.nproc_per_node)
+    elif args.join == "horovod":
+        report(HorovodWorld(args))
+    else:
+        report(TorchWorld(args, read_ranks("probe")))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.probe.train import check
 from tests.conftest import require
-from tests.support import ROOT
+from tests.support import ROOT, free_port
 
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -34,7 +35,34 @@ def mpirun(nodes, nproc_per_node):
     return ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.mpirun", *words, "recipes.probe.train"]
 
 
-LAUNCHERS = [torchrun, mpirun]
+def horovodrun(controller, nodes, nproc_per_node):
+    is_there = importlib.util.find_spec("horovod") is not None
+    require("horovod", is_there, "Horovod is not built", "run `make horovod`")
+    if nodes > 1:
+        pytest.skip("horovodrun starts other nodes by ssh; scripts/horovod_agent.py is the way without")
+    words = [str(ROOT / ".venv/bin/horovodrun"), f"--{controller}", "--disable-cache", "-np", str(nproc_per_node)]
+    return [*words, sys.executable, "-m", "recipes.probe.train", "--join", "horovod"]
+
+
+def horovodrun_gloo(nodes, nproc_per_node):
+    return horovodrun("gloo", nodes, nproc_per_node)
+
+
+def horovodrun_mpi(nodes, nproc_per_node):
+    require("mpi", shutil.which("mpirun"), "there is no MPI", "apt-get install openmpi-bin")
+    return horovodrun("mpi", nodes, nproc_per_node)
+
+
+def spawn(nodes, nproc_per_node):
+    one = (
+        f"{sys.executable} -m recipes.probe.train --join spawn --nnodes {nodes} --nproc-per-node {nproc_per_node}"
+    )
+    starters = [f"{one} --node-rank {node} &" for node in range(nodes)]
+    environment = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1"
+    return ["bash", "-c", f"export {environment}; {' '.join(starters)} wait"]
+
+
+LAUNCHERS = [torchrun, spawn, mpirun, horovodrun_gloo, horovodrun_mpi]
 """Each returns the command that starts the probe on nodes x nproc_per_node processes, or skips."""
 
 
@@ -47,9 +75,8 @@ def test_map(launcher, nodes):
         command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
     )
     assert outcome.returncode == 0, outcome.stderr
-    last = outcome.stdout.splitlines()[-1]
-    assert last.startswith("probe {")
-    content = json.loads(last.removeprefix("probe "))
+    [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun marks each line with the rank
+    content = json.loads(found)
     assert content["world_size"] == 4
     assert content["sum"] == 1 + 2 + 3 + 4
     expected = [
