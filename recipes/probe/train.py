@@ -65,7 +65,7 @@ class World(Protocol):
         """Return every rank's row."""
 
     def add_up(self, number: int) -> int:
-        """Return the sum of the ranks\' numbers."""
+        """Return the sum of the ranks' numbers."""
 
     def leave(self) -> None:
         """Disconnect, once no rank waits for another any more."""
