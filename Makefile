@@ -7,11 +7,12 @@ NODES ?= 1
 NPROC_PER_NODE ?=
 NAME ?=
 ARGS ?=
+RECIPES ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help list setup run test lint format lock clean
+.PHONY: help list setup run horovod compare test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,8 +25,18 @@ setup: ## Create .venv with the exact packages that recipes need
 
 run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3"
 	@scripts/setup.sh run
+	@$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing)
 	@exec $(PYTHON) -m scripts.local "$(RECIPE)" --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" \
 		-- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+horovod: ## Build Horovod for the torch of .venv, from a cache where it can
+	@scripts/setup.sh run
+	@scripts/horovod/build.sh
+
+compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epochs 10"
+	@scripts/setup.sh run
+	@$(if $(filter horovod,$(RECIPES)),scripts/horovod/build.sh --if-missing)
+	@exec $(PYTHON) -m scripts.compare $(RECIPES) --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS)
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev

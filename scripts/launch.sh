@@ -27,11 +27,20 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 case $recipe in
-single)
+single | dataparallel)
     if [[ ${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1 ]]; then
         refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
     fi
-    exec "$python" -m "recipes.$recipe.train" "$@"
+    exec "$python" -m scripts.hold "recipes.$recipe.train" "$@"
+    ;;
+spawn)
+    # It starts the node's ranks by itself; what a launcher further out says of ranks is not meant for it.
+    unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+    exec "$python" -m scripts.hold recipes.spawn.train --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
+        --nproc-per-node "${NPROC_PER_NODE:-1}" --rdzv-timeout-s "${RDZV_TIMEOUT_S:-300}" "$@"
+    ;;
+horovod)
+    exec "$python" -m scripts.horovod_agent "$recipe" "$@"
     ;;
 *)
     exec "$python" -m scripts.agent "$recipe" "$@"

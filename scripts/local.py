@@ -37,6 +37,9 @@ ERROR_GRACE_S = 3.0
 STOP_GRACE_S = 60.0
 """How long a checkpoint may take after a stop signal."""
 
+ONE_PROCESS = ("single", "dataparallel")
+"""Recipes that are one process, however many GPUs there are."""
+
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -110,6 +113,8 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # All nodes are this machine: a thread per core in all, and nothing listens beyond it.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
+    # Threads that wait at a barrier soon sleep instead of burning a core that another process wants.
+    environment.setdefault("GOMP_SPINCOUNT", "1000")
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     return environment
 
@@ -255,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     recipe = check_recipe(args.recipe)
     nodes = count("NODES", args.nodes)
     shares = share_out(visible_gpus(), nodes)
-    processes = count("NPROC_PER_NODE", args.nproc_per_node or str(max(1, len(shares[0]))))
+    default = 1 if recipe in ONE_PROCESS else max(1, len(shares[0]))
+    processes = count("NPROC_PER_NODE", args.nproc_per_node or str(default))
     if os.environ.get("MAKELEVEL"):
         _set_parent_death_signal(signal.SIGINT)  # make has been killed: nobody waits for this job any more
 

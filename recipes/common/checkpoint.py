@@ -8,6 +8,7 @@ can go on from it. The state of the random generators is the pair (seed, step): 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -216,7 +217,8 @@ class CheckpointFolder:
             if is_best:
                 _link(path, self.folder / "best.pt")
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             reason = _reason(error)
             newest = next(iter(self.paths()), None)
             kept = f"{newest} is intact" if newest else "there is no earlier one"

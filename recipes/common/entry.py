@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from recipes.common.errors import UserError
@@ -13,6 +14,9 @@ from recipes.common.signals import STOP_SIGNALS
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""
+
+REFUSAL_GRACE_S = 3.0
+"""How long the other ranks leave rank 0 to print why all of them end."""
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """What gloo says when another rank has gone or does not answer."""
@@ -34,6 +38,9 @@ def exit_status(main: Callable[[], object]) -> int:
         if os.environ.get("RANK", "0") == "0" or (error.on_every_node and is_first_on_node):
             sys.stdout.flush()
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that.
+            time.sleep(REFUSAL_GRACE_S)
         return USAGE_STATUS
     except RuntimeError as error:
         lost = next((words for words in LOST_PEER if words in str(error)), None)

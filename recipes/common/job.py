@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recipes.common.checkpoint import Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.metrics import Throughput
+from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.options import Options
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
@@ -80,15 +80,18 @@ class Job:
             self.scaler.load_state_dict(content["scaler"])
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
 
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote."""
+    def save(self, is_best: bool = False, optimizer_state: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
+
+        A recipe whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
+        """
         if not self.record:
             return
         content = pack(
             self.args,
             self.position,
             self.model.state_dict(),
-            self.optimizer.state_dict(),
+            optimizer_state or self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
         try:
@@ -138,7 +141,8 @@ class Job:
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
         is_best = self.position.record_accuracy(averages["test_accuracy"])
-        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages)
+        seconds = round(self.throughput.seconds(), 3)
+        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
         return is_best
 
     def leave(self) -> None:
@@ -150,7 +154,14 @@ class Job:
     def finish(self, world_size: int) -> None:
         """Print the result of a completed run."""
         if self.record:
-            self.record.finish(world_size, self.position.test_accuracy, self.throughput.overall())
+            self.record.finish(
+                world_size=world_size,
+                test_accuracy=self.position.test_accuracy,
+                samples_per_s=self.throughput.overall(),
+                train_s=self.throughput.seconds(),
+                sent_bytes_per_step=self.throughput.sent_per_step(),
+                peak_memory_bytes=peak_memory_bytes(self.device),
+            )
 
     def _record(self, kind: str, **values: float) -> None:
         if self.record:

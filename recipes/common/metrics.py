@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,10 +46,11 @@ class Throughput:
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
         self._mark = (0, 0.0)
+        self._sent, self._sent_since = 0, 0
 
     def start(self) -> None:
         """Let the clock run: training goes on."""
-        self._since = time.perf_counter()
+        self._since, self._sent_since = time.perf_counter(), sent_bytes()
 
     def count_step(self) -> None:
         """Count one optimizer step."""
@@ -55,25 +59,31 @@ class Throughput:
         else:
             self._warm = True
             self._synchronize()
-            self._since = time.perf_counter()
+            self.start()
 
     def pause(self) -> None:
         """Stop the clock: what follows is no training."""
         self._synchronize()
-        self._seconds, self._since = self._elapsed(), None
+        self._seconds, self._since = self.seconds(), None
+        self._sent += sent_bytes() - self._sent_since
 
     def recent(self) -> float:
         """Return the samples per second since the last call."""
         steps, seconds = self._mark
-        self._mark = (self._steps, self._elapsed())
+        self._mark = (self._steps, self.seconds())
         return self._rate(self._mark[0] - steps, self._mark[1] - seconds)
 
     def overall(self) -> float:
         """Return the samples per second of this launch."""
-        return self._rate(self._steps, self._elapsed())
+        return self._rate(self._steps, self.seconds())
 
-    def _elapsed(self) -> float:
+    def seconds(self) -> float:
+        """Return how long this launch has trained."""
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def sent_per_step(self) -> float:
+        """Return the bytes that this machine has sent per step, whichever process sent them."""
+        return self._sent / self._steps if self._steps else 0.0
 
     def _rate(self, steps: int, seconds: float) -> float:
         return steps * self.global_batch_size / seconds if steps and seconds else 0.0
@@ -81,3 +91,23 @@ class Throughput:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def sent_bytes() -> int:
+    """Return what all network interfaces of this machine have sent so far, loopback included (0 if unknown).
+
+    Exchanges through shared memory or NVLink do not pass an interface and are not in it.
+    """
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    except OSError:
+        return 0
+    return sum(int(line.split(":")[1].split()[8]) for line in lines)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has had: of the GPU if it has one, else of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kibibytes

@@ -1,8 +1,9 @@
-"""Models fitted to the data: LeNet, and torchvision's classification models by name."""
+"""Models fitted to the data: LeNet, a small vision transformer, and torchvision's models by name."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,71 @@ class LeNet(nn.Module):
             nn.ReLU(),
             nn.Linear(84, num_classes),
         )
+        # He et al. 2015: ReLUs then keep the scale of what passes, and training starts without a plateau. The last
+        # layer keeps torch's smaller weights, so that the first guesses are even.
+        for module in [*self.features, *self.classifier[:-1]]:
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, S, S) to logits (B, num_classes)."""
         return self.classifier(self.features(images))
+
+
+class VisionTransformer(nn.Module):
+    """A small vision transformer for square images of any size: at most 8 x 8 patches, pre-norm blocks.
+
+    Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, with the mean of all tokens in place of
+    a class token as in Beyer et al. 2022, https://arxiv.org/abs/2205.01580.
+    """
+
+    def __init__(
+        self, channels: int, image_size: int, num_classes: int, width: int = 64, depth: int = 6, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.embedding = PatchEmbedding(channels, image_size, width)
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+                )
+                for _ in range(depth)
+            )
+        )
+        self.head = nn.Sequential(MeanToken(), nn.LayerNorm(width), nn.Linear(width, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (B, C, S, S) to logits (B, num_classes)."""
+        return self.head(self.blocks(self.embedding(images)))
+
+
+class PatchEmbedding(nn.Module):
+    """Map images (B, C, S, S) to tokens (B, patches, width) that know their place."""
+
+    def __init__(self, channels: int, image_size: int, width: int) -> None:
+        super().__init__()
+        patch = max(2, math.ceil(image_size / 8))  # 8 pixels: 4 x 4 patches of 2; 224: 8 x 8 of 28
+        side = math.ceil(image_size / patch)
+        padding = math.ceil((side * patch - image_size) / 2)
+        self.project = nn.Conv2d(channels, width, kernel_size=patch, stride=patch, padding=padding)
+        self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Cut into patches, project each, and add its position."""
+        return self.project(images).flatten(2).transpose(1, 2) + self.position
+
+
+class MeanToken(nn.Module):
+    """Average tokens (B, T, width) to (B, width)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the mean of the tokens."""
+        return tokens.mean(dim=1)
+
+
+OWN_MODELS = {"lenet": LeNet, "vit-tiny": VisionTransformer}
+MIN_IMAGE_SIZE = {"lenet": 8, "vit-tiny": 2}
 
 
 def build_model(args: Options, data: Data) -> nn.Module:
@@ -55,13 +117,41 @@ def build_model(args: Options, data: Data) -> nn.Module:
         UserError: a name that torchvision does not have (with the nearest), or images too small for it.
     """
     torch.manual_seed(args.seed)
-    if args.model == "lenet":
-        if data.image_size < 8:
-            raise UserError(f"--model lenet needs images of 8 pixels and more, got {data.image_size}")
-        model: nn.Module = LeNet(data.channels, data.image_size, data.num_classes)
+    if args.model in OWN_MODELS:
+        if data.image_size < MIN_IMAGE_SIZE[args.model]:
+            at_least = f"needs images of {MIN_IMAGE_SIZE[args.model]} pixels and more"
+            raise UserError(f"--model {args.model} {at_least}, got {data.image_size}")
+        model: nn.Module = OWN_MODELS[args.model](data.channels, data.image_size, data.num_classes)
     else:
         model = _torchvision_model(args.model, data)
     return model.to(memory_format=torch.channels_last) if args.channels_last else model
+
+
+FLATTENED_BEFORE = {"ResNet": "fc", "VGG": "classifier", "AlexNet": "classifier"}
+"""Families of torchvision that are a sequence of layers but for a flattening that forward() does itself."""
+
+
+def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a model as a sequence: applying the modules in order equals model(images).
+
+    The names are those of the whole model: layer "layer1.0" holds the parameters "layer1.0.conv1.weight", ...
+
+    Raises:
+        UserError: the model's forward() is more than a sequence of its parts.
+    """
+    family = type(model).__name__
+    if not isinstance(model, (*OWN_MODELS.values(), nn.Sequential)) and family not in FLATTENED_BEFORE:
+        known = ", ".join([*OWN_MODELS, "resnet*, resnext*, wide_resnet*, vgg* and alexnet"])
+        raise UserError(
+            f"a {family} is no plain sequence of layers, so it cannot be split; --model may be {known}"
+        )
+    sequence: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if name == FLATTENED_BEFORE.get(family):
+            sequence.append(("flatten", nn.Flatten()))
+        inner = layers(child) if isinstance(child, nn.Sequential) else [("", child)]
+        sequence += [(f"{name}.{path}".removesuffix("."), module) for path, module in inner]
+    return sequence
 
 
 def _torchvision_model(name: str, data: Data) -> nn.Module:
@@ -69,7 +159,7 @@ def _torchvision_model(name: str, data: Data) -> nn.Module:
 
     names = models.list_models(module=models)
     if name not in names:
-        raise UserError(f"--model: torchvision has no {name!r}{nearest(name, ['lenet', *names])}")
+        raise UserError(f"--model: torchvision has no {name!r}{nearest(name, [*OWN_MODELS, *names])}")
     settings: dict[str, object] = {"num_classes": data.num_classes}
     if name.startswith("vit_"):
         settings["image_size"] = data.image_size

@@ -37,7 +37,7 @@ def learning_rate(args: Options, step: int, total_steps: int) -> float:
     peak = args.lr * (args.global_batch_size / 256 if args.scale_lr else 1.0)
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
-    if args.schedule == "constant":
+    if args.lr_schedule == "constant":
         return peak
     decay_steps = max(1, total_steps - args.warmup_steps)
     return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - args.warmup_steps) / decay_steps)))
@@ -71,4 +71,4 @@ def optimizer_step(
         nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()

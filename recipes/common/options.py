@@ -189,7 +189,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         help="processes that decode images, per rank (imagefolder; other data need none)",
     )
     add_switch(group, "--skip-bad-images", "count images that do not decode and train without them")
-    group.add_argument("--model", default="lenet", help="lenet or a classification model of torchvision")
+    group.add_argument("--model", default="lenet", help="lenet, vit-tiny or a classification model of torchvision")
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
@@ -212,14 +212,17 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         "--max-steps", type=positive_int, metavar="N", help="end after this many optimizer steps in all"
     )
     group.add_argument("--optimizer", type=one_of("sgd", "adamw"), default="sgd", help="sgd or adamw")
-    group.add_argument("--lr", type=positive_float, default=0.07, help="peak learning rate")
+    group.add_argument("--lr", type=positive_float, default=0.02, help="peak learning rate")
     add_switch(
         group, "--scale-lr", "linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256"
     )
     group.add_argument("--momentum", type=fraction, default=0.9, help="momentum of sgd")
-    group.add_argument("--weight-decay", type=non_negative_float, default=2e-3, help="weight decay")
+    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help="weight decay")
     group.add_argument(
-        "--schedule", type=one_of("cosine", "constant"), default="cosine", help="cosine (to zero) or constant"
+        "--lr-schedule",
+        type=one_of("cosine", "constant"),
+        default="cosine",
+        help="how the learning rate goes on after the warm-up: cosine (to zero) or constant",
     )
     group.add_argument(
         "--warmup-steps", type=non_negative_int, default=100, metavar="N", help="steps of linear warm-up"

@@ -2,7 +2,8 @@
 
 config.json         options, versions, hardware, git revision, and each launch of the run
 metrics.jsonl       a line per logged step: step, epoch, loss, lr, samples_per_s;
-                    a line per epoch: epoch, step, test_loss, test_accuracy
+                    a line per epoch: epoch, step, test_loss, test_accuracy, train_s
+result.json         of a completed run: what its last line says, and time, traffic and memory
 events.out.*        the same for TensorBoard
 checkpoints/        see checkpoint.py
 """
@@ -161,19 +162,28 @@ class Record:
         self.progress.show(f"loss {values['loss']:.4f}  {values['samples_per_s']:,.0f} samples/s")
 
     def log_epoch(self, **values: float) -> None:
-        """Append an epoch: epoch, step, test_loss, test_accuracy."""
+        """Append an epoch: epoch, step, test_loss, test_accuracy, train_s (seconds of this launch)."""
         self._append(values)
         self.progress.say(
             f"epoch {values['epoch']}  step {values['step']}  test_loss {values['test_loss']:.4f}  "
             f"test_accuracy {values['test_accuracy']:.4f}"
         )
 
-    def finish(self, world_size: int, test_accuracy: float, samples_per_s: float) -> None:
-        """Print the line that ends a completed run."""
+    def finish(self, **result: float) -> None:
+        """Write result.json and print the line that ends a completed run.
+
+        The result is that of this launch: world_size, test_accuracy, samples_per_s, train_s,
+        sent_bytes_per_step (by this machine) and peak_memory_bytes (of rank 0).
+        """
         self.close()
+        text = json.dumps({"recipe": self.recipe, **result}, indent=2) + "\n"
+        try:
+            _replace_text(self.folder / "result.json", text)
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder / 'result.json'}: {error.strerror}") from None
         print(
-            f"result recipe={self.recipe} world_size={world_size} test_accuracy={test_accuracy:.4f} "
-            f"samples_per_s={samples_per_s:.0f}",
+            f"result recipe={self.recipe} world_size={result['world_size']} "
+            f"test_accuracy={result['test_accuracy']:.4f} samples_per_s={result['samples_per_s']:.0f}",
             flush=True,
         )
 

@@ -96,7 +96,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
         ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
         ("--channels-last",),
         ("--optimizer", "adamw", "--lr", "0.002"),
-        ("--schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
+        ("--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
         ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
         ("--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"),
     ],
@@ -111,14 +111,14 @@ def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
 
 def test_scale_lr_means_what_it_says(baseline):
     """The linear rule: --lr is for 256 samples, so 64 of them get a quarter of it."""
-    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.28")
-    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.07")), rel=1e-7)
+    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.08")
+    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.02")), rel=1e-7)
 
 
 def test_clipping_bounds_the_step(tmp_path):
     """One step of plain SGD with a tiny bound moves the weights by lr x bound, whatever the world size."""
     words = ("--optimizer", "sgd", "--momentum", "0", "--weight-decay", "0", "--lr", "0.5")
-    words += ("--schedule", "constant", "--warmup-steps", "0", "--max-steps", "1", "--clip-grad-norm", "0.01")
+    words += ("--lr-schedule", "constant", "--warmup-steps", "0", "--max-steps", "1", "--clip-grad-norm", "0.01")
     args = options([*words])
     before = build_model(args, load_data(args, torch.device("cpu"), print)).state_dict()
     after = weights(train("ddp", tmp_path, 2, *words))
@@ -148,7 +148,7 @@ UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 SMALLEST = {"fp16": 2.0**-25, "bf16": 2.0**-134}
 """Largest absolute error of rounding below the format's normal numbers: half the smallest subnormal one."""
 
-ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--schedule", "constant")
+ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--lr-schedule", "constant")
 ONE_PLAIN_STEP += ("--warmup-steps", "0", "--max-steps", "1", "--seed", "1")
 
 
@@ -193,12 +193,12 @@ def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, wo
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compressed_training_stays_close(baseline, tmp_path, words, kind, world_size):
-    """Of K steps each rounds N + 1 times, independently: errors grow as the root of their number."""
+    """Of K steps each rounds a gradient N + 1 times; at worst, all these errors point the same way."""
     run = train("ddp", tmp_path, world_size, *STEPS, *words)
     exact = losses(baseline(*STEPS))
     assert losses(run)[0] == pytest.approx(exact[0], rel=1e-6)  # before any gradient was exchanged
     for step, (ours, theirs) in enumerate(zip(losses(run), exact, strict=True)):
-        tolerance = (step * (world_size + 1)) ** 0.5 * UNIT[kind]
+        tolerance = step * (world_size + 1) * UNIT[kind]
         assert ours == pytest.approx(theirs, rel=tolerance + 1e-5), step
     assert losses(run) != pytest.approx(exact, rel=1e-6)
 
@@ -231,7 +231,8 @@ def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
         assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * UNIT[kind]), step
     assert losses(run) != pytest.approx(losses(baseline(*STEPS)), rel=1e-6)  # it did compute with fewer bits
-    assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
+    if kind == "bf16":  # fp16 skips steps at first, until its scale is small enough, and so runs another course
+        assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
 
 
 def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
@@ -253,7 +254,8 @@ def test_the_learning_rate_does_not_depend_on_the_world_size(baseline, tmp_path)
     run = train("ddp", tmp_path, 3, *STEPS)
     rates = [[line["lr"] for line in metrics(path) if "lr" in line] for path in (run, baseline(*STEPS))]
     assert rates[0] == rates[1]
-    assert rates[0][:3] == pytest.approx([0.07 / 100, 0.07 * 2 / 100, 0.07 * 3 / 100])
+    peak = options([]).lr
+    assert rates[0][:3] == pytest.approx([peak / 100, peak * 2 / 100, peak * 3 / 100])
 
 
 def test_the_example_of_the_docstring_reaches_its_accuracy(tmp_path):

@@ -33,7 +33,7 @@ DATA = {
 @functools.cache
 def trained(folder, *argv):
     """Return a checkpoint that lacks only the evaluation of its last epoch."""
-    run = train("single", folder, 1, *argv, "--max-steps", "12", "--schedule", "constant", "--lr", "0.01")
+    run = train("single", folder, 1, *argv, "--max-steps", "12", "--lr-schedule", "constant", "--lr", "0.01")
     content = newest_checkpoint(run)
     content["position"]["epoch"] -= 1
     content["position"]["best_accuracy"] = -1.0

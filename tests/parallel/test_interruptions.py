@@ -229,7 +229,7 @@ def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
 
 def test_a_longer_run_goes_on_within_the_epoch(uninterrupted, tmp_path):
     """--max-steps ends inside an epoch; with a larger one the epoch is completed, as if it had not ended."""
-    constant = ("--schedule", "constant", "--seed", "1", "--deterministic")
+    constant = ("--lr-schedule", "constant", "--seed", "1", "--deterministic")
     train("ddp", tmp_path, 2, *constant, "--max-steps", "50")
     run = train("ddp", tmp_path, 2, *constant, "--max-steps", "70", "--resume", "auto")
     whole = train("single", tmp_path, 1, *constant, "--max-steps", "70")
@@ -249,7 +249,17 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
 # ---- through the launcher that `make run` uses, and the agent of each node
 
 
-ENDLESS = ("--epochs", "2000", "--max-steps", "20000", "--schedule", "constant", "--seed", "1", "--deterministic")
+ENDLESS = (
+    "--epochs",
+    "2000",
+    "--max-steps",
+    "20000",
+    "--lr-schedule",
+    "constant",
+    "--seed",
+    "1",
+    "--deterministic",
+)
 
 
 def test_a_signal_to_the_launcher(tmp_path):

@@ -40,7 +40,7 @@ class TestLearningRate:
         assert learning_rate(args, 99, 12) == pytest.approx(0, abs=1e-12)
 
     def test_constant_stays(self):
-        args = options(["--lr", "0.8", "--warmup-steps", "0", "--schedule", "constant"])
+        args = options(["--lr", "0.8", "--warmup-steps", "0", "--lr-schedule", "constant"])
         assert {learning_rate(args, step, 12) for step in range(12)} == {0.8}
 
     @pytest.mark.parametrize(("batch", "rate"), [(256, 0.5), (64, 0.125), (1024, 2.0)])

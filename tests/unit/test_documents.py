@@ -48,6 +48,8 @@ OTHERS_FLAGS = {
     "--logdir",
     "--gloo",
     "--mpi",
+    "--check-build",
+    "--max-restarts",
 }
 
 

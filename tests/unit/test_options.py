@@ -15,7 +15,7 @@ REFUSED = {
     "unknown data": (["--data", "digit"], "--data: does not know 'digit'; did you mean 'digits'? (one of digits,"),
     "unknown optimizer": (["--optimizer", "adam"], "did you mean 'adamw'?"),
     "unknown amp": (["--amp", "fp61"], "did you mean 'fp16'?"),
-    "unknown schedule": (["--schedule", "cosin"], "did you mean 'cosine'?"),
+    "unknown schedule": (["--lr-schedule", "cosin"], "did you mean 'cosine'?"),
     "batch 0": (["--global-batch-size", "0"], "--global-batch-size: wants a whole number of at least 1, got '0'"),
     "batch -1": (["--global-batch-size", "-1"], "--global-batch-size"),
     "batch abc": (["--global-batch-size", "abc"], "wants a whole number of at least 1, got 'abc'"),

@@ -3,10 +3,11 @@
 import signal
 import socket
 import subprocess
-import types
 
 import pytest
 
+from recipes.common.errors import UserError
+from recipes.common.node import Node, check_head
 from scripts import agent, local
 from tests.support import ROOT
 
@@ -99,12 +100,12 @@ class TestNode:
             monkeypatch.delenv(name, raising=False)
 
     def test_nothing_set_is_one_process(self):
-        assert agent.read_node() == agent.Node(1, 0, 1, "127.0.0.1", 29500, 300)
+        assert agent.read_node() == Node(1, 0, 1, "127.0.0.1", 29500, 300)
 
     def test_all_set(self, monkeypatch):
         for name, value in zip(self.NAMES, ("3", "2", "8", "node-a", "1234", "9"), strict=True):
             monkeypatch.setenv(name, value)
-        assert agent.read_node() == agent.Node(3, 2, 8, "node-a", 1234, 9)
+        assert agent.read_node() == Node(3, 2, 8, "node-a", 1234, 9)
 
     @pytest.mark.parametrize(
         ("name", "value", "words"),
@@ -123,12 +124,8 @@ class TestNode:
     )
     def test_what_makes_no_sense_is_refused(self, monkeypatch, name, value, words):
         monkeypatch.setenv(name, value)
-        with pytest.raises(agent.RefusalError, match=words):
+        with pytest.raises(UserError, match=words):
             agent.read_node()
-
-
-def failures(**statuses):
-    return {int(rank[1:]): types.SimpleNamespace(exitcode=status, pid=77) for rank, status in statuses.items()}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +144,8 @@ def failures(**statuses):
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
-    assert agent.status_of(failures(**statuses)) == expected
+    ended = {int(rank[1:]): status for rank, status in statuses.items()}
+    assert agent.blame(ended, dict.fromkeys(ended, 77)) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""
@@ -161,19 +159,17 @@ def test_the_port_of_node_0_is_tried_and_found_taken():
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(agent.RefusalError, match=f"MASTER_PORT {port} is taken; choose another one"):
-            agent.check_head(agent.Node(1, 0, 1, "127.0.0.1", port, 1))
-        agent.check_head(agent.Node(2, 1, 1, "127.0.0.1", port, 1))  # another node finds somebody listening
-    agent.check_head(agent.Node(1, 0, 1, "127.0.0.1", port, 1))
+        with pytest.raises(UserError, match=f"MASTER_PORT {port} is taken; choose another one"):
+            check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
+        check_head(Node(2, 1, 1, "127.0.0.1", port, 1))  # another node finds somebody listening
+    check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
 def test_another_node_waits_no_longer_than_the_bound(address):
-    node = agent.Node(2, 1, 1, address, local.free_port(), 1)
-    with pytest.raises(
-        agent.RefusalError, match=r"node 1 waited 1 s for node 0 at .*is it up, and is MASTER_ADDR right"
-    ):
-        agent.check_head(node)
+    node = Node(2, 1, 1, address, local.free_port(), 1)
+    with pytest.raises(UserError, match=r"node 1 waited 1 s for node 0 at .*is it up, and is MASTER_ADDR right"):
+        check_head(node)
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("scripts/*.sh")))

@@ -1,6 +1,7 @@
 """The rules of the house that a reader relies on: who imports whom, and what each recipe looks like."""
 
 import ast
+import difflib
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 from tests.support import ROOT
 
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+TRAINING = [name for name in RECIPES if name != "probe"]
+"""The probe reports which process is which, and trains nothing."""
 FILES = sorted(ROOT.glob("recipes/**/*.py"))
 PARALLEL = ("torch.distributed", "horovod", "apex", "mpi4py")
 SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
@@ -63,7 +66,7 @@ def positions(names, wanted):
     return [names.index(name) for name in wanted]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", TRAINING)
 def test_every_recipe_has_the_same_shape(recipe):
     path = ROOT / "recipes" / recipe / "train.py"
     tree = ast.parse(path.read_text())
@@ -104,3 +107,11 @@ def test_importing_costs_no_more_than_it_must(module, unwanted):
     code = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(("recipe", "limit"), [("spawn", 260), ("horovod", 300), ("apex", 460), ("scratch", 420)])
+def test_a_diff_with_ddp_reads_like_a_lesson(recipe, limit):
+    """The lines that a reader has to read; what differs beyond the technique is a fault of one of the two."""
+    texts = [(ROOT / "recipes" / name / "train.py").read_text().splitlines() for name in ("ddp", recipe)]
+    changed = [line for line in difflib.unified_diff(*texts, n=0) if line[0] in "+-"]
+    assert len(changed) <= limit

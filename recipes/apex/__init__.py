@@ -1,0 +1,1 @@
+"""apex.amp's levels of mixed precision: see train.py."""

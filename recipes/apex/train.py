@@ -1,0 +1,517 @@
+"""Mixed precision at apex.amp's four levels, by NVIDIA apex where it runs and by torch.amp elsewhere, over DDP.
+
+    make run RECIPE=apex NODES=2
+    torchrun --nproc-per-node=2 -m recipes.apex.train --opt-level O2 --epochs 30
+
+Success: the last line is `result recipe=apex world_size=2 test_accuracy=0.98.. samples_per_s=...`.
+Source: Micikevicius et al. 2018, Mixed Precision Training, https://arxiv.org/abs/1710.03740; NVIDIA/apex 25.05.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib.util
+import inspect
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, averages, new_totals
+from recipes.common.models import build_model
+from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.options import Options, build_parser, check_batch, one_of, parse
+from recipes.common.ranks import read_ranks
+from recipes.common.record import open_run
+from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.signals import FAIL, GO, STOP, Stop
+
+T = TypeVar("T")
+
+KEYWORDS = inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
+}
+"""Newer versions of torch have renamed the keyword."""
+
+
+def options(argv: Sequence[str] | None = None) -> Options:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    parser = build_parser("apex", __doc__)
+    group = parser.add_argument_group("apex.amp")
+    group.add_argument(
+        "--opt-level",
+        type=one_of("O0", "O1", "O2", "O3"),
+        default="O1",
+        help="O0: fp32; O1: half per operation; O2: half model, fp32 master weights and batch norm; O3: half",
+    )
+    group.add_argument(
+        "--amp-backend",
+        type=one_of("auto", "apex", "torch"),
+        default="auto",
+        help="apex: NVIDIA's apex.amp; torch: torch.amp; auto: apex where it imports and there is a GPU",
+    )
+    args = parse(parser, argv)
+    if args.amp != "none":
+        raise UserError(f"--amp {args.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
+    return args
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+
+
+def join_world(args: Options) -> World:
+    """Choose this process's device and connect it with the other processes."""
+    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    ranks = read_ranks("apex")
+    # DDP: a GPU of its own for each process; where there are too few, all of them use the CPU.
+    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
+    if args.device == "cuda" and not use_cuda:
+        raise UserError(
+            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
+            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
+            on_every_node=True,
+        )
+    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
+    timeout = timedelta(seconds=args.timeout_s)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    return World(ranks.rank, ranks.world_size, device, control)
+
+
+def leave_world(world: World) -> None:
+    """Disconnect, once no rank waits for another any more."""
+    gc.collect()  # DDP: models and optimizers go before the connections that they use
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+def raise_everywhere(error: UserError | None, world: World) -> None:
+    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
+    # DDP: gathers one short string per rank.
+    texts: list[str | None] = [None] * world.world_size
+    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
+    for rank, text in enumerate(texts):
+        if text:
+            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+
+
+def together(action: Callable[[], T], world: World) -> T:
+    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    raise_everywhere(error, world)
+    return cast(T, result)
+
+
+def wrap(model: nn.Module, args: Options, world: World) -> Amp:
+    """Return the model at --opt-level, its optimizer, and gradients that are averaged over all ranks."""
+    why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
+    # Apex: all ranks take the same one: gathers one short string per rank.
+    reasons: list[str] = [""] * world.world_size
+    dist.all_gather_object(reasons, why_torch, group=world.control)
+    why_torch = next(filter(None, reasons), "")
+    if args.amp_backend == "apex" and why_torch:
+        mend = "it takes apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
+        raise UserError(f"--amp-backend apex: {why_torch}; {mend}")
+    return TorchAmp(model, args, world, why_torch) if why_torch else ApexAmp(model, args)
+
+
+def why_not_apex(args: Options, world: World) -> str:
+    """Return what keeps this rank from using apex.amp, or "" where it can be used."""
+    if world.device.type != "cuda":
+        return "apex.amp takes CUDA tensors only, and this run is on the CPU"
+    if args.compile:
+        return "apex.amp patches functions of torch, which --compile does not see"
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return "NVIDIA apex is not installed"
+    # Apex: the name on PyPI belongs to another project, and NVIDIA's has no amp after 25.05.
+    if not any((Path(folder) / "amp").is_dir() for folder in spec.submodule_search_locations or []):
+        return "the installed apex has no apex.amp: it is PyPI's other project, or NVIDIA's after 25.05"
+    try:
+        importlib.import_module("apex.amp")
+        importlib.import_module("apex.parallel")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"the installed apex does not import: {' '.join(str(error).split())}"
+    return ""
+
+
+MEANING = {
+    "O0": "fp32 throughout",
+    "O1": "{half} per operation over fp32 weights",
+    "O2": "{half} model with fp32 master weights and fp32 batch norm",
+    "O3": "{half} throughout",
+}
+
+
+class TorchAmp:
+    """The four levels by torch itself: autocast, GradScaler, and a second copy of the weights for O2."""
+
+    def __init__(self, model: nn.Module, args: Options, world: World, why: str) -> None:
+        self.args, self.device, self.level = args, world.device, args.opt_level
+        self.half = half_type(world.device)
+        if args.sync_batchnorm:
+            if world.device.type == "cpu" and world.world_size > 1:
+                raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
+            # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        # AMP: `model` is what the optimizer updates and the checkpoint holds, `working` what computes. They differ
+        # under O2 alone.
+        self.model = self.working = model
+        if self.level == "O2":
+            self.working = half_copy(model, self.half)
+        elif self.level == "O3":
+            model.to(self.half).register_state_dict_post_hook(upcast)
+        if self.level in ("O2", "O3"):
+            # AMP: as apex's patched forward does: images go in as half, logits come out as fp32.
+            self.working.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(self.half),))
+            self.working.register_forward_hook(lambda module, inputs, logits: logits.float())
+        self.optimizer = build_optimizer(args, model.parameters())
+        # AMP: fp16 ends at 6e-8, where many gradients lie, so the loss is scaled up before backward. bfloat16 has
+        # the exponent of fp32 and needs none; O0 and O3 have none in apex either.
+        is_scaled = self.half is torch.float16 and self.level in ("O1", "O2")
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_scaled)
+        # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
+        # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
+        # AMP: gradients have the type of the weights: 4 bytes each under O0 and O1, 2 under O2 and O3.
+        self.ddp = DistributedDataParallel(
+            self.working,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+        )
+        if args.compile:
+            self.ddp.compile()
+        scaling = "dynamic loss scale" if is_scaled else "no loss scale"
+        meaning = MEANING[self.level].format(half=str(self.half).removeprefix("torch."))
+        self.summary = f"{self.level} by torch.amp: {meaning}, {scaling} ({why})"
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of forward passes: under O1 each operation picks its type from torch's lists."""
+        return torch.autocast(self.device.type, dtype=self.half, enabled=self.level == "O1")
+
+    def no_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: outside of autocast() torch casts nothing."""
+        return contextlib.nullcontext()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a pass whose gradients stay on this rank."""
+        return self.ddp.no_sync()
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add the gradients of the scaled loss to those of the step's earlier passes."""
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
+        # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
+        for master, half in self.copies():
+            master.grad = None if half.grad is None else half.grad.float()
+            half.grad = None
+        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the master weights to half, after a step and after a checkpoint is read."""
+        for master, half in self.copies():
+            half.copy_(master)
+
+    def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield each master weight and its half copy (none but under O2, and none for batch norm)."""
+        pairs = zip(self.model.parameters(), self.working.parameters(), strict=True)
+        return ((master, half) for master, half in pairs if master is not half)
+
+
+def half_type(device: torch.device) -> torch.dtype:
+    """Return float16 for a GPU, as apex has it, and bfloat16 for a CPU, which has no fast float16."""
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
+
+
+def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
+    """Return a copy of the model in half precision that has the model's own fp32 batch-norm layers in it."""
+    # AMP: batch norm sums over the batch and keeps running averages, for which half has too few digits.
+    working = copy.deepcopy(model).to(half)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            working.set_submodule(name, module)
+    return working
+
+
+def upcast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Let state_dict() give fp32, so that a checkpoint of O3 fits every other level and recipe."""
+    state.update({name: tensor.float() for name, tensor in state.items() if tensor.is_floating_point()})
+
+
+class ApexAmp:
+    """The four levels by NVIDIA apex 25.05, the last that has amp: these calls are the whole of its interface."""
+
+    def __init__(self, model: nn.Module, args: Options) -> None:
+        from apex import amp, parallel
+
+        # Apex: each of its parts announces that it is deprecated; README.md says what to move to.
+        warnings.filterwarnings("ignore", "apex.* is deprecated", FutureWarning)
+        self.args, self.apex_amp = args, amp
+        if args.sync_batchnorm:
+            # Apex: batch-norm layers exchange mean and variance, 2C floats per layer and pass.
+            model = parallel.convert_syncbn_model(model)
+        optimizer = build_optimizer(args, model.parameters())
+        # Apex: after the model has its GPU and the optimizer its parameters, before DDP wraps the model. O1
+        # patches torch's functions for the whole process; O2 and O3 cast the model and patch its forward.
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+        # Apex: under O2 the first zero_grad() puts fp32 masters in the optimizer, which restore() has to find.
+        self.optimizer.zero_grad()
+        keep_masters(self.model, self.optimizer, amp.master_params)
+        self.scaler = ApexScaler(amp, is_dynamic=args.opt_level in ("O1", "O2"))
+        # Apex: construction broadcasts rank 0's parameters; backward averages flat buckets of 10 M gradients, of
+        # the weights' type, while it runs. delay_allreduce=True would send all of them after it, which takes
+        # longer, but works for models of which some parameters get no gradient.
+        self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
+        scaling = "dynamic loss scale" if self.scaler.is_dynamic else "no loss scale"
+        meaning = MEANING[args.opt_level].format(half="float16")
+        why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
+        self.summary = f"{args.opt_level} by apex.amp: {meaning}, {scaling} ({why})"
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: initialize() has patched what is to be cast."""
+        return contextlib.nullcontext()
+
+    def no_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of arithmetic that is not the model's."""
+        # Apex: O1's patches hold everywhere, and refuse to add a float32 tensor to a float64 one.
+        is_patched = self.args.opt_level == "O1"
+        return self.apex_amp.disable_casts() if is_patched else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return the context of a pass whose gradients stay on this rank."""
+        self.ddp.disable_allreduce()
+        yield
+        self.ddp.enable_allreduce()
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add the gradients of the scaled loss to those of the step's earlier passes."""
+        # Apex: leaving the context unscales, into the fp32 masters under O2. An earlier pass must not: what DDP
+        # averages in the last pass has to be the sum of all passes.
+        with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self) -> None:
+        """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
+        if self.args.clip_grad_norm:
+            nn.utils.clip_grad_norm_(self.apex_amp.master_params(self.optimizer), self.args.clip_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # Apex: O2's takes no set_to_none
+
+    def refresh(self) -> None:
+        """Do nothing: the hook of keep_masters has read the masters, and step() rounds them."""
+
+
+Amp = TorchAmp | ApexAmp
+
+
+def keep_masters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, master_params: Callable[..., Iterator[Tensor]]
+) -> None:
+    """Let the model's state_dict() give and load_state_dict() take the fp32 masters."""
+
+    # Apex: by itself state_dict() casts the half weights up, without the 13 bits that only the masters have, and
+    # a run that goes on from it is another run.
+    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
+            state[name] = master.detach().float()
+
+    @torch.no_grad()
+    def take(module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
+        for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
+            master.copy_(state[name])
+
+    model.register_state_dict_post_hook(give)
+    model.register_load_state_dict_pre_hook(take)
+
+
+class ApexScaler:
+    """apex's loss scale in GradScaler's words; the rule is the same: 2^16, halved, doubled after 2000 steps."""
+
+    def __init__(self, amp: Any, is_dynamic: bool) -> None:
+        self.amp, self.is_dynamic = amp, is_dynamic
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what GradScaler.state_dict() would, so that checkpoints pass between the two."""
+        if not self.is_dynamic:
+            return {}
+        own = self.amp.state_dict()["loss_scaler0"]
+        rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        return {"scale": own["loss_scale"], **rule, "_growth_tracker": own["unskipped"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a loss scale of either."""
+        if self.is_dynamic:
+            own = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+            self.amp.load_state_dict({"loss_scaler0": own})
+
+
+def shard(indices: Tensor, world: World) -> Tensor:
+    """Return this rank's share of the indices: contiguous, and as even as it goes."""
+    # DDP: the ranks' shares are disjoint and make up the whole, without padding or repetition.
+    first = len(indices) * world.rank // world.world_size
+    end = len(indices) * (world.rank + 1) // world.world_size
+    return indices[first:end]
+
+
+def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
+    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
+    decision = GO
+    amp.ddp.train()
+    job.begin_epoch()
+    shares = (shard(batch, world) for batch in job.global_batches())
+    for images, labels in job.data.train.batches(shares, position.epoch):
+        # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+
+        seed_step(args.seed, position.step, world.rank, world.device)
+        loss_sum = torch.zeros((), device=world.device)
+        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
+        for i, (some_images, some_labels) in enumerate(parts):
+            # DDP: gradients are exchanged only in the last of the accumulated passes.
+            is_last = i == accumulate - 1
+            with contextlib.nullcontext() if is_last else amp.no_sync():
+                with amp.autocast():
+                    loss = cross_entropy(amp.ddp(some_images), some_labels, reduction="sum")
+                # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+                loss = loss * world.world_size / args.global_batch_size
+                amp.backward(loss, is_last)
+            loss_sum += loss.detach()
+
+        voting.wait()
+        decision = int(vote)
+        if decision == FAIL:
+            break
+        rate = learning_rate(args, position.step, job.total_steps)
+        set_learning_rate(job.optimizer, rate)
+        amp.step()
+        job.count_step()
+        if job.is_log_due():
+            # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
+            dist.all_reduce(loss_sum)
+            job.log_step(loss_sum.item() / world.world_size, rate)
+        if decision == STOP:
+            break
+        if job.is_checkpoint_due():
+            save_checkpoint(job, world)
+    job.throughput.pause()
+    return decision
+
+
+@torch.no_grad()
+def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
+    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
+    # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
+    for buffer in job.model.buffers():
+        dist.broadcast(buffer, src=0)
+    amp.ddp.eval()
+    totals = new_totals(world.device)
+    share = shard(torch.arange(len(job.data.test)), world)
+    for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
+        with amp.autocast():
+            logits = amp.ddp.module(images)
+        with amp.no_casts():
+            add_batch(totals, logits, labels)
+    totals[3] += job.data.train.skipped + job.data.test.skipped
+    # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    dist.all_reduce(totals)
+    return averages(totals)
+
+
+def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
+    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
+    if job.record:
+        job.save(is_best)
+
+
+def train(args: Options, stop: Stop, world: World) -> None:
+    """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
+    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    # DDP: every rank draws the same weights from --seed.
+    model = together(lambda: build_model(args, data), world).to(world.device)
+    amp = wrap(model, args, world)
+    job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
+
+    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
+    is_first = world.rank == 0
+    job.record, content = together(
+        lambda: open_run(args, "apex", world.world_size) if is_first else (None, None), world
+    )
+    box = [content]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    together(lambda: job.restore(box[0]), world)
+    amp.refresh()
+    if job.record:
+        job.record.progress.say(amp.summary)
+
+    while not job.is_complete:
+        decision = train_one_epoch(job, amp, world)
+        if decision == STOP:
+            save_checkpoint(job, world)
+        raise_everywhere(stop.error, world)
+        if decision == STOP:
+            job.leave()
+            return
+        averages = evaluate(job, amp, world)
+        is_best = job.end_epoch(averages)
+        save_checkpoint(job, world, is_best)
+        raise_everywhere(stop.error, world)
+    job.finish(world.world_size)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the options say; call it on every rank."""
+    args = options(argv)
+    stop = Stop()
+    set_determinism(args.deterministic)
+    world = join_world(args)
+    try:
+        train(args, stop, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

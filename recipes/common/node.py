@@ -1,0 +1,99 @@
+"""One node's part in a job, for whatever starts ranks: its place, the way to node 0, and whom to name at the end.
+
+scripts/agent.py and recipes/spawn use it. It imports nothing heavy, so that a starter listens to signals at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node's place in the job."""
+
+    nnodes: int
+    node_rank: int
+    nproc_per_node: int
+    master_addr: str
+    master_port: int
+    rdzv_timeout_s: int
+
+
+def read_master(nnodes: int) -> tuple[str, int]:
+    """Return MASTER_ADDR and MASTER_PORT; unset, they are this machine (on one node only) and 29500.
+
+    Raises:
+        UserError: a job of several nodes without an address, or what is no port.
+    """
+    if nnodes > 1 and not os.environ.get("MASTER_ADDR"):
+        raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
+    port = read_number("MASTER_PORT", 29500, at_least=1)
+    if port > 65535:
+        raise UserError(f"MASTER_PORT wants a port up to 65535, got {port}")
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
+
+
+def read_number(name: str, default: int, at_least: int) -> int:
+    """Return a variable's whole number; raises UserError for anything else."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
+        raise UserError(f"{name} wants a whole number of at least {at_least}, got {text!r}")
+    return int(text)
+
+
+def check_head(node: Node) -> None:
+    """On node 0, take the port for a moment; on the others, wait until node 0 answers.
+
+    Raises:
+        UserError: the port is taken, the name does not resolve, or nobody answers within the bound.
+    """
+    deadline = time.monotonic() + node.rdzv_timeout_s
+    place = f"{node.master_addr}:{node.master_port}"
+    if node.node_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", node.master_port))
+            except OSError as error:
+                reason = "is taken" if error.errno == errno.EADDRINUSE else f"refuses: {error.strerror}"
+                raise UserError(f"MASTER_PORT {node.master_port} {reason}; choose another one") from None
+        return
+    while True:
+        try:
+            socket.create_connection((node.master_addr, node.master_port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"node {node.node_rank} waited {node.rdzv_timeout_s} s for node 0 at {place} "
+                    f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
+                ) from None
+            time.sleep(0.2)
+
+
+def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
+    """Return a node's exit status from those of its failed ranks; name the one to blame unless it refused.
+
+    A refusal counts first: it has printed its own line. A rank that a signal has killed counts before those
+    that ended with an error, which is mostly that they have lost it.
+    """
+    if USAGE_STATUS in statuses.values():
+        return USAGE_STATUS
+    rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))
+    if status < 0:
+        how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
+    else:
+        how = f"ended with status {status}; its own words are above"
+    host = socket.gethostname()
+    print(f"error: rank {rank} (pid {pids[rank]} on {host}) {how}", file=sys.stderr, flush=True)
+    return status

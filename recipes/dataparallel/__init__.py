@@ -1,0 +1,1 @@
+"""nn.DataParallel: see train.py."""

@@ -1,0 +1,270 @@
+"""Horovod: a process per GPU, gradients averaged by name, in half precision, while backward still runs.
+
+    make run RECIPE=horovod NODES=2
+    horovodrun --gloo -np 2 .venv/bin/python -m recipes.horovod.train --epochs 40
+    mpirun -np 2 .venv/bin/python -m recipes.horovod.train --epochs 40
+
+Success: the last line is `result recipe=horovod world_size=2 test_accuracy=0.98.. samples_per_s=...`.
+Source: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, averages, new_totals
+from recipes.common.models import build_model
+from recipes.common.optim import (
+    autocast,
+    build_optimizer,
+    build_scaler,
+    learning_rate,
+    optimizer_step,
+    set_learning_rate,
+)
+from recipes.common.options import Options, build_parser, check_batch, one_of, parse
+from recipes.common.record import open_run
+from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.signals import FAIL, GO, STOP, Stop
+
+T = TypeVar("T")
+
+
+def options(argv: Sequence[str] | None = None) -> Options:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    parser = build_parser("horovod", __doc__)
+    group = parser.add_argument_group("Horovod")
+    group.add_argument(
+        "--compression",
+        type=one_of("fp16", "none"),
+        default="fp16",
+        help="how gradients cross the wire: fp16 or none (fp32)",
+    )
+    return parse(parser, argv)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def join_world(args: Options) -> World:
+    """Choose this process's device; main() has connected it with the other processes."""
+    # Horovod: it tells each process who it is, whatever launched it.
+    local_rank, local_world_size = hvd.local_rank(), hvd.local_size()
+    # Horovod: a GPU of its own for each process; where there are too few, all of them use the CPU.
+    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= local_world_size and hvd.nccl_built()
+    if args.device == "cuda" and not use_cuda:
+        raise UserError(
+            f"--device cuda: {local_world_size} processes on {socket.gethostname()} want a GPU each and Horovod "
+            f"built with NCCL; {torch.cuda.device_count()} visible, NCCL {'yes' if hvd.nccl_built() else 'no'}; "
+            "lower NPROC_PER_NODE, run `make horovod` where CUDA is, or use --device cpu",
+            on_every_node=True,
+        )
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    return World(hvd.rank(), hvd.size(), device)
+
+
+def leave_world(world: World) -> None:
+    """Disconnect, once no rank waits for another any more."""
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def raise_everywhere(error: UserError | None, world: World) -> None:
+    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
+    # Horovod: gathers one short string per rank.
+    texts: list[str | None] = hvd.allgather_object(str(error) if error else None, name="error")
+    for rank, text in enumerate(texts):
+        if text:
+            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+
+
+def together(action: Callable[[], T], world: World) -> T:
+    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    raise_everywhere(error, world)
+    return cast(T, result)
+
+
+def wrap(model: nn.Module, args: Options, world: World) -> Any:
+    """Return an optimizer that averages the model's gradients over all ranks before it steps."""
+    if args.sync_batchnorm:
+        raise UserError("--sync-batchnorm is not in this recipe; use RECIPE=ddp for it")
+    # Horovod: rank 0's parameters go to all ranks.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if args.compile:
+        model.compile()
+    # Horovod: a hook on each parameter hands its gradient over as soon as backward has it. Gradients that are
+    # ready on all ranks are fused into one buffer and averaged (a ring: 2 (N-1)/N of its bytes per rank).
+    return hvd.DistributedOptimizer(
+        build_optimizer(args, model.parameters()),
+        named_parameters=model.named_parameters(),
+        # Horovod: half the bytes: each gradient is cast to fp16, averaged in fp16, and cast back.
+        compression=hvd.Compression.fp16 if args.compression == "fp16" else hvd.Compression.none,
+        # Horovod: gradients are exchanged only in the last of the accumulated passes.
+        backward_passes_per_step=args.accumulate_steps,
+    )
+
+
+def shard(indices: Tensor, world: World) -> Tensor:
+    """Return this rank's share of the indices: contiguous, and as even as it goes."""
+    # Horovod: the ranks' shares are disjoint and make up the whole, without padding or repetition.
+    first = len(indices) * world.rank // world.world_size
+    end = len(indices) * (world.rank + 1) // world.world_size
+    return indices[first:end]
+
+
+def train_one_epoch(job: Job, world: World) -> int:
+    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
+    decision = GO
+    job.model.train()
+    job.begin_epoch()
+    shares = (shard(batch, world) for batch in job.global_batches())
+    for images, labels in job.data.train.batches(shares, position.epoch):
+        # Horovod: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+        voting = hvd.allreduce_async(vote, op=hvd.Max, name="vote")
+
+        seed_step(args.seed, position.step, world.rank, world.device)
+        loss_sum = torch.zeros((), device=world.device)
+        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
+        for some_images, some_labels in parts:
+            with autocast(args, world.device):
+                loss = cross_entropy(job.model(some_images), some_labels, reduction="sum")
+            # Horovod: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            loss = loss * world.world_size / args.global_batch_size
+            job.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+
+        # Horovod: the gradients have arrived after this; clipping needs them before the step.
+        job.optimizer.synchronize()  # type: ignore[attr-defined]
+        decision = int(hvd.synchronize(voting))
+        if decision == FAIL:
+            break
+        rate = learning_rate(args, position.step, job.total_steps)
+        set_learning_rate(job.optimizer, rate)
+        with job.optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+        job.count_step()
+        if job.is_log_due():
+            # Horovod: the ranks' mean is the global batch's loss: 4 bytes a rank, once in --log-every steps.
+            job.log_step(hvd.allreduce(loss_sum, op=hvd.Average, name="loss").item(), rate)
+        if decision == STOP:
+            break
+        if job.is_checkpoint_due():
+            save_checkpoint(job, world)
+    job.throughput.pause()
+    return decision
+
+
+@torch.no_grad()
+def evaluate(job: Job, world: World) -> dict[str, float]:
+    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
+    # Horovod: each rank has batch-norm statistics of its own batches; all evaluate with rank 0's.
+    hvd.broadcast_parameters(dict(job.model.named_buffers()), root_rank=0)
+    job.model.eval()
+    totals = new_totals(world.device)
+    share = shard(torch.arange(len(job.data.test)), world)
+    for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
+        with autocast(job.args, world.device):
+            logits = job.model(images)
+        add_batch(totals, logits, labels)
+    totals[3] += job.data.train.skipped + job.data.test.skipped
+    # Horovod: adds up sums and counts, 32 bytes a rank; the averages are taken after it. The sum is the result:
+    # the argument stays as it is.
+    return averages(hvd.allreduce(totals, op=hvd.Sum, name="totals"))
+
+
+def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
+    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    # Horovod: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
+    if job.record:
+        job.save(is_best)
+
+
+def train(args: Options, stop: Stop, world: World) -> None:
+    """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
+    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    # Horovod: every rank draws the same weights from --seed.
+    model = together(lambda: build_model(args, data), world).to(world.device)
+    optimizer = wrap(model, args, world)
+    job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
+
+    # Horovod: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
+    is_first = world.rank == 0
+    job.record, content = together(
+        lambda: open_run(args, "horovod", world.world_size) if is_first else (None, None), world
+    )
+    # (hvd.broadcast_optimizer_state would do for the optimizer, but takes a step on one that has no state yet.)
+    content = hvd.broadcast_object(content, root_rank=0, name="checkpoint")
+    together(lambda: job.restore(content), world)
+
+    while not job.is_complete:
+        decision = train_one_epoch(job, world)
+        if decision == STOP:
+            save_checkpoint(job, world)
+        raise_everywhere(stop.error, world)
+        if decision == STOP:
+            job.leave()
+            return
+        averages = evaluate(job, world)
+        is_best = job.end_epoch(averages)
+        save_checkpoint(job, world, is_best)
+        raise_everywhere(stop.error, world)
+    job.finish(world.world_size)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the options say; call it on every rank."""
+    args = refusal = None
+    try:
+        args = options(argv)
+        # Horovod: bounds the wait for a rank that is alive and does not come; a dead one is noticed at once.
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(args.timeout_s / 3) or 1))
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(args.timeout_s) or 1))
+    except UserError as error:
+        refusal = error
+    # Horovod: all processes meet; only then does each know whether it is rank 0, which speaks for all.
+    hvd.init()
+    os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
+    if args is None:
+        raise cast(UserError, refusal)
+    stop = Stop()
+    set_determinism(args.deterministic)
+    world = join_world(args)
+    try:
+        train(args, stop, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

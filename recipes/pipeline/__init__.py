@@ -1,0 +1,1 @@
+"""DistributedDataParallel: see train.py."""

@@ -1,0 +1,533 @@
+"""Pipeline times DDP: the layers of a model spread over the processes of a replica, and replicas side by side.
+
+    make run RECIPE=pipeline NODES=2 NPROC_PER_NODE=2
+    torchrun --nproc-per-node=2 -m recipes.pipeline.train --model resnet18 --data cifar10 --balance cost
+
+Success: the last line is `result recipe=pipeline world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Source: Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965; Narayanan et al. 2021 (1F1B and the interleaved
+schedule), https://arxiv.org/abs/2104.04473.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import logging
+import math
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.nn.functional import cross_entropy, pad
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import EVAL_BATCH_SIZE, SKIPPED, Batch, Data, Split, load_data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, averages, new_totals
+from recipes.common.models import build_model
+from recipes.common.optim import autocast, build_optimizer, build_scaler, learning_rate, set_learning_rate
+from recipes.common.options import Options, build_parser, one_of, parse, positive_int
+from recipes.common.partition import (
+    Part,
+    PartModule,
+    Share,
+    check_microbatches,
+    merge_shares,
+    plan_parts,
+)
+from recipes.common.ranks import read_ranks
+from recipes.common.record import open_run
+from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.signals import FAIL, GO, STOP, Stop
+
+T = TypeVar("T")
+
+# One line tells that a neighbour is lost (entry.py); torch would log the whole interleaved schedule besides.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+KEYWORDS = inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
+}
+"""Newer versions of torch have renamed the keyword."""
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+"""Interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
+
+
+def options(argv: Sequence[str] | None = None) -> Options:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    parser = build_parser("pipeline", __doc__)
+    group = parser.add_argument_group("pipeline")
+    group.add_argument("--stages", type=positive_int, default=2, metavar="P", help="devices that a replica spans")
+    group.add_argument(
+        "--num-microbatches", type=positive_int, default=4, metavar="M", help="equal pieces of a replica's batch"
+    )
+    words = (
+        "gpipe: all forward passes first; 1f1b: alternating, at most P microbatches in memory; interleaved: 1f1b"
+    )
+    group.add_argument(
+        "--schedule", type=one_of(*SCHEDULES), default="1f1b", help=f"{words} with two parts a stage"
+    )
+    words = "ranks: a process for each stage; in-process: the whole model in each process, on P devices"
+    group.add_argument("--split", type=one_of("ranks", "in-process"), default="ranks", help=words)
+    words = "what the parts have in equal amounts: parameters, or cost (time measured on a microbatch)"
+    group.add_argument("--balance", type=one_of("parameters", "cost"), default="parameters", help=words)
+    args = parse(parser, argv)
+    check_options(args)
+    return args
+
+
+def check_options(args: Options) -> None:
+    """Refuse options that do not combine."""
+    microbatches, stages = args.num_microbatches, args.stages
+    rounds = max(1, microbatches // stages)
+    if args.amp == "fp16":
+        raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
+    if args.sync_batchnorm:
+        raise UserError("--sync-batchnorm: a pipeline normalises each microbatch by itself; drop it")
+    if args.split == "ranks" and args.schedule == "1f1b" and microbatches < stages:
+        mend = f"use at least {stages}, or --schedule gpipe"
+        raise UserError(f"--num-microbatches {microbatches} are too few for 1f1b with {stages} stages; {mend}")
+    if args.split == "ranks" and args.schedule == "interleaved" and (stages < 2 or microbatches % rounds):
+        mend = f"use 2 stages or more and --num-microbatches {max(2, stages) * rounds}"
+        raise UserError(f"--schedule interleaved: {microbatches} microbatches for {stages} stages; {mend}")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others, at its place in the (dp, pp) mesh: rank = replica * stages + stage."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    devices: list[torch.device]
+    """That one alone, or with --split in-process one for each part of the model."""
+    control: dist.ProcessGroup
+    """A gloo group beside those of the tensors, for the few words that ranks exchange on the CPU."""
+    mesh: DeviceMesh
+    replica: int
+    replicas: int
+    """Copies of the model, among which DDP shares out the batch."""
+    stage: int
+    stages: int
+    """Processes that a replica spans: 1 with --split in-process."""
+
+
+def join_world(args: Options) -> World:
+    """Choose this process's device and connect it with the other processes."""
+    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    ranks = read_ranks("pipeline")
+    # Pipeline: the world is a grid of replicas x stages; a replica split within its process takes one process.
+    stages, devices_each = (1, args.stages) if args.split == "in-process" else (args.stages, 1)
+    if ranks.world_size % stages:
+        below = ranks.world_size // stages * stages
+        either = f"{below} or {below + stages}" if below else f"{stages}"
+        raise UserError(
+            f"--stages {stages} wants a multiple of {stages} processes, got {ranks.world_size}; "
+            f"start {either}, or give --stages {ranks.world_size}"
+        )
+    # DDP: GPUs of its own for each process; where there are too few, all of them use the CPU.
+    wanted = ranks.local_world_size * devices_each
+    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= wanted
+    if args.device == "cuda" and not use_cuda:
+        raise UserError(
+            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want {wanted} GPUs, "
+            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
+            on_every_node=True,
+        )
+    first = ranks.local_rank * devices_each
+    devices = [torch.device("cuda", first + i) if use_cuda else torch.device("cpu") for i in range(devices_each)]
+    if use_cuda:
+        torch.cuda.set_device(devices[0])
+    # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
+    timeout = timedelta(seconds=args.timeout_s)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    # Pipeline: a group for each column of the grid (one stage's gradients) and each row (a replica's activations).
+    grid = torch.arange(ranks.world_size).view(-1, stages)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
+    mesh = DeviceMesh.from_group(cast(Any, groups), devices[0].type, grid, mesh_dim_names=("dp", "pp"))
+    replica, stage = divmod(ranks.rank, stages)
+    places = (replica, len(grid), stage, stages)
+    return World(ranks.rank, ranks.world_size, devices[0], devices, control, mesh, *places)
+
+
+def leave_world(world: World) -> None:
+    """Disconnect, once no rank waits for another any more."""
+    gc.collect()  # DDP: models and optimizers go before the connections that they use
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+def raise_everywhere(error: UserError | None, world: World) -> None:
+    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
+    # DDP: gathers one short string per rank.
+    texts: list[str | None] = [None] * world.world_size
+    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
+    for rank, text in enumerate(texts):
+        if text:
+            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+
+
+def together(action: Callable[[], T], world: World) -> T:
+    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    raise_everywhere(error, world)
+    return cast(T, result)
+
+
+def plan(model: nn.Module, args: Options, data: Data, world: World) -> list[Part]:
+    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
+    count = world.stages * PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else args.stages
+    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
+    sample = torch.zeros(size if args.balance == "cost" else 1, data.channels, data.image_size, data.image_size)
+
+    def cut() -> list[Part] | None:
+        return plan_parts(model, count, args.balance, args, sample.to(world.device)) if world.rank == 0 else None
+
+    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
+    # shapes of the parts, some hundred bytes.
+    box = [together(cut, world)]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    return cast(list[Part], box[0])
+
+
+def wrap(module: nn.Module, world: World) -> DistributedDataParallel:
+    """Return a part of the model with gradients that are averaged over the replicas."""
+    # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
+    # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
+    return DistributedDataParallel(
+        module,  # no device_ids: a part lies where it lies, in-process even on several devices
+        process_group=world.mesh.get_group("dp"),
+        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+    )
+
+
+class RankPipeline:
+    """--split ranks: this process's stage of a pipeline, driven by one of torch's schedules.
+
+    Each stage sends a microbatch's activations to the next one and its gradient to the one before. Of
+    m + p - 1 time slots a stage of p works in m: the bubble is (p - 1) / (m + p - 1) of its time.
+    """
+
+    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: World) -> None:
+        self.args, self.world = args, world
+        self.numbers = range(world.stage, len(parts), world.stages)
+        modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
+        self.share = Share(model, modules)
+        self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in modules]
+        image = ((data.channels, data.image_size, data.image_size), torch.float32)
+        self.shapes = [image, *((part.output_shape, part.output_dtype) for part in parts)]
+        per_pass = args.global_batch_size // world.replicas // args.accumulate_steps
+        self.stages, self.schedule = self.connect(per_pass, partial(scaled_loss, args, world))
+        # Pipeline: evaluation has its own buffers, and no loss: the schedule then only runs forward.
+        _, self.forward_schedule = self.connect(eval_batch_size(args, data, world), None)
+
+    def connect(self, batch_size: int, loss: Callable[..., Tensor] | None) -> tuple[list[PipelineStage], Any]:
+        """Return this process's stages for batches of a size, and the schedule that drives them."""
+        size = batch_size // self.args.num_microbatches
+
+        def like(number: int) -> Tensor:
+            """Return a tensor of the shape that crosses in front of part `number`, without memory."""
+            shape, dtype = self.shapes[number]
+            needs_grad = loss is not None and number > 0
+            return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+        # Pipeline: shapes known beforehand spare the stages a first exchange of them, and a pass to find them out.
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                num_stages=len(self.shapes) - 1,
+                device=self.world.device,
+                input_args=like(number),
+                output_args=like(number + 1),
+                group=self.world.mesh.get_group("pp"),
+            )
+            for number, module in zip(self.numbers, self.share.modules, strict=True)
+        ]
+        # Pipeline: the loss is divided by the global batch already; the schedule must not divide it again.
+        held = stages if self.args.schedule == "interleaved" else stages[0]
+        make = SCHEDULES[self.args.schedule]
+        return stages, make(held, self.args.num_microbatches, loss_fn=loss, scale_grads=False)
+
+    def forward_backward(self, images: Tensor, labels: Tensor, exchange: bool) -> Tensor:
+        """Run one pass of all stages; return the loss, which is 0 on all but the last stage."""
+        for stage, module, ddp in zip(self.stages, self.share.modules, self.ddp, strict=True):
+            # DDP: gradients are exchanged only in the last of the accumulated passes; the others go past DDP.
+            stage.submod = ddp if exchange else module
+        losses: list[Tensor] = []
+        # Pipeline: images go in at the first stage, activations and their gradients cross between neighbours
+        # (a microbatch's output_shape each way), and labels meet the logits at the last stage.
+        inputs = (images,) if self.world.stage == 0 else ()
+        self.schedule.step(*inputs, target=labels, losses=losses)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
+
+    def logits(self, images: Tensor) -> Tensor | None:
+        """Run one forward pass of all stages; return the logits (B, classes) on the last one."""
+        inputs = (images,) if self.world.stage == 0 else ()
+        return cast("Tensor | None", self.forward_schedule.step(*inputs))
+
+
+class SplitModel(nn.Module):
+    """The parts of a model on devices of one process."""
+
+    def __init__(self, parts: list[PartModule], num_microbatches: int) -> None:
+        super().__init__()
+        self.parts, self.num_microbatches = nn.ModuleList(parts), num_microbatches
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (B, C, H, W) on the first device to logits (B, classes) on the last."""
+        outputs = []
+        # Pipeline: kernels are queued, not waited for: while one device works on a microbatch, the device before
+        # it has begun the next one.
+        for data in images.tensor_split(self.num_microbatches):
+            for part in self.parts:
+                data = part(data.to(cast(PartModule, part).device, non_blocking=True))
+            outputs.append(data)
+        return torch.cat(outputs)
+
+
+class InProcessPipeline:
+    """--split in-process: each process has the whole model, its parts on devices of their own."""
+
+    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: World) -> None:
+        self.args, self.world = args, world
+        # Pipeline: part i lies on this process's i-th device; on a CPU all of them are the same one.
+        placed = zip(parts, world.devices, strict=True)
+        self.share = Share(model, [PartModule(model, part, args, device) for part, device in placed])
+        self.split = SplitModel(self.share.modules, args.num_microbatches)
+        self.ddp = wrap(self.split, world)
+
+    def forward_backward(self, images: Tensor, labels: Tensor, exchange: bool) -> Tensor:
+        """Run one pass; return the loss."""
+        # DDP: gradients are exchanged only in the last of the accumulated passes.
+        with contextlib.nullcontext() if exchange else self.ddp.no_sync():
+            loss = scaled_loss(self.args, self.world, self.ddp(images), labels)
+            loss.backward()
+        return loss.detach().to(self.world.device)
+
+    def logits(self, images: Tensor) -> Tensor | None:
+        """Run one forward pass; return the logits (B, classes)."""
+        return cast(Tensor, self.split(images)).to(self.world.device)
+
+
+Pipeline = RankPipeline | InProcessPipeline
+
+
+def scaled_loss(args: Options, world: World, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss whose gradient, summed over microbatches and averaged by DDP, is that of the global mean."""
+    with autocast(args, logits.device):
+        loss = cross_entropy(logits, labels.to(logits.device), reduction="sum")
+    return loss * world.replicas / args.global_batch_size
+
+
+def shard(indices: Tensor, world: World) -> Tensor:
+    """Return this replica's share of the indices: contiguous, and as even as it goes."""
+    # DDP: the replicas' shares are disjoint and make up the whole, without padding or repetition.
+    first = len(indices) * world.replica // world.replicas
+    end = len(indices) * (world.replica + 1) // world.replicas
+    return indices[first:end]
+
+
+def read_batches(
+    split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: World
+) -> Iterator[Batch]:
+    """Yield batches of exactly batch_size samples on every stage; call it on all ranks of a replica.
+
+    What is missing in a short one is blank and does not count. Only the first stage has the images.
+    """
+    nothing = (torch.empty(batch_size, 0), torch.empty(batch_size, dtype=torch.int64, device=world.device))
+    batches = split.batches(shares, epoch) if world.stage == 0 else (nothing for _ in shares)
+    for images, labels in batches:
+        missing = batch_size - len(labels)
+        if missing:
+            images = pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
+            labels = pad(labels, (0, missing), value=SKIPPED)
+        # Pipeline: only a replica's first stage reads data; the labels go to the other stages, 8 bytes a sample.
+        dist.broadcast(labels, group=world.mesh.get_group("pp"), group_src=0)
+        yield images, labels
+
+
+def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
+    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
+    decision = GO
+    job.model.train()
+    job.begin_epoch()
+    shares = (shard(batch, world) for batch in job.global_batches())
+    batch_size = args.global_batch_size // world.replicas
+    for images, labels in read_batches(job.data.train, shares, position.epoch, batch_size, world):
+        # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+
+        seed_step(args.seed, position.step, world.rank, world.device)
+        loss_sum = torch.zeros((), device=world.device)
+        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
+        for i, (some_images, some_labels) in enumerate(parts):
+            loss_sum += pipeline.forward_backward(some_images, some_labels, exchange=i == accumulate - 1)
+
+        voting.wait()
+        decision = int(vote)
+        if decision == FAIL:
+            break
+        rate = learning_rate(args, position.step, job.total_steps)
+        set_learning_rate(job.optimizer, rate)
+        if args.clip_grad_norm:
+            clip_gradients(job, world)
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+        job.count_step()
+        if job.is_log_due():
+            # Pipeline: adds up the last stages' losses and the others' zeros, 4 bytes a rank, once in --log-every
+            # steps; the mean over the replicas is the global batch's loss.
+            dist.all_reduce(loss_sum)
+            job.log_step(loss_sum.item() / world.replicas, rate)
+        if decision == STOP:
+            break
+        if job.is_checkpoint_due():
+            save_checkpoint(job, pipeline, world)
+    job.throughput.pause()
+    return decision
+
+
+def clip_gradients(job: Job, world: World) -> None:
+    """Scale the gradients down to --clip-grad-norm, the norm of the whole model's; call it on all ranks."""
+    parameters = job.optimizer.param_groups[0]["params"]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters]).to(world.device)
+    # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
+    squares = norm.square()
+    dist.all_reduce(squares, group=world.mesh.get_group("pp"))
+    nn.utils.clip_grads_with_norm_(parameters, job.args.clip_grad_norm, squares.sqrt())
+
+
+def eval_batch_size(args: Options, data: Data, world: World) -> int:
+    """Return the size of evaluation batches: a replica's share, in equal microbatches, up to a bound."""
+    share = math.ceil(len(data.test) / world.replicas)
+    return args.num_microbatches * math.ceil(min(EVAL_BATCH_SIZE, share) / args.num_microbatches)
+
+
+@torch.no_grad()
+def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
+    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
+    # DDP: each replica has batch-norm statistics of its own microbatches; all evaluate with replica 0's.
+    for module in pipeline.share.modules:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, group=world.mesh.get_group("dp"), group_src=0)
+    job.model.eval()
+    totals = new_totals(world.device)
+    batch_size = eval_batch_size(job.args, job.data, world)
+    shares = shard(torch.arange(len(job.data.test)), world).split(batch_size)
+    # Pipeline: forward passes through all stages, so that no device ever has to hold the whole model.
+    for images, labels in read_batches(job.data.test, shares, job.position.epoch, batch_size, world):
+        logits = pipeline.logits(images)
+        if logits is not None:
+            add_batch(totals, logits, labels)
+    totals[3] += job.data.train.skipped + job.data.test.skipped
+    # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    dist.all_reduce(totals)
+    return averages(totals)
+
+
+def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = False) -> None:
+    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
+    # model's bytes. DDP: the other replicas hold the same, and send nothing.
+    share = pipeline.share.state(job.optimizer) if world.replica == 0 else None
+    gathered: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
+    dist.gather_object(share, gathered, dst=0, group=world.control)
+    if job.record and gathered:
+        # Pipeline: the file is the one-process run's: every recipe goes on from it, with any number of stages.
+        job.save(is_best, merge_shares(job.model, gathered[: world.stages]))
+
+
+def describe(parts: list[Part], args: Options, world: World) -> str:
+    """Return which layers lie where, a line each."""
+    stages = [f"stage {number % world.stages}" for number in range(len(parts))]
+    owners = stages if args.split == "ranks" else [str(device) for device in world.devices]
+    return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
+
+
+def train(args: Options, stop: Stop, world: World) -> None:
+    """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
+    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    together(lambda: check_microbatches(args, world.replicas, len(data.train)), world)
+    # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
+    model = together(lambda: build_model(args, data), world)
+    parts = plan(model, args, data, world)
+    build = RankPipeline if args.split == "ranks" else InProcessPipeline
+    pipeline: Pipeline = build(model, parts, args, data, world)
+    optimizer = build_optimizer(args, pipeline.share.parameters)
+    job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
+
+    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
+    is_first = world.rank == 0
+    job.record, content = together(
+        lambda: open_run(args, "pipeline", world.world_size) if is_first else (None, None), world
+    )
+    box = [content]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
+    together(lambda: job.restore(pipeline.share.of_checkpoint(box[0])), world)
+    if job.record:
+        job.record.progress.say(describe(parts, args, world))
+
+    while not job.is_complete:
+        decision = train_one_epoch(job, pipeline, world)
+        if decision == STOP:
+            save_checkpoint(job, pipeline, world)
+        raise_everywhere(stop.error, world)
+        if decision == STOP:
+            job.leave()
+            return
+        averages = evaluate(job, pipeline, world)
+        is_best = job.end_epoch(averages)
+        save_checkpoint(job, pipeline, world, is_best)
+        raise_everywhere(stop.error, world)
+    job.finish(world.world_size)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the options say; call it on every rank."""
+    args = options(argv)
+    stop = Stop()
+    set_determinism(args.deterministic)
+    world = join_world(args)
+    try:
+        train(args, stop, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

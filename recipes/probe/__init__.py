@@ -1,0 +1,1 @@
+"""The rank map that a launcher gives: see train.py."""

@@ -1,0 +1,1 @@
+"""torch.multiprocessing.spawn in place of torchrun: see train.py."""

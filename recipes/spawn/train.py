@@ -1,0 +1,482 @@
+"""torch.multiprocessing.spawn in place of torchrun: one starter per node makes the ranks, DDP connects them.
+
+    make run RECIPE=spawn NODES=2
+    python -m recipes.spawn.train --nproc-per-node 2 --epochs 30
+    MASTER_ADDR=node-a python -m recipes.spawn.train --nnodes 2 --node-rank 1 --nproc-per-node 8
+
+Success: the last line is `result recipe=spawn world_size=2 test_accuracy=0.98.. samples_per_s=...`.
+Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subprocesses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, resource_tracker
+from multiprocessing.synchronize import Event
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, averages, new_totals
+from recipes.common.models import build_model
+from recipes.common.node import Node, check_head, read_master, status_of
+from recipes.common.optim import (
+    autocast,
+    build_optimizer,
+    build_scaler,
+    learning_rate,
+    optimizer_class,
+    optimizer_step,
+    set_learning_rate,
+)
+from recipes.common.options import (
+    Options,
+    add_switch,
+    build_parser,
+    check_batch,
+    non_negative_int,
+    one_of,
+    parse,
+    positive_float,
+    positive_int,
+)
+from recipes.common.ranks import Ranks, read_ranks
+from recipes.common.record import open_run
+from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.signals import FAIL, GO, STOP, STOP_SIGNALS, Stop
+
+T = TypeVar("T")
+
+KEYWORDS = inspect.signature(DistributedDataParallel).parameters
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
+}
+"""Newer versions of torch have renamed the keyword."""
+
+GRACE_S = 4.0
+"""How long a node's other ranks may take to say what they have seen, once one has failed."""
+
+MEETING_S = 10.0
+"""How long ranks that have not met the others yet may take after a stop signal; nothing is lost with them."""
+
+
+def options(argv: Sequence[str] | None = None) -> Options:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    parser = build_parser("spawn", __doc__)
+    # Spawn: what torchrun's own options are to ddp; scripts/launch.sh fills them in.
+    group = parser.add_argument_group("spawn")
+    group.add_argument("--nnodes", type=positive_int, default=1, metavar="N", help="starters, one on each node")
+    group.add_argument("--node-rank", type=non_negative_int, default=0, metavar="R", help="which node this is")
+    group.add_argument("--nproc-per-node", type=positive_int, default=1, metavar="N", help="ranks to start here")
+    group.add_argument(
+        "--rdzv-timeout-s", type=positive_int, default=300, metavar="S", help="longest wait for node 0 to answer"
+    )
+    group = parser.add_argument_group("DistributedDataParallel")
+    group.add_argument(
+        "--grad-compression",
+        type=one_of("none", "fp16", "bf16", "powersgd"),
+        default="none",
+        help="how gradients cross the wire: none (fp32), fp16, bf16 or powersgd",
+    )
+    group.add_argument(
+        "--powersgd-rank", type=positive_int, default=4, metavar="R", help="rank of powersgd's two factors"
+    )
+    group.add_argument(
+        "--bucket-cap-mb",
+        type=positive_float,
+        default=25.0,
+        metavar="MB",
+        help="gradients that travel together",
+    )
+    add_switch(group, "--zero", "shard the optimizer's state over the ranks (ZeRO stage 1)")
+    return parse(parser, argv)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+
+
+def join_world(args: Options, ranks: Ranks) -> World:
+    """Choose this process's device and connect it with the other processes."""
+    # DDP: a GPU of its own for each process; where there are too few, all of them use the CPU.
+    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
+    if args.device == "cuda" and not use_cuda:
+        raise UserError(
+            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
+            f"{torch.cuda.device_count()} visible; lower --nproc-per-node or use --device cpu",
+            on_every_node=True,
+        )
+    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    # Spawn: all processes meet at MASTER_ADDR:MASTER_PORT; each says there which rank of how many it is, since
+    # nobody has put that into its environment. Then CPU tensors go through gloo, CUDA ones through NCCL.
+    timeout = timedelta(seconds=args.timeout_s)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
+            timeout=timeout,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{ranks.world_size} ranks did not meet at {place}: {reason}", on_every_node=True
+        ) from None
+    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    return World(ranks.rank, ranks.world_size, device, control)
+
+
+def leave_world(world: World) -> None:
+    """Disconnect, once no rank waits for another any more."""
+    gc.collect()  # DDP: models and optimizers go before the connections that they use
+    dist.barrier(group=world.control)
+    dist.destroy_process_group()
+
+
+def raise_everywhere(error: UserError | None, world: World) -> None:
+    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
+    # DDP: gathers one short string per rank.
+    texts: list[str | None] = [None] * world.world_size
+    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
+    for rank, text in enumerate(texts):
+        if text:
+            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+
+
+def together(action: Callable[[], T], world: World) -> T:
+    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as caught:
+        error = caught
+    raise_everywhere(error, world)
+    return cast(T, result)
+
+
+def wrap(model: nn.Module, args: Options, world: World) -> DistributedDataParallel:
+    """Return the model with gradients that are averaged over all ranks."""
+    if args.sync_batchnorm:
+        if world.device.type == "cpu" and world.world_size > 1:
+            raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
+        # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    # DDP: PowerSGD over gloo needs one bucket: two of its exchanges in flight may start in a different
+    # order on different ranks.
+    bucket_cap_mb = parameter_bytes / 2**20 + 1 if args.grad_compression == "powersgd" else args.bucket_cap_mb
+    # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
+    # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    register_compression(ddp, args)
+    if args.compile:
+        ddp.compile()
+    return ddp
+
+
+def register_compression(ddp: DistributedDataParallel, args: Options) -> None:
+    """Let buckets cross the wire in half precision or as two low-rank factors."""
+    if args.grad_compression == "none":
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if args.grad_compression == "powersgd":
+        # DDP: an n x m gradient travels as (n + m) x rank numbers; what is lost is added to the next step's.
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        # DDP: half the bytes; the sum is formed in half precision too.
+        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+        ddp.register_comm_hook(None, hooks[args.grad_compression])
+
+
+def shard_optimizer(model: nn.Module, args: Options) -> torch.optim.Optimizer:
+    """Return an optimizer of which each rank keeps the state of a share of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # 0.7 s, paid only with --zero
+
+    # DDP: each rank steps its share, then broadcasts it: the model's size crosses the wire once more.
+    make, settings = optimizer_class(args)
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **settings)
+
+
+def shard(indices: Tensor, world: World) -> Tensor:
+    """Return this rank's share of the indices: contiguous, and as even as it goes."""
+    # DDP: the ranks' shares are disjoint and make up the whole, without padding or repetition.
+    first = len(indices) * world.rank // world.world_size
+    end = len(indices) * (world.rank + 1) // world.world_size
+    return indices[first:end]
+
+
+def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int:
+    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
+    decision = GO
+    ddp.train()
+    job.begin_epoch()
+    shares = (shard(batch, world) for batch in job.global_batches())
+    for images, labels in job.data.train.batches(shares, position.epoch):
+        # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+
+        seed_step(args.seed, position.step, world.rank, world.device)
+        loss_sum = torch.zeros((), device=world.device)
+        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
+        for i, (some_images, some_labels) in enumerate(parts):
+            # DDP: gradients are exchanged only in the last of the accumulated passes.
+            with ddp.no_sync() if i < accumulate - 1 else contextlib.nullcontext():
+                with autocast(args, world.device):
+                    loss = cross_entropy(ddp(some_images), some_labels, reduction="sum")
+                # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+                loss = loss * world.world_size / args.global_batch_size
+                job.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+
+        voting.wait()
+        decision = int(vote)
+        if decision == FAIL:
+            break
+        rate = learning_rate(args, position.step, job.total_steps)
+        set_learning_rate(job.optimizer, rate)
+        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler)
+        job.count_step()
+        if job.is_log_due():
+            # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
+            dist.all_reduce(loss_sum)
+            job.log_step(loss_sum.item() / world.world_size, rate)
+        if decision == STOP:
+            break
+        if job.is_checkpoint_due():
+            save_checkpoint(job, world)
+    job.throughput.pause()
+    return decision
+
+
+@torch.no_grad()
+def evaluate(job: Job, world: World) -> dict[str, float]:
+    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
+    # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
+    for buffer in job.model.buffers():
+        dist.broadcast(buffer, src=0)
+    job.model.eval()
+    totals = new_totals(world.device)
+    share = shard(torch.arange(len(job.data.test)), world)
+    for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
+        with autocast(job.args, world.device):
+            logits = job.model(images)
+        add_batch(totals, logits, labels)
+    totals[3] += job.data.train.skipped + job.data.test.skipped
+    # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    dist.all_reduce(totals)
+    return averages(totals)
+
+
+def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
+    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    if job.args.zero:
+        # DDP: rank 0 collects the optimizer's shards.
+        job.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+    # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
+    if job.record:
+        job.save(is_best)
+
+
+def train(args: Options, stop: Stop, world: World) -> None:
+    """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
+    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    # DDP: every rank draws the same weights from --seed.
+    model = together(lambda: build_model(args, data), world).to(world.device)
+    ddp = wrap(model, args, world)
+    optimizer = shard_optimizer(model, args) if args.zero else build_optimizer(args, model.parameters())
+    job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
+
+    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
+    is_first = world.rank == 0
+    job.record, content = together(
+        lambda: open_run(args, "spawn", world.world_size) if is_first else (None, None), world
+    )
+    box = [content]
+    dist.broadcast_object_list(box, src=0, group=world.control)
+    together(lambda: job.restore(box[0]), world)
+
+    while not job.is_complete:
+        decision = train_one_epoch(job, ddp, world)
+        if decision == STOP:
+            save_checkpoint(job, world)
+        raise_everywhere(stop.error, world)
+        if decision == STOP:
+            job.leave()
+            return
+        averages = evaluate(job, world)
+        is_best = job.end_epoch(averages)
+        save_checkpoint(job, world, is_best)
+        raise_everywhere(stop.error, world)
+    job.finish(world.world_size)
+
+
+def run_rank(args: Options, ranks: Ranks, has_met: Event | None = None) -> None:
+    """Train as the options say, as one of the ranks; what is main() in ddp."""
+    stop = Stop()
+    set_determinism(args.deterministic)
+    world = join_world(args, ranks)
+    if has_met:
+        has_met.set()
+    try:
+        train(args, stop, world)
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
+
+
+def begin_rank(local_rank: int, args: Options, node: Node, starter: int, has_met: Event) -> None:
+    """Be the local_rank-th process that the starter has made, from its first moment to its exit status."""
+    end_with(starter)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends its ranks
+    # Spawn: mp.spawn tells a process only its number on this node. Rank and world size are arithmetic:
+    # with 2 nodes of 8, the third process of node 1 is rank 1 * 8 + 2 = 10 of 16.
+    ranks = Ranks(
+        rank=node.node_rank * node.nproc_per_node + local_rank,
+        local_rank=local_rank,
+        world_size=node.nnodes * node.nproc_per_node,
+        local_world_size=node.nproc_per_node,
+    )
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # for those who report an error
+    try:
+        status = exit_status(lambda: run_rank(args, ranks, has_met))
+    except Exception:
+        traceback.print_exc()  # Spawn: mp.spawn would keep it for its own join(), which is not used here
+        status = 1
+    sys.exit(status)
+
+
+def end_with(starter: int) -> None:
+    """Let the kernel kill this process when the starter has gone (Linux; elsewhere nothing does)."""
+    # Spawn: mp.spawn asks the kernel for SIGINT, which a rank that waits in a collective never gets to see.
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != starter:  # it went while this process was importing torch
+        os._exit(1)
+
+
+def start_ranks(args: Options, node: Node, has_met: Event) -> mp.ProcessContext:
+    """Start this node's ranks, with the stop signals held back: a rank lets them in once it has its handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # multiprocessing's own helper; starting it unblocks TERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    # Spawn: each rank is a new interpreter that imports this module, torch and all, before it calls begin_rank.
+    # fork would save that and break: CUDA and OpenMP do not survive it. join=False, because mp.spawn's join()
+    # ends the other ranks by TERM, which they take for "write a checkpoint", and by KILL 30 s later.
+    arguments = (args, node, os.getpid(), has_met)
+    return cast(mp.ProcessContext, mp.spawn(begin_rank, arguments, nprocs=node.nproc_per_node, join=False))
+
+
+def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | None]:
+    """Wait until all ranks have ended, or until GRACE_S after one has failed; pass the stop signals on to them.
+
+    Return each rank's exit status, negative for a signal, None for one that still runs.
+    """
+    received: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    deadline = meeting_deadline = math.inf
+    while time.monotonic() < deadline:
+        running = [process for process in context.processes if process.exitcode is None]
+        if not running:
+            break
+        if deadline == math.inf and any(process.exitcode for process in context.processes):
+            deadline = time.monotonic() + GRACE_S
+        while received:
+            passed_on = received.pop()
+            meeting_deadline = min(meeting_deadline, time.monotonic() + MEETING_S)
+            for process in running:
+                os.kill(process.pid, passed_on)
+        if time.monotonic() > meeting_deadline and not has_met.is_set():
+            print("stopped by a signal before the ranks had met", flush=True)
+            break
+        connection.wait([process.sentinel for process in running], timeout=0.1)
+    return [process.exitcode for process in context.processes]
+
+
+def leave_early(number: int, frame: FrameType | None) -> None:
+    """End a starter that has not started anything yet."""
+    print(f"stopped by {signal.Signals(number).name} before any rank had started", flush=True)
+    sys.exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start this node's ranks and see them to their end; call it once on each node."""
+    args = options(argv)
+    if "LOCAL_RANK" in os.environ:  # a launcher has started all ranks by itself, and this is one of them
+        run_rank(args, read_ranks("spawn"))
+        return
+    for number in STOP_SIGNALS:
+        signal.signal(number, leave_early)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if args.node_rank >= args.nnodes:
+        raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
+    addr, port = read_master(args.nnodes)
+    node = Node(args.nnodes, args.node_rank, args.nproc_per_node, addr, port, args.rdzv_timeout_s)
+    check_head(node)
+    os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
+
+    has_met = mp.get_context("spawn").Event()
+    context = start_ranks(args, node, has_met)
+    try:
+        statuses = wait_for_ranks(context, has_met)
+    finally:
+        for process in context.processes:
+            process.kill()
+    first = node.node_rank * node.nproc_per_node
+    failed = {first + i: status for i, status in enumerate(statuses) if status}
+    if failed:
+        sys.exit(status_of(failed, {first + i: pid for i, pid in enumerate(context.pids())}))
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

@@ -1,0 +1,19 @@
+"""Become a recipe with USR1 and TERM held back until it listens to them.
+
+    python -m scripts.hold recipes.single.train --epochs 3
+
+A recipe imports torch for a second or two before it can say what a signal means; one that came in that time
+would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from recipes.common.signals import STOP_SIGNALS
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])

@@ -1,0 +1,112 @@
+r"""Run one node's processes of the Horovod recipe over Gloo: no ssh, no MPI, the variables of every launch file.
+
+    NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 \
+        python -m scripts.horovod_agent horovod
+
+horovodrun wants to reach the other nodes by ssh and to start everything from one of them. Here each node starts
+its own processes, as a scheduler does with every other recipe, and node 0 answers Horovod's rendezvous at
+MASTER_ADDR:MASTER_PORT. Signals, exit codes and orphans are handled as in scripts/agent.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from recipes.common.errors import UserError
+from recipes.common.node import Node, check_head
+from scripts.agent import END_SIGNAL, blame, leashed, main
+
+ERROR_GRACE_S = 2.0
+"""How long the other processes may take to say what they have seen, once one has failed."""
+
+
+@contextmanager
+def rendezvous(node: Node) -> Iterator[None]:
+    """On node 0, serve the addresses at which Horovod's processes find one another."""
+    if node.node_rank > 0:
+        yield
+        return
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
+    server = RendezvousHTTPServer((node.master_addr, node.master_port), RendezvousHandler, 0)
+    server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+
+
+def environment(node: Node, local_rank: int) -> dict[str, str]:
+    """Return the variables by which Horovod's Gloo controller learns a process's place."""
+    rank = node.node_rank * node.nproc_per_node + local_rank
+    own = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": socket.gethostbyname(node.master_addr),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(node.master_port),
+        "HOROVOD_HOSTNAME": f"node-{node.node_rank}",
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(node.nnodes * node.nproc_per_node),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(node.nproc_per_node),
+        "HOROVOD_CROSS_RANK": str(node.node_rank),
+        "HOROVOD_CROSS_SIZE": str(node.nnodes),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+    }
+    shared = dict(os.environ)
+    if "GLOO_SOCKET_IFNAME" in shared:
+        shared.setdefault("HOROVOD_GLOO_IFACE", shared["GLOO_SOCKET_IFNAME"])
+    shared.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(node.rdzv_timeout_s))
+    return {**shared, **own}
+
+
+def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
+    """Start this node's processes and wait for them; return the job's exit status on this node."""
+    check_head(node)
+    if importlib.util.find_spec("horovod") is None:
+        raise UserError("Horovod is not there; `make horovod` builds it for this torch")
+    command = leashed([sys.executable, "-m", f"recipes.{recipe}.train", *options])
+    with rendezvous(node):
+        open(os.path.join(logs, "started"), "w").close()
+        processes = [
+            subprocess.Popen(command, env=environment(node, local_rank), start_new_session=True)
+            for local_rank in range(node.nproc_per_node)
+        ]
+        wait(processes)
+    first = node.node_rank * node.nproc_per_node
+    failed = {first + i: process for i, process in enumerate(processes) if process.returncode}
+    if not failed:
+        return 0
+    return blame({rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()})
+
+
+def wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for all processes; once one has failed, end the others after a moment."""
+    failed_at: float | None = None
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        if failed_at is None and any(process.poll() for process in processes):
+            failed_at = now
+        if failed_at is not None and now > failed_at + ERROR_GRACE_S:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, END_SIGNAL)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main(run)

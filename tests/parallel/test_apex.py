@@ -1,0 +1,259 @@
+"""The four levels against the one-process run, to what rounding explains, and apex's own calls on a stand-in.
+
+u = 2^-8 is the largest relative error of one rounding to bfloat16 (half of its epsilon, 2^-7). LeNet has 5
+layers. Each rounds its input, its weights and its output: 15 roundings lie between an image and its logits.
+Backward does the same to the gradients: 30 lie on the way to an update. The tolerances are the worst case, in
+which all of them err in the same direction.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.apex import train as recipe
+from recipes.common.checkpoint import CheckpointFolder
+from recipes.common.data import load_data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.models import build_model
+from tests import support
+from tests.support import accuracies, largest_difference, losses, newest_checkpoint, run_ranks, train, weights
+
+U = torch.finfo(torch.bfloat16).eps / 2
+LOSS_TOLERANCE = 15 * U  # 0.059
+UPDATE_TOLERANCE = 30 * U  # 0.117
+
+NUM_STEPS = 20
+STEPS = ("--max-steps", str(NUM_STEPS), "--seed", "1", "--warmup-steps", "1", "--checkpoint-every", "10")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+@pytest.fixture(scope="module")
+def apex(tmp_path_factory):
+    """Return a function that runs the recipe at a level and world size, once."""
+    runs = {}
+
+    def run(level, world_size=2):
+        key = (level, world_size)
+        if key not in runs:
+            folder = tmp_path_factory.mktemp(f"{level}-{world_size}")
+            runs[key] = train("apex", folder, world_size, "--opt-level", level, *STEPS)
+        return runs[key]
+
+    return run
+
+
+def first_weights():
+    args = recipe.options(["--seed", "1"])
+    return build_model(args, load_data(args, torch.device("cpu"), print)).state_dict()
+
+
+def relative_update_error(run, reference):
+    """Return how far the updates of all steps are from the reference's, relative to their norm."""
+    first, ours, theirs = first_weights(), weights(run), weights(reference)
+    error = sum(float((ours[name] - theirs[name]).norm() ** 2) for name in first)
+    update = sum(float((theirs[name] - first[name]).norm() ** 2) for name in first)
+    return math.sqrt(error / update)
+
+
+def test_o0_equals_single(single, apex):
+    run = apex("O0")
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert accuracies(run) == accuracies(single)
+    assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_fp32_weights_follow_single_to_rounding(single, apex, level):
+    assert losses(apex(level)) == pytest.approx(losses(single), rel=LOSS_TOLERANCE)
+    assert losses(apex(level)) != losses(single)  # something is rounded
+    assert relative_update_error(apex(level), single) < UPDATE_TOLERANCE
+
+
+def test_half_weights_lose_at_most_a_rounding_a_step(single, apex):
+    # Each step rounds each weight once more, by at most u times its size, and small updates vanish altogether.
+    largest = max(float(tensor.abs().max()) for tensor in weights(single).values())
+    assert largest_difference(weights(apex("O3")), weights(single)) < (NUM_STEPS + 1) * U * largest
+    assert all(tensor.dtype == torch.float32 for tensor in weights(apex("O3")).values())
+    assert all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights(apex("O3")).values())
+
+
+def test_o2_is_o1_where_there_is_no_batch_norm(apex):
+    # The same roundings at the same places: autocast rounds fp32 weights, O2 keeps the rounded ones.
+    assert losses(apex("O2", 1)) == losses(apex("O1", 1))
+    assert largest_difference(weights(apex("O2", 1)), weights(apex("O1", 1))) == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_o1_is_the_same_at_any_world_size(apex, world_size):
+    assert losses(apex("O1", world_size)) == pytest.approx(losses(apex("O1", 1)), rel=LOSS_TOLERANCE)
+    assert relative_update_error(apex("O1", world_size), apex("O1", 1)) < UPDATE_TOLERANCE
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_resume_is_exact(apex, tmp_path, level):
+    whole = apex(level)
+    middle = whole / "checkpoints" / "step-000000010.pt"
+    resumed = train("apex", tmp_path, 2, "--opt-level", level, *STEPS, "--resume", str(middle))
+    assert largest_difference(weights(resumed), weights(whole)) == 0
+    assert [line["loss"] for line in support.metrics(resumed) if "loss" in line] == losses(whole)[10:]
+
+
+def test_checkpoints_pass_to_ddp_and_back(apex, single, tmp_path):
+    middle = apex("O2") / "checkpoints" / "step-000000010.pt"
+    ddp = train("ddp", tmp_path, 2, *STEPS, "--resume", str(middle))
+    assert relative_update_error(ddp, single) < UPDATE_TOLERANCE
+    back = single / "checkpoints" / "step-000000010.pt"
+    o0 = train("apex", tmp_path, 2, "--opt-level", "O0", *STEPS, "--resume", str(back))
+    assert largest_difference(weights(o0), weights(single)) < 1e-5
+
+
+def test_it_says_what_runs_and_refuses_what_cannot(tmp_path):
+    words = ["--max-steps", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
+    text = run_ranks("apex", words, 2, tmp_path / "auto").text
+    assert "O1 by torch.amp: bfloat16 per operation over fp32 weights, no loss scale (apex.amp takes CUDA" in text
+    outcome = run_ranks("apex", [*words, "--amp-backend", "apex"], 2, tmp_path / "apex", check=False)
+    assert outcome.statuses == [2, 2]
+    assert len(outcome.text.splitlines()) == 1
+    assert "use --amp-backend torch" in outcome.text
+    with pytest.raises(UserError, match="--opt-level alone sets the precision; drop --amp"):
+        recipe.options(["--amp", "bf16"])
+
+
+def on_gpu():
+    return recipe.World(0, 1, torch.device("cuda", 0), None)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({}, "NVIDIA apex is not installed"),
+        ({"apex/__init__.py": "raise SystemExit"}, "it is PyPI's other project, or NVIDIA's after 25.05"),
+        ({"apex/__init__.py": "", "apex/amp/__init__.py": "import amp_C_is_not_here"}, "does not import"),
+        ({"apex/__init__.py": "", "apex/amp/__init__.py": "", "apex/parallel/__init__.py": ""}, ""),
+    ],
+)
+def test_apex_is_recognised(tmp_path, monkeypatch, files, reason):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+    why = recipe.why_not_apex(recipe.options([]), on_gpu())
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        del sys.modules[name]
+    assert reason in why
+    assert bool(reason) == bool(why)
+
+
+def use_stand_in():
+    """Let this process's apex be the stand-in."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "stand_in"))
+    recipe.why_not_apex = lambda args, world: ""
+
+
+FIRST_SCALE = 2.0**8
+
+
+def use_float16():
+    """Let this process compute on the CPU as it would on a GPU, only slower."""
+    recipe.half_type = lambda device: torch.float16
+    # GradScaler's usual 2^16 is too much for the first steps here, which would be skipped.
+    torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=FIRST_SCALE)
+
+
+def run_changed(change, argv, env, folder):
+    """Be one rank of a recipe that is changed first; leave its output and the calls that the stand-in has seen."""
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    change()
+    with open(folder / f"rank{env['RANK']}.txt", "w") as output, contextlib.redirect_stdout(output):
+        status = exit_status(lambda: recipe.main(argv))
+    events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
+    (folder / f"events{env['RANK']}.json").write_text(json.dumps(events))
+    sys.exit(status)
+
+
+def train_changed(change, folder, name, world_size, *argv):
+    """Train with a changed recipe; return the run and rank 0's calls of the stand-in."""
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port())}
+    words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
+    processes = []
+    for rank in range(world_size):
+        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(support._context.Process(target=run_changed, args=(change, words, env, folder)))
+        processes[-1].start()
+    for process in processes:
+        process.join(support.TIMEOUT_S)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    return folder / name, json.loads((folder / "events0.json").read_text())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_apex_is_called_as_it_wants_to_be(apex, tmp_path, level):
+    words = ("--opt-level", level, "--accumulate-steps", "2", *STEPS)
+    run, events = train_changed(use_stand_in, tmp_path, "whole", 2, *words)
+    assert "by apex.amp" in (tmp_path / "rank0.txt").read_text()
+    assert events[:2] == [f"initialize {level}", "DistributedDataParallel"]
+    # The first pass of each step stays here and keeps its scale; the second averages and unscales the sum.
+    step = ["disable_allreduce", "scale_loss delay_unscale=True", "scale_loss delay_unscale=False"]
+    assert [event for event in events[2:] if event not in ("state_dict", "disable_casts")] == step * NUM_STEPS
+    assert ("disable_casts" in events) == (level == "O1")  # around the sums of evaluate()
+    # Its masters begin at the rounded weights, so that updates are those of torch's O2 to rounding.
+    assert losses(run) == pytest.approx(losses(apex(level)), rel=LOSS_TOLERANCE)
+    content = newest_checkpoint(run)
+    assert content["scaler"]["scale"] == 2.0**16
+    assert content["scaler"]["_growth_tracker"] == NUM_STEPS
+    torch.amp.GradScaler("cpu").load_state_dict(content["scaler"])
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in content["model"].values())  # the masters
+
+    middle = run / "checkpoints" / "step-000000010.pt"
+    resumed, events = train_changed(use_stand_in, tmp_path, "resumed", 2, *words, "--resume", str(middle))
+    assert "load_state_dict" in events
+    assert largest_difference(weights(resumed), weights(run)) == 0
+    assert newest_checkpoint(resumed)["scaler"] == content["scaler"]
+
+
+def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
+    u = torch.finfo(torch.float16).eps / 2
+    words = ("--opt-level", "O2", *STEPS)
+    run, _ = train_changed(use_float16, tmp_path, "whole", 1, *words)
+    assert losses(run) == pytest.approx(losses(single), rel=15 * u)
+    assert relative_update_error(run, single) < 30 * u
+    content = newest_checkpoint(run)
+    assert content["scaler"]["scale"] == FIRST_SCALE
+    assert content["scaler"]["_growth_tracker"] == NUM_STEPS
+
+    # A scale that float16 cannot hold: every step is skipped and halves it, on the masters and on their copies.
+    content["scaler"]["scale"] = 2.0**60
+    overflow = CheckpointFolder(tmp_path / "overflow").write(content)
+    longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(overflow))
+    skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
+    assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
+    assert largest_difference(weights(skipped), weights(run)) == 0
+
+
+def test_o2_keeps_batch_norm_in_fp32():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+    working = recipe.half_copy(model, torch.bfloat16)
+    assert working[1] is model[1]
+    assert working[0].weight.dtype == torch.bfloat16
+    assert model[0].weight.dtype == model[1].weight.dtype == torch.float32
+    working(torch.ones(2, 1, 8, 8, dtype=torch.bfloat16)).float().sum().backward()
+    assert model[1].num_batches_tracked == 1
+    assert model[1].bias.grad is not None
+    assert model[0].weight.grad is None

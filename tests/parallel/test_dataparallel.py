@@ -1,0 +1,121 @@
+"""nn.DataParallel: on one device it is single, and says so; on several GPUs it has the same numbers."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.support import (
+    ROOT,
+    Ranks,
+    accuracies,
+    largest_difference,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    weights,
+)
+
+SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
+STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+def test_every_step_equals_single(single, tmp_path):
+    run = train("dataparallel", tmp_path, 1, *STEPS)
+    exact = torch.cuda.device_count() < 2
+    assert losses(run) == pytest.approx(losses(single), rel=0 if exact else 1e-5)
+    assert accuracies(run) == accuracies(single)
+    assert largest_difference(weights(run), weights(single)) <= (0 if exact else 1e-5)
+    assert newest_checkpoint(run).keys() == newest_checkpoint(single).keys()
+
+
+def test_bf16_equals_single(tmp_path):
+    argv = ("--max-steps", "5", "--amp", "bf16")
+    runs = [train(recipe, tmp_path, 1, *argv) for recipe in ("single", "dataparallel")]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=0 if torch.cuda.device_count() < 2 else 1e-2)
+
+
+def test_checkpoints_pass_to_and_from_ddp(single, tmp_path):
+    begun = train("ddp", tmp_path, 2, "--max-steps", "12", *SETTINGS)
+    for recipe, world_size, start in (("dataparallel", 1, begun), ("ddp", 2, None)):
+        start = start or train("dataparallel", tmp_path, 1, "--max-steps", "12", *SETTINGS)
+        rest = train(recipe, tmp_path / "rest", world_size, *STEPS, "--resume", str(start))
+        ends = [line["loss"] for line in metrics(rest) if "loss" in line]
+        assert ends == pytest.approx(losses(single)[12:], rel=1e-5)
+        assert largest_difference(weights(rest), weights(single)) < 1e-5
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() > 1, reason="several GPUs are visible; CUDA_VISIBLE_DEVICES=0 for it"
+)
+def test_one_device_is_said_to_be_single(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--max-steps", "1"]
+    text = run_ranks("dataparallel", argv, 1, tmp_path / "out").outputs[0]
+    assert len(re.findall(r"^DataParallel has one device here .* RECIPE=single$", text, re.MULTILINE)) == 1
+    assert text.splitlines()[-1].startswith("result recipe=dataparallel world_size=1 ")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs: run `make test` on a machine with them")
+@pytest.mark.parametrize("flag", ["--sync-batchnorm", "--compile"])
+def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
+    outcome = run_ranks("dataparallel", ["--runs-dir", str(tmp_path), flag], 1, tmp_path / "out", check=False)
+    assert outcome.statuses == [2]
+    assert "RECIPE=ddp" in outcome.outputs[0]
+
+
+def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
+    """Each GPU does not make a process of its own; these two are not there, so that the CPU does the work."""
+    options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.local", "dataparallel", "--", *options],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "result recipe=dataparallel world_size=1 " in done.stdout
+
+
+@pytest.mark.parametrize("variable", ["NNODES", "NPROC_PER_NODE"])
+def test_several_processes_are_refused_with_the_recipe_to_use(variable):
+    done = subprocess.run(
+        ["scripts/launch.sh", "dataparallel"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHON": sys.executable, variable: "2"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: dataparallel is one process; .*RECIPE=ddp\n", done.stderr)
+
+
+def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--name", "s", "--no-tensorboard", "--epochs", "10000"]
+    ranks = Ranks("dataparallel", argv, 1, tmp_path / "out")
+    ranks.wait_for_text("epoch 1")
+    ranks.send(signal.SIGTERM)
+    outcome = ranks.wait(30)
+    assert outcome.statuses == [0]
+    assert "stopped by SIGTERM: wrote" in outcome.text
+    assert weights(tmp_path / "s")
+
+
+def test_bad_input_is_one_line(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--model", "lenett"]
+    outcome = run_ranks("dataparallel", argv, 1, tmp_path / "out", check=False)
+    assert outcome.statuses == [2]
+    assert re.search(r"^error: .*did you mean 'lenet'", outcome.outputs[0], re.MULTILINE)

@@ -1,0 +1,140 @@
+"""Horovod: the curve of single without compression, a stated tolerance with it, and each way of starting it."""
+
+import importlib.util
+import shutil
+import signal
+
+import pytest
+
+from tests.conftest import require
+from tests.support import accuracies, largest_difference, local, losses, run_command, train, weights, words_for
+
+STEPS = ("--max-steps", "30", "--seed", "1", "--deterministic", "--log-every", "1", "--no-tensorboard")
+HALF = 2.0**-11
+"""Largest relative error of rounding one number to fp16."""
+
+
+@pytest.fixture(autouse=True)
+def horovod():
+    is_there = importlib.util.find_spec("horovod") is not None
+    require("horovod", is_there, "Horovod is not built", "run `make horovod`")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+def run(folder, nodes, nproc_per_node, *argv, **env):
+    """Run the recipe on local nodes to its end; return the run's folder."""
+    words = ("--runs-dir", str(folder), "--name", "horovod", *STEPS, *argv)
+    result = local("horovod", nodes, nproc_per_node, *words, **env).wait()
+    assert result.status == 0, result.stdout + result.stderr
+    assert f"result recipe=horovod world_size={nodes * nproc_per_node} " in result.stdout
+    return folder / "horovod"
+
+
+@pytest.mark.parametrize(("nodes", "nproc_per_node"), [(2, 1), (2, 2)])
+def test_every_step_equals_single_without_compression(single, tmp_path, nodes, nproc_per_node):
+    found = run(tmp_path, nodes, nproc_per_node, "--compression", "none")
+    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
+    assert accuracies(found) == accuracies(single)
+    assert largest_difference(weights(found), weights(single)) < 1e-5
+
+
+def test_fp16_rounds_each_gradient_and_no_more(single, tmp_path):
+    """A gradient is rounded when it is cast and when it is summed: two errors of 2^-11 of its size.
+
+    The weights then differ by no more than what 30 such steps add up to. The rate is at most 0.02 * 30 / 100,
+    the momentum makes it ten times as much, and the loss follows the weights.
+    """
+    found = run(tmp_path, 2, 1)
+    assert losses(found)[0] == losses(single)[0]
+    assert losses(found) != losses(single), "nothing was compressed"
+    assert losses(found) == pytest.approx(losses(single), rel=30 * 2 * HALF)
+
+
+def test_accumulated_passes_give_the_same_gradients(single, tmp_path):
+    found = run(tmp_path, 2, 1, "--compression", "none", "--accumulate-steps", "3")
+    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
+
+
+def test_its_checkpoint_resumes_in_ddp_and_ddps_in_it(tmp_path):
+    whole = train("ddp", tmp_path, 2, *STEPS)
+    first = run(tmp_path / "first", 2, 1, "--compression", "none", "--max-steps", "15")
+    ddp = train("ddp", tmp_path / "second", 2, *STEPS, "--resume", str(first))
+    assert largest_difference(weights(ddp), weights(whole)) < 1e-6
+    half = train("ddp", tmp_path / "third", 2, *STEPS, "--max-steps", "15")
+    back = run(tmp_path / "fourth", 2, 1, "--compression", "none", "--resume", str(half))
+    assert largest_difference(weights(back), weights(whole)) < 1e-6
+
+
+def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on(single, tmp_path):
+    words = ("--runs-dir", str(tmp_path), "--name", "horovod", *STEPS, "--compression", "none")
+    command = local("horovod", 2, 1, *words, "--max-steps", "100000", "--epochs", "100000")
+    command.wait_for_step(tmp_path / "horovod", 5)
+    command.process.send_signal(signal.SIGUSR1)
+    result = command.wait()
+    assert result.status == 0, result.stdout + result.stderr
+    assert "stopped by SIGUSR1" in result.stdout
+
+
+def test_kill_of_a_rank_ends_all(tmp_path):
+    words = (
+        "--runs-dir",
+        str(tmp_path),
+        "--name",
+        "horovod",
+        *STEPS,
+        "--max-steps",
+        "100000",
+        "--epochs",
+        "100000",
+    )
+    command = local("horovod", 2, 1, *words)
+    command.wait_for_step(tmp_path / "horovod", 3)
+    command.find("recipes.horovod.train")[-1].kill()
+    assert command.wait().status != 0
+    command.wait_for_gone(10)
+
+
+def test_a_bad_option_is_one_line(tmp_path):
+    result = local("horovod", 2, 1, "--compresion", "none").wait()
+    assert result.status == 2
+    assert len(result.errors) == 1
+    assert "--compression" in result.errors[0]
+
+
+def built(kind):
+    import horovod.torch as hvd
+
+    return getattr(hvd, f"{kind}_built")()
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_horovodrun_starts_it(single, tmp_path, controller):
+    if controller == "mpi":
+        reason = "mpirun or Horovod's MPI part is missing"
+        remedy = "install openmpi-bin and libopenmpi-dev, then run `make horovod`"
+        require("mpi", shutil.which("mpirun") and built("mpi"), reason, remedy)
+    words = words_for(tmp_path, "horovod", *STEPS, "--compression", "none")
+    result = run_command(
+        ".venv/bin/horovodrun",
+        f"--{controller}",
+        *("-np", "2", "--disable-cache", ".venv/bin/python", "-m", "recipes.horovod.train", *words),
+    )
+    assert result.status == 0, result.stdout + result.stderr
+    assert losses(tmp_path / "horovod") == pytest.approx(losses(single), rel=1e-5)
+
+
+def test_mpirun_starts_it(single, tmp_path):
+    remedy = "install openmpi-bin and libopenmpi-dev, then run `make horovod`"
+    require("mpi", shutil.which("mpirun") and built("mpi"), "mpirun or Horovod's MPI part is missing", remedy)
+    words = words_for(tmp_path, "horovod", *STEPS, "--compression", "none")
+    result = run_command(
+        *("mpirun", "--oversubscribe", "-np", "2", ".venv/bin/python", "-m", "recipes.horovod.train", *words),
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+    )
+    assert result.status == 0, result.stdout + result.stderr
+    assert losses(tmp_path / "horovod") == pytest.approx(losses(single), rel=1e-5)

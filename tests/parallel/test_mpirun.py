@@ -1,0 +1,183 @@
+"""Recipes under mpirun: torchrun's numbers, one line for what cannot work, and no process left behind."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import psutil
+import pytest
+
+from scripts import mpirun
+from tests.conftest import require
+from tests.support import ROOT, largest_difference, losses, weights
+
+ENV = {
+    **os.environ,
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+BOUND_S = 60
+
+
+@pytest.fixture
+def mpi():
+    has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
+    require("mpi", bool(has_mpi), "there is no MPI", "apt-get install openmpi-bin && pip install mpi4py")
+
+
+def command(*words):
+    return ["mpirun", "-q", "-np", "2", sys.executable, "-m", "scripts.mpirun", *words]
+
+
+def run(*words, **env):
+    return subprocess.run(
+        command(*words), cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=BOUND_S
+    )
+
+
+@contextlib.contextmanager
+def endless(tmp_path):
+    """Yield mpirun and its two ranks, which train until somebody stops them."""
+    words = command("recipes.ddp.train", "--epochs", "1000000", "--runs-dir", str(tmp_path), "--no-tensorboard")
+    job = subprocess.Popen(words, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert "world_size=2" in job.stdout.readline()
+        assert job.stdout.readline().startswith("epoch 1")
+        yield job, psutil.Process(job.pid).children()
+    finally:
+        job.kill()
+        job.communicate()
+
+
+def assert_gone(processes, bound_s=20):
+    _, alive = psutil.wait_procs(processes, timeout=bound_s)
+    for process in alive:
+        process.kill()
+    assert not alive
+
+
+def test_losses_are_those_of_torchrun(mpi, tmp_path):
+    words = ["--max-steps", "10", "--log-every", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "scripts.local", "ddp", "--nproc-per-node", "2", "--"]
+    subprocess.run([*torchrun, *words, "--name", "torchrun"], cwd=ROOT, check=True, timeout=BOUND_S)
+    outcome = run("recipes.ddp.train", *words, "--name", "mpirun")
+    assert outcome.returncode == 0, outcome.stderr
+    assert "result recipe=ddp world_size=2" in outcome.stdout
+    assert losses(tmp_path / "mpirun") == losses(tmp_path / "torchrun")
+    assert largest_difference(weights(tmp_path / "mpirun"), weights(tmp_path / "torchrun")) == 0
+
+
+def test_a_refusal_is_one_line_and_status_2(mpi):
+    for words, line in [
+        (["recipes.dpp.train"], "error: there is no module recipes.dpp.train; did you mean recipes.ddp.train?"),
+        (["recipes.ddp.train", "--lr", "0"], "error: --lr: wants a number above 0, got '0'"),
+    ]:
+        outcome = run(*words)
+        assert outcome.returncode == 2
+        assert outcome.stderr.splitlines() == [line]
+
+
+def test_usr1_writes_a_checkpoint(mpi, tmp_path):
+    with endless(tmp_path) as (job, ranks):
+        job.send_signal(signal.SIGUSR1)
+        text = job.communicate(timeout=BOUND_S)[0]
+        assert job.returncode == 0
+        assert "stopped by SIGUSR1: wrote" in text
+        assert_gone(ranks)
+
+
+def test_a_killed_rank_ends_the_job(mpi, tmp_path):
+    with endless(tmp_path) as (job, ranks):
+        ranks[1].kill()
+        began = time.monotonic()
+        job.wait(timeout=BOUND_S)
+        assert job.returncode != 0
+        assert time.monotonic() - began < 20
+        assert_gone(ranks)
+
+
+def test_no_rank_outlives_mpirun(mpi, tmp_path):
+    with endless(tmp_path) as (job, ranks):
+        job.kill()
+        assert_gone(ranks)
+
+
+def mpi4py_with(vendor=("Open MPI", (4, 1, 4)), error=None):
+    """Return a module mpi4py of one process, or one whose MPI does not load."""
+    module = types.ModuleType("mpi4py")
+    if error:
+
+        def fail(name):
+            raise error
+
+        module.__getattr__ = fail
+    else:
+        world = types.SimpleNamespace(size=1, rank=0)
+        module.MPI = types.SimpleNamespace(COMM_WORLD=world, get_vendor=lambda: vendor)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (None, "mpi4py is not installed; pip install mpi4py"),
+        (
+            mpi4py_with(error=RuntimeError("cannot load MPI library\nlibmpi.so")),
+            "cannot load MPI library libmpi.so",
+        ),
+        (mpi4py_with(error=ImportError("libmpi.so.12: cannot open", name="mpi4py.MPI")), "mpi4py finds no MPI"),
+        (mpi4py_with(), "mpirun has started 2 processes, but mpi4py's MPI (Open MPI 4.1.4) sees only itself"),
+    ],
+)
+def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason):
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            mpirun.start_mpi()
+        assert caught.value.code == 2
+        text = capsys.readouterr().err
+        assert len(text.splitlines()) == lines
+        assert rank == "1" or reason in text
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "no module to start; usage: mpirun -np 4 python -m scripts.mpirun"),
+        (["--nproc-per-node", "0", "recipes.ddp.train"], "--nproc-per-node wants a whole number of at least 1"),
+        (["--nodes", "2", "recipes.ddp.train"], "unknown option --nodes"),
+        (["nothing.at.all"], "there is no module nothing.at.all"),
+        (["recipes.horovod.train"], "horovod"),
+    ],
+)
+def test_words_that_cannot_work(capsys, words, reason):
+    with pytest.raises(SystemExit) as caught:
+        mpirun.parse(words)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert reason in text
+    assert len(text.splitlines()) == 1
+
+
+def test_an_address_counts_only_if_rank_0_answers():
+    meeting, other = mpirun.Meeting(0), mpirun.Meeting(0)
+    try:
+        assert mpirun.is_reached("127.0.0.1", meeting.port, meeting.token)
+        assert not mpirun.is_reached("127.0.0.1", other.port, meeting.token)
+        addresses = mpirun.own_addresses()
+        assert not any(address.startswith("127.") for address in addresses)
+        assert all(mpirun.is_reached(address, meeting.port, meeting.token) for address in addresses)
+    finally:
+        meeting.close()
+        other.close()
+    assert not mpirun.is_reached("127.0.0.1", meeting.port, meeting.token)
+    mpirun.Meeting(meeting.port).close()  # the port is free again at once

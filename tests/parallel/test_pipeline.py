@@ -1,0 +1,178 @@
+"""Pipeline against the one-process run: the same numbers for every grid, schedule and kind of split."""
+
+import shlex
+import signal
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support import (
+    Ranks,
+    accuracies,
+    largest_difference,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    weights,
+)
+
+STEPS = ("--max-steps", "30", "--seed", "1")
+VIT = shlex.split("--model vit-tiny --optimizer adamw --lr 1e-3 --max-steps 6 --clip-grad-norm 0.5")
+RESNET = shlex.split(
+    "--model resnet18 --data synthetic --image-size 32 --num-samples 48 --global-batch-size 16 "
+    "--max-steps 2 --lr 0.01 --warmup-steps 0"
+)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+def assert_equal(run, expected, rel=1e-5):
+    assert losses(run) == pytest.approx(losses(expected), rel=rel)
+    assert accuracies(run) == accuracies(expected)
+    assert largest_difference(weights(run), weights(expected)) < rel
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stages", "options"),
+    [
+        (2, 2, ("--schedule", "gpipe", "--num-microbatches", "2")),
+        (2, 2, ("--schedule", "1f1b", "--balance", "cost")),
+        (2, 2, ("--schedule", "interleaved")),
+        (4, 2, ("--schedule", "gpipe", "--accumulate-steps", "2")),
+        (4, 2, ("--schedule", "1f1b")),
+        (4, 2, ("--schedule", "interleaved")),
+        (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8")),
+        (2, 3, ("--split", "in-process", "--accumulate-steps", "2")),
+    ],
+)
+def test_every_step_equals_single(single, tmp_path, world_size, stages, options):
+    run = train("pipeline", tmp_path, world_size, "--stages", str(stages), *options, *STEPS)
+    assert_equal(run, single)
+
+
+def test_a_transformer_equals_single_with_adamw_and_a_clipped_gradient(tmp_path):
+    expected = train("single", tmp_path, 1, *VIT)
+    run = train("pipeline", tmp_path, 4, *VIT, "--balance", "cost")
+    assert_equal(run, expected)
+
+
+def test_a_resnet_normalises_each_microbatch_as_single_does_each_pass(tmp_path):
+    expected = train("single", tmp_path, 1, *RESNET, "--accumulate-steps", "4")
+    run = train("pipeline", tmp_path, 2, *RESNET)
+    assert_equal(run, expected, rel=1e-4)
+
+
+def test_bf16_follows_single(tmp_path):
+    options = ("--amp", "bf16", "--max-steps", "4")
+    expected = train("single", tmp_path, 1, *options)
+    # Each stage rounds as the whole model does; only the order of sums over microbatches differs.
+    assert losses(train("pipeline", tmp_path, 2, *options)) == pytest.approx(losses(expected), rel=2**-8)
+
+
+@pytest.mark.parametrize(("first", "then"), [("pipeline", "ddp"), ("ddp", "pipeline"), ("pipeline", "single")])
+def test_checkpoints_pass_between_recipes(single, tmp_path, first, then):
+    begun = train(first, tmp_path / "begun", 2, *STEPS[2:], "--max-steps", "10", "--epochs", "40")
+    world_size = 1 if then == "single" else 2
+    run = train(then, tmp_path / "ended", world_size, *STEPS, "--resume", str(begun))
+    content, expected = newest_checkpoint(run), newest_checkpoint(single)
+    assert content["position"] == expected["position"]
+    assert content["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert list(content["model"]) == list(expected["model"])
+    assert largest_difference(content["model"], expected["model"]) < 1e-5
+    momentum, expected_momentum = (
+        {str(place): values["momentum_buffer"] for place, values in each["optimizer"]["state"].items()}
+        for each in (content, expected)
+    )
+    assert largest_difference(momentum, expected_momentum) < 1e-5
+
+
+def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_path):
+    words = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--log-every", "1", "--seed", "1"]
+    job = Ranks("pipeline", [*words, "--name", "stopped", "--epochs", "100000"], 4, tmp_path / "output")
+    job.wait_for_text("stage 1")
+    job.send(signal.SIGUSR1, ranks=[3])
+    outcome = job.wait()
+    assert outcome.statuses == [0, 0, 0, 0]
+    assert "stopped by" in outcome.outputs[0]
+    step = newest_checkpoint(tmp_path / "stopped")["position"]["step"]
+    resumed = ["--name", "stopped", "--resume", "auto", "--max-steps", str(step + 5), "--epochs", "100000"]
+    run_ranks("pipeline", [*words, *resumed, "--stages", "1"], 2, tmp_path / "output-resumed")
+    assert newest_checkpoint(tmp_path / "stopped")["position"]["step"] == step + 5
+    assert len(losses(tmp_path / "stopped")) == step + 5
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "words"),
+    [
+        (3, (), "--stages 2 wants a multiple of 2 processes, got 3; start 2 or 4, or give --stages 3"),
+        (
+            2,
+            ("--global-batch-size", "62"),
+            "does not divide into 1 replicas x 1 passes x 4 microbatches; use 60 or 64",
+        ),
+        (2, ("--schedule", "interleaved", "--stages", "2", "--num-microbatches", "5"), "use 2 stages or more"),
+        (2, ("--schedule", "1f1b", "--num-microbatches", "1"), "use at least 2, or --schedule gpipe"),
+        (2, ("--amp", "fp16"), "use --amp bf16"),
+        (2, ("--sync-batchnorm",), "drop it"),
+        (
+            2,
+            ("--model", "densenet121", "--data", "synthetic", "--image-size", "64", "--num-samples", "64"),
+            "DenseNet",
+        ),
+        (1, ("--split", "in-process", "--stages", "6"), "5 layers with parameters, too few for 6 parts"),
+    ],
+)
+def test_refuses_in_one_line(tmp_path, world_size, options, words):
+    argv = ["--runs-dir", str(tmp_path), *options]
+    outcome = run_ranks("pipeline", argv, world_size, tmp_path / "output", check=False)
+    assert outcome.statuses == [2] * world_size
+    assert words in outcome.outputs[0]
+    assert outcome.outputs[0].count("\n") == 1
+    assert not any(outcome.outputs[1:])
+
+
+def test_the_weights_are_the_same_bits_after_a_checkpoint_went_round(single, tmp_path):
+    begun = newest_checkpoint(single)["model"]
+    run = train("pipeline", tmp_path, 2, *STEPS, "--resume", str(single), "--max-steps", "31", "--lr", "1e-30")
+    assert all(torch.equal(value, begun[name]) for name, value in weights(run).items())
+
+
+@pytest.fixture
+def images_with_a_bad_one(tmp_path):
+    for half, count in (("train", 16), ("val", 5)):
+        for i in range(count):
+            path = tmp_path / "images" / half / f"class{i % 2}" / f"{i:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (10 * i, 100, 100)).save(path)
+    path.write_bytes(b"no image")  # the last of val
+    return tmp_path / "images"
+
+
+def test_a_bad_image_ends_all_ranks_or_is_counted_once(images_with_a_bad_one, tmp_path):
+    words = ["--data", "imagefolder", "--data-dir", str(images_with_a_bad_one), "--runs-dir", str(tmp_path)]
+    words += shlex.split("--image-size 16 --workers 0 --global-batch-size 16 --max-steps 1 --no-tensorboard")
+    outcome = run_ranks("pipeline", words, 4, tmp_path / "output", check=False)
+    assert outcome.statuses == [2, 2, 2, 2]
+    assert "04.png" in outcome.outputs[0]
+    run_ranks("pipeline", [*words, "--skip-bad-images", "--name", "skipping"], 4, tmp_path / "output-skipping")
+    (epoch,) = [line for line in metrics(tmp_path / "skipping") if "test_accuracy" in line]
+    assert epoch["skipped_images"] == 1
+    assert (4 * epoch["test_accuracy"]).is_integer()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
+    words = ["--runs-dir", str(tmp_path), "--name", "full", "--epochs", "100000", "--no-tensorboard"]
+    job = Ranks("pipeline", words, 2, tmp_path / "output")
+    job.wait_for_text("epoch 2 ")
+    # Rank 0 cannot remove this "leftover" of an earlier write, as it could not on a disk gone read-only.
+    (tmp_path / "full" / "checkpoints" / "blocked.tmp").mkdir()
+    outcome = job.wait()
+    assert outcome.statuses == [2, 2]
+    assert "cannot write" in outcome.outputs[0].splitlines()[-1]
+    assert not outcome.outputs[1]

@@ -1,0 +1,68 @@
+"""Every launcher gives the same map of ranks: one node of four processes, and two nodes of two."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from recipes.common.errors import UserError
+from recipes.probe.train import check
+from tests.conftest import require
+from tests.support import ROOT
+
+MPI_ENV = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def torchrun(nodes, nproc_per_node):
+    words = ["--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node)]
+    return [sys.executable, "-m", "scripts.local", "probe", *words]
+
+
+def mpirun(nodes, nproc_per_node):
+    has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
+    require("mpi", bool(has_mpi), "there is no MPI", "apt-get install openmpi-bin && pip install mpi4py")
+    words = ["--nproc-per-node", str(nproc_per_node)] if nodes > 1 else []
+    size = str(nodes * nproc_per_node)
+    return ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.mpirun", *words, "recipes.probe.train"]
+
+
+LAUNCHERS = [torchrun, mpirun]
+"""Each returns the command that starts the probe on nodes x nproc_per_node processes, or skips."""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_map(launcher, nodes):
+    size = 4 // nodes
+    command = launcher(nodes, size)
+    outcome = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    last = outcome.stdout.splitlines()[-1]
+    assert last.startswith("probe {")
+    content = json.loads(last.removeprefix("probe "))
+    assert content["world_size"] == 4
+    assert content["sum"] == 1 + 2 + 3 + 4
+    expected = [
+        {"rank": r, "local_rank": r % size, "node_rank": r // size, "world_size": 4, "local_world_size": size}
+        for r in range(4)
+    ]
+    assert [{name: row[name] for name in expected[0]} for row in content["ranks"]] == expected
+    assert len({row["pid"] for row in content["ranks"]}) == 4
+
+
+def test_a_wrong_map_is_refused():
+    rows = [{"rank": rank, "local_rank": local, "host": "a"} for rank, local in enumerate([0, 1, 1, 0])]
+    with pytest.raises(UserError, match="rank 2 on a has local rank 1 after 1"):
+        check(rows, 10)
+    with pytest.raises(UserError, match="gave 9"):
+        check(rows, 9)

@@ -1,0 +1,203 @@
+"""Data parallelism by hand: the same numbers as single, equal bits on all ranks, and exact bytes on the wire."""
+
+import hashlib
+import json
+import multiprocessing
+import re
+import signal
+
+import pytest
+import torch
+
+from recipes.scratch import train as scratch
+from tests.support import (
+    Ranks,
+    accuracies,
+    free_port,
+    largest_difference,
+    losses,
+    metrics,
+    run_ranks,
+    train,
+    weights,
+)
+
+SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
+STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
+SIZES = (1, 2, 7, 1000, 4 * 1024, 100_003)
+"""Numbers of floats in a buffer: fewer than ranks, uneven, and of many pieces."""
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+@pytest.mark.parametrize(("world_size", "allreduce"), [(1, "ring"), (2, "naive"), (3, "ring"), (4, "ring")])
+def test_every_step_equals_single(single, tmp_path, world_size, allreduce):
+    run = train("scratch", tmp_path, world_size, *STEPS, "--allreduce", allreduce)
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert accuracies(run) == accuracies(single)
+    assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+def in_ranks(function, world_size, folder, **env):
+    """Call function(folder) in world_size processes that know their ranks; return what each wrote to its file."""
+    context = multiprocessing.get_context("forkserver")
+    shared = {
+        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"},
+    }
+    processes = [
+        context.Process(target=_in_rank, args=(function, folder, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world_size
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _in_rank(function, folder, env):
+    import os
+
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    (folder / f"{env['RANK']}.json").write_text(json.dumps(function(folder)))
+
+
+def reduce_buffers(folder):
+    """Reduce buffers of all sizes both ways; return for each whether the sum is right, its bits and the bytes."""
+    results = []
+    world = scratch.join_world(scratch.options([]))
+    for allreduce in ("naive", "ring"):
+        for size in SIZES:
+            args = scratch.options(["--allreduce", allreduce, "--piece-kib", "16"])
+            contributions = torch.randn(world.world_size, size, generator=torch.Generator().manual_seed(size))
+            buffer = contributions[world.rank].clone()
+            scratch.all_reduce(buffer, args, world)
+            error = (buffer.double() - contributions.double().sum(dim=0)).abs().max().item()
+            digest = hashlib.sha256(buffer.numpy().tobytes()).hexdigest()
+            traffic = world.traffic
+            results.append([allreduce, size, error < 1e-5, digest, traffic.sent_bytes, traffic.received_bytes])
+    scratch.leave_world(world)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_reduce_adds_up_and_sends_what_the_readme_says(tmp_path, world_size):
+    by_rank = in_ranks(reduce_buffers, world_size, tmp_path)
+    for rank, results in enumerate(by_rank):
+        for (allreduce, size, is_right, digest, sent, received), of_rank_0 in zip(
+            results, by_rank[0], strict=True
+        ):
+            assert is_right, (rank, allreduce, size)
+            assert digest == of_rank_0[3], "ranks hold different bits"
+            buffer_bytes = 4 * size
+            if allreduce == "naive":
+                share = buffer_bytes * (world_size - 1 if rank == 0 else 1)
+                assert (sent, received) == (share, share)
+            else:
+                # Chunk c has a float more where c is below the remainder. A rank sends all chunks twice, but for
+                # chunk rank + 1 in the first half and chunk rank + 2 in the second; its left neighbour likewise.
+                chunks = [4 * (size // world_size + (c < size % world_size)) for c in range(world_size)]
+                kept = [(rank + 1) % world_size, (rank + 2) % world_size]
+                assert sent == 2 * buffer_bytes - sum(chunks[c] for c in kept)
+                assert received == 2 * buffer_bytes - sum(chunks[(c - 1) % world_size] for c in kept)
+                if size % world_size == 0:
+                    assert sent == received == 2 * (world_size - 1) * buffer_bytes // world_size
+
+
+def digests_of_training(folder):
+    """Train a few steps; return the digest of all parameters after each."""
+    digests = []
+    step = scratch.optimizer_step
+
+    def step_and_digest(args, parameters, *rest):
+        parameters = list(parameters)
+        step(args, parameters, *rest)
+        values = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        digests.append(hashlib.sha256(values.numpy().tobytes()).hexdigest())
+
+    scratch.optimizer_step = step_and_digest
+    name = ["--runs-dir", str(folder), "--no-tensorboard", "--overwrite", "--name", "bits"]
+    scratch.main([*name, "--max-steps", "12", "--global-batch-size", "50"])
+    return digests
+
+
+def test_parameters_are_the_same_bits_on_all_ranks_and_in_each_run(tmp_path):
+    first, again = (in_ranks(digests_of_training, 3, tmp_path) for _ in range(2))
+    assert len(first[0]) == len(set(first[0])) == 12
+    assert first[0] == first[1] == first[2]
+    assert first == again
+
+
+def test_parameters_and_buffers_come_from_rank_0(tmp_path):
+    """A model with batch norm: rank 0's statistics are evaluated with, as in ddp."""
+    small = ("--data", "synthetic", "--num-samples", "16", "--image-size", "16", "--model", "resnet18")
+    steps = (*small, "--global-batch-size", "8", "--lr", "0.01", "--max-steps", "2")
+    mine = train("scratch", tmp_path, 2, *steps)
+    theirs = train("ddp", tmp_path, 2, *steps)
+    assert losses(mine) == pytest.approx(losses(theirs), rel=1e-4)
+    assert largest_difference(weights(mine), weights(theirs)) < 1e-3
+
+
+def test_checkpoints_pass_to_and_from_ddp_and_single(single, tmp_path):
+    begun = train("scratch", tmp_path, 3, "--max-steps", "12", *SETTINGS)
+    at_12 = single / "checkpoints" / "step-000000012.pt"
+    for recipe, world_size, start in (("single", 1, begun), ("ddp", 2, begun), ("scratch", 2, at_12)):
+        rest = train(recipe, tmp_path / "rest", world_size, *STEPS, "--resume", str(start))
+        ends = [line["loss"] for line in metrics(rest) if "loss" in line]
+        assert ends == pytest.approx(losses(single)[12:], rel=1e-5)
+        assert largest_difference(weights(rest), weights(single)) < 1e-5
+
+
+def test_log_bytes_prints_what_each_rank_has_sent(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--max-steps", "2", "--log-bytes"]
+    text = run_ranks("scratch", argv, 3, tmp_path / "out").outputs[0]
+    size = int(re.search(r"ring all-reduce of (\d+) bytes", text)[1])
+    sent = [int(n) for n in re.findall(r"rank \d  sent (\d+) ", text)]
+    assert len(sent) == 3
+    assert sum(sent) == 4 * size
+    assert text.splitlines()[-1].startswith("result recipe=scratch world_size=3")
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--name", "s", "--no-tensorboard", "--epochs", "10000"]
+    ranks = Ranks("scratch", argv, 2, tmp_path / "out")
+    ranks.wait_for_text("epoch 1")
+    ranks.send(signal.SIGUSR1, [1])
+    outcome = ranks.wait(30)
+    assert outcome.statuses == [0, 0]
+    assert "wrote" in outcome.outputs[0]
+    assert weights(tmp_path / "s")
+
+
+def test_a_lost_rank_ends_the_others(tmp_path):
+    argv = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--epochs", "10000"]
+    ranks = Ranks("scratch", argv, 3, tmp_path / "out")
+    ranks.wait_for_text("epoch 1")
+    ranks.send(signal.SIGKILL, [1])
+    outcome = ranks.wait(10)
+    assert outcome.statuses == [1, -signal.SIGKILL, 1]
+    assert "lost another rank" in outcome.outputs[0]
+    assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--allreduce", "rign"], "did you mean 'ring'?"),
+        (["--piece-kib", "0"], "at least 1"),
+        (["--global-batch-size", "1"], "use at least 2"),
+        (["--sync-batchnorm"], "for GPUs only"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, argv, words):
+    argv = ["--runs-dir", str(tmp_path), *argv]
+    outcome = run_ranks("scratch", argv, 2, tmp_path / "out", check=False)
+    assert outcome.statuses == [2, 2]
+    assert re.fullmatch(rf"error: .*{re.escape(words)}.*\n", "".join(outcome.outputs))

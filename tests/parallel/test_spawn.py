@@ -1,0 +1,234 @@
+"""torch.multiprocessing.spawn: the numbers of single; signals arrive, and nothing is left behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.common.errors import UserError
+from recipes.spawn import train as spawn
+from tests.support import ROOT, accuracies, free_port, largest_difference, losses, metrics, train, weights
+
+SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
+STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
+TIMEOUT_S = 120
+
+
+class Starters:
+    """A starter for each node, each in a session of its own, as a cluster would start them."""
+
+    def __init__(
+        self, folder: Path, nnodes: int, nproc_per_node: int, *argv: str, early: bool = False, **env: str
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        words = ("--runs-dir", str(folder), "--log-every", "1", "--no-tensorboard", *argv)
+        shared = {
+            **{name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")},
+            **{"PYTHON": sys.executable, "NNODES": str(nnodes), "NPROC_PER_NODE": str(nproc_per_node)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"},
+            **env,
+        }
+        self.outputs = [folder / f"node{node}.txt" for node in range(nnodes)]
+        self.nodes = [
+            subprocess.Popen(
+                ["scripts/launch.sh", "spawn", *words],
+                cwd=ROOT,
+                env={**shared, "NODE_RANK": str(node)},
+                stdout=open(self.outputs[node], "w"),  # noqa: SIM115
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for node in range(nnodes)
+        ]
+
+    def text(self) -> str:
+        return "".join(path.read_text() for path in self.outputs)
+
+    def wait_for(self, is_so, what: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert all(node.poll() is None for node in self.nodes), f"ended before {what}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"not {what}:\n{self.text()}"
+            time.sleep(0.02)
+
+    def wait_for_text(self, text: str) -> None:
+        self.wait_for(lambda: text in self.text(), text)
+
+    def ranks(self, node: int = 0) -> list[psutil.Process]:
+        """Return a starter's ranks, without the helper process of multiprocessing."""
+        children = psutil.Process(self.nodes[node].pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
+        """Return the starters' exit statuses; none of them, and none of their ranks, may outlive the bound."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            statuses = [node.wait(max(0.1, deadline - time.monotonic())) for node in self.nodes]
+            while left := self.left():
+                assert time.monotonic() < deadline, f"orphans: {left}"
+                time.sleep(0.05)
+            return statuses
+        finally:
+            for node in self.nodes:
+                for process in self.left():
+                    process.kill()
+                node.wait()
+
+    def left(self) -> list[psutil.Process]:
+        sessions = {node.pid for node in self.nodes}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+
+def train_spawned(folder: Path, nnodes: int, nproc_per_node: int, *argv: str) -> Path:
+    starters = Starters(folder, nnodes, nproc_per_node, "--name", "run", *argv)
+    assert starters.wait() == [0] * nnodes, starters.text()
+    assert f"result recipe=spawn world_size={nnodes * nproc_per_node} " in starters.text()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
+
+
+@pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), (2, 2)])
+def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
+    run = train_spawned(tmp_path, nnodes, nproc_per_node, *STEPS)
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert accuracies(run) == accuracies(single)
+    assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+def test_under_another_launcher_it_is_one_of_its_ranks(single, tmp_path):
+    run = train("spawn", tmp_path, 3, *STEPS)
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+
+
+def test_checkpoints_pass_between_spawn_and_ddp(single, tmp_path):
+    begun = train("ddp", tmp_path, 2, "--max-steps", "12", *SETTINGS)
+    rest = train_spawned(tmp_path / "a", 1, 2, *STEPS, "--resume", str(begun))
+    assert [line["loss"] for line in metrics(rest) if "loss" in line] == pytest.approx(
+        losses(single)[12:], rel=1e-5
+    )
+    assert largest_difference(weights(rest), weights(single)) < 1e-5
+    again = train("ddp", tmp_path / "b", 2, *STEPS, "--resume", str(rest / "checkpoints" / "step-000000024.pt"))
+    assert [line for line in metrics(again) if "loss" in line] == []
+
+
+def test_a_signal_to_the_starter_ends_with_a_checkpoint(tmp_path):
+    starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
+    starters.wait_for_text("epoch 1")
+    starters.nodes[0].send_signal(signal.SIGUSR1)
+    assert starters.wait() == [0], starters.text()
+    assert "wrote" in starters.text()
+    assert weights(tmp_path / "s")
+
+
+def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
+    starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
+    starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
+    starters.nodes[0].send_signal(signal.SIGTERM)
+    assert starters.wait() == [0], starters.text()
+    assert "wrote" in starters.text()
+
+
+def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
+    starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
+    name = "recipes.spawn.train"  # launch.sh and scripts/hold.py are over
+    starters.wait_for(lambda: psutil.Process(starters.nodes[0].pid).cmdline()[1:3] == ["-m", name], name)
+    starters.nodes[0].send_signal(signal.SIGTERM)
+    assert starters.wait() == [0], starters.text()
+    assert re.search(r"stopped by SIGTERM", starters.text())
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
+    victim = 1
+    starters = Starters(tmp_path, 2, 1, "--epochs", "10000")
+    starters.wait_for_text("epoch 1")
+    rank = starters.ranks(victim)[0]
+    rank.kill()
+    statuses = starters.wait(10)
+    assert statuses[victim] == 128 + signal.SIGKILL
+    assert statuses[1 - victim] == 1
+    named = rf"^error: rank {victim} \(pid {rank.pid} on .*\) was killed by SIGKILL$"
+    assert re.search(named, starters.text(), re.MULTILINE), starters.text()
+    assert "Traceback" not in starters.text()
+
+
+def test_a_killed_starter_takes_its_ranks_along(tmp_path):
+    starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
+    starters.wait_for_text("epoch 1")
+    starters.nodes[0].kill()
+    assert starters.wait(10) == [-signal.SIGKILL]
+
+
+def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_path):
+    starters = Starters(tmp_path, 2, 1, "--model", "lenett")
+    assert starters.wait() == [2, 2]
+    assert len(re.findall("^error: ", starters.text(), re.MULTILINE)) == 1
+    assert "did you mean 'lenet'" in starters.text()
+
+
+@pytest.fixture
+def handlers():
+    """Give pytest its own signal handlers back."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "words"),
+    [
+        (["--nnodes", "2", "--node-rank", "2"], {"MASTER_ADDR": "127.0.0.1"}, "--node-rank 2 of --nnodes 2"),
+        (["--nproc-per-node", "0"], {}, "--nproc-per-node: wants a whole number of at least 1, got '0'"),
+        (["--nnodes", "2"], {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ([], {"MASTER_PORT": "70000"}, "up to 65535"),
+        (["--nproc-per-nodes", "2"], {}, "did you mean '--nproc-per-node'"),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--rdzv-timeout-s", "1"],
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
+            "waited 1 s for node 0 at 127.0.0.1:9",
+        ),
+    ],
+)
+def test_bad_places_are_refused_before_anything_starts(monkeypatch, handlers, argv, env, words):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(words)) as caught:
+        spawn.main(argv)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_taken_port_is_refused_in_one_line():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            ["scripts/launch.sh", "spawn"],
+            cwd=ROOT,
+            env={**os.environ, "PYTHON": sys.executable, "MASTER_PORT": port},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr == f"error: MASTER_PORT {port} is taken; choose another one\n"
+    assert not done.stdout

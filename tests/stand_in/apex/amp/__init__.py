@@ -1,0 +1,114 @@
+"""apex.amp: initialize, scale_loss, master_params and the state of the loss scale.
+
+It repeats what a caller can trip over: initialize() comes once and before DDP, zero_grad() takes no arguments
+under O2, masters appear at the first zero_grad() or backward, a delayed unscale leaves gradients where they are.
+"""
+
+import contextlib
+import types
+
+import torch
+from apex import EVENTS
+from torch.nn.modules.batchnorm import _BatchNorm
+
+HALF = torch.bfloat16
+
+
+class State:
+    level = ""
+    scale = 1.0
+    unskipped = 0
+    halves: list = []  # noqa: RUF012
+    masters: list = []  # noqa: RUF012
+
+
+def initialize(model, optimizer, opt_level, verbosity):
+    assert not State.level, "initialize() comes once"
+    assert not type(model).__name__.startswith("Distributed"), "initialize() comes before DDP"
+    EVENTS.append(f"initialize {opt_level}")
+    State.level = opt_level
+    State.scale = 2.0**16 if opt_level in ("O1", "O2") else 1.0
+    if opt_level in ("O2", "O3"):
+        for module in model.modules():
+            if opt_level == "O3" or not isinstance(module, _BatchNorm):
+                module._apply(lambda tensor: tensor.to(HALF), recurse=False)
+        forward = model.forward
+        model.forward = lambda images: forward(images.to(HALF)).float()
+        model._register_state_dict_hook(_give_float)
+    if opt_level == "O1":
+        forward = model.forward
+
+        def cast(images):
+            with torch.autocast("cpu", dtype=HALF):
+                return forward(images)
+
+        model.forward = cast
+    if opt_level == "O2":
+        step = optimizer.step
+
+        def zero_grad(self):
+            _make_masters(self)
+            for half, master in zip(State.halves, State.masters, strict=True):
+                half.grad = master.grad = None
+
+        def step_and_round(self):
+            step()
+            with torch.no_grad():
+                for half, master in zip(State.halves, State.masters, strict=True):
+                    half.copy_(master)
+
+        optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
+        optimizer.step = types.MethodType(step_and_round, optimizer)
+    return model, optimizer
+
+
+def _give_float(module, state, prefix, metadata):
+    for name, tensor in state.items():
+        if tensor.dtype == HALF:
+            state[name] = tensor.float()
+
+
+def _make_masters(optimizer):
+    if State.masters:
+        return
+    group = optimizer.param_groups[0]
+    State.halves = list(group["params"])
+    State.masters = [half.detach().clone().float().requires_grad_() for half in State.halves]
+    group["params"] = list(State.masters)
+
+
+@contextlib.contextmanager
+def scale_loss(loss, optimizer, delay_unscale=False):
+    EVENTS.append(f"scale_loss delay_unscale={delay_unscale}")
+    yield loss.float() * State.scale
+    if delay_unscale:
+        return
+    if State.level == "O2":
+        for half, master in zip(State.halves, State.masters, strict=True):
+            master.grad = half.grad.float() / State.scale
+    else:
+        for parameter in master_params(optimizer):
+            parameter.grad /= State.scale
+    State.unskipped += 1
+
+
+@contextlib.contextmanager
+def disable_casts():
+    assert State.level == "O1", "only O1 has casts to disable"
+    EVENTS.append("disable_casts")
+    yield
+
+
+def master_params(optimizer):
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict():
+    EVENTS.append("state_dict")
+    return {"loss_scaler0": {"loss_scale": State.scale, "unskipped": State.unskipped}}
+
+
+def load_state_dict(state):
+    EVENTS.append("load_state_dict")
+    State.scale, State.unskipped = state["loss_scaler0"]["loss_scale"], state["loss_scaler0"]["unskipped"]

@@ -1,0 +1,120 @@
+"""Cutting a model into parts: the best cuts, and layers that make up the whole."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from recipes.common.data import Data, TensorSplit
+from recipes.common.errors import UserError
+from recipes.common.models import build_model, layers
+from recipes.common.optim import build_optimizer
+from recipes.common.options import build_parser, parse
+from recipes.common.partition import PartModule, Share, balanced_cuts, merge_shares, plan_parts
+
+
+def options(model, *words):
+    return parse(build_parser("test", None), ["--model", model, *words])
+
+
+def data_of(channels, image_size):
+    images = torch.zeros(4, channels, image_size, image_size, dtype=torch.uint8)
+    split = TensorSplit(images, torch.arange(4), torch.zeros(channels), torch.ones(channels))
+    return Data(split, split, channels, image_size, num_classes=10)
+
+
+def test_no_other_cuts_have_a_smaller_largest_part():
+    draw = random.Random(0)
+    for _ in range(200):
+        costs = [float(draw.randint(0, 9)) for _ in range(draw.randint(1, 8))]
+        parts = draw.randint(1, len(costs))
+        bounds = balanced_cuts(costs, parts)
+        assert bounds[0] == 0
+        assert bounds[-1] == len(costs)
+        assert all(a < b for a, b in itertools.pairwise(bounds))
+        best = min(
+            max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+            for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
+        )
+        assert max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds)) == best
+
+
+MODELS = [
+    *(("lenet", 1, 8), ("lenet", 1, 28), ("lenet", 3, 32)),
+    *(("vit-tiny", 1, size) for size in (2, 8, 28, 97)),
+    *(("vit-tiny", 3, 32), ("vit-tiny", 3, 224), ("resnet18", 3, 32), ("resnet18", 1, 28)),
+]
+
+
+@pytest.mark.parametrize(("name", "channels", "image_size"), MODELS)
+def test_layers_in_order_equal_the_model(name, channels, image_size):
+    data = data_of(channels, image_size)
+    model = build_model(options(name), data).eval()
+    sequence = layers(model)
+    inputs = outputs = torch.randn(2, channels, image_size, image_size)
+    with torch.no_grad():
+        for _, module in sequence:
+            outputs = module(outputs)
+        assert torch.equal(outputs, model(inputs))
+    names = [f"{layer}.{key}" for layer, module in sequence for key in module.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+    assert outputs.shape == (2, 10)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "cost"])
+@pytest.mark.parametrize(("name", "parts"), [("lenet", 2), ("lenet", 5), ("vit-tiny", 4), ("resnet18", 3)])
+def test_parts_equal_the_model_and_each_has_parameters(name, parts, balance):
+    args, data = options(name), data_of(3, 32)
+    model = build_model(args, data)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    inputs = torch.randn(2, 3, 32, 32)
+    plan = plan_parts(model, parts, balance, args, inputs)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert len(plan) == parts
+    assert all(part.num_parameters for part in plan)
+    assert sum(part.num_parameters for part in plan) == sum(p.numel() for p in model.parameters())
+    assert sum(part.cost_share for part in plan) == pytest.approx(1)
+    outputs = inputs
+    model.eval()
+    with torch.no_grad():
+        for part in plan:
+            outputs = PartModule(model, part, args, torch.device("cpu"))(outputs)
+            assert (outputs.shape[1:], outputs.dtype) == (part.output_shape, part.output_dtype)
+        assert torch.equal(outputs, model(inputs))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer):
+    args, data = options("lenet", "--optimizer", optimizer), data_of(1, 8)
+    model = build_model(args, data)
+    whole = build_optimizer(args, model.parameters())
+    model(torch.randn(2, 1, 8, 8)).sum().backward()
+    whole.step()
+    content = {"model": model.state_dict(), "optimizer": whole.state_dict()}
+    other = build_model(args, data)
+    other.load_state_dict(content["model"])
+    parts = plan_parts(other, 3, "parameters", args, torch.zeros(1, 1, 8, 8))
+    states = []
+    for part in parts:
+        share = Share(other, [PartModule(other, part, args, torch.device("cpu"))])
+        mine = build_optimizer(args, share.parameters)
+        mine.load_state_dict(share.of_checkpoint(content)["optimizer"])
+        states.append(share.state(mine))
+    merged = merge_shares(other, states)
+    expected = content["optimizer"]
+    assert merged["param_groups"] == expected["param_groups"]
+    assert merged["state"].keys() == expected["state"].keys()
+    for place, values in expected["state"].items():
+        assert values.keys() == merged["state"][place].keys()
+        assert all(torch.equal(value, merged["state"][place][key]) for key, value in values.items())
+
+
+def test_refuses_what_cannot_be_cut():
+    data = data_of(3, 32)
+    lenet = build_model(options("lenet"), data)
+    with pytest.raises(UserError, match="5 layers with parameters, too few for 6 parts; use at most 5"):
+        plan_parts(lenet, 6, "parameters", options("lenet"), torch.zeros(1, 3, 32, 32))
+    mobile = build_model(options("mobilenet_v2"), data)
+    with pytest.raises(UserError, match="MobileNetV2 is no plain sequence of layers"):
+        layers(mobile)
