@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Run the tests and print how much of recipes/ and scripts/ they have run, in all processes: ranks, agents, launchers.
 #
-#   scripts/test.sh [PYTEST ARGUMENTS]
+#   scripts/test.sh [PYTEST ARGUMENTS]         e.g. tests/unit --numprocesses 0
+#
+# Two workers: while one waits for processes to start or to end, the other goes on.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,8 +11,9 @@ python=${PYTHON:-.venv/bin/python}
 
 "$python" -m coverage erase
 status=0
-"$python" -m coverage run -m pytest "$@" || status=$?
-find . -maxdepth 1 -name '.coverage.*' -size 0 -delete # of processes that were killed
-"$python" -m coverage combine --quiet --append || true # where coverage has not done so itself
+"$python" -m coverage run -m pytest --numprocesses 2 --dist worksteal "$@" || status=$?
+# A process that was killed while it wrote its figures leaves a file that cannot be read, and a warning about it.
+"$python" -m coverage combine --quiet --append &>/dev/null || true
+rm -f .coverage.*
 "$python" -m coverage report
 exit "$status"
