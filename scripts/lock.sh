@@ -3,7 +3,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../requirements"
-for name in run dev; do
+for name in run dev horovod-build; do
     constraint=()
     if [[ $name == dev ]]; then constraint=(--constraints run.txt); fi
     uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
