@@ -110,7 +110,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     bars = right.barh(names, [run["samples_per_s"] for run in runs], color=[f"C{i}" for i in range(len(runs))])
     right.bar_label(bars, fmt="{:,.0f}", padding=3)
     right.invert_yaxis()
-    right.margins(x=0.15)
+    right.set_xlim(0, 1.2 * max(run["samples_per_s"] for run in runs) or 1)
     right.set(xlabel="samples per second", title="Speed")
     figure.savefig(path, dpi=110)
     plt.close(figure)
