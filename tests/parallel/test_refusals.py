@@ -275,7 +275,7 @@ def refused_by(*argv, **env):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("dpd",), "RECIPE wants one of ddp"),
+        (("dpd",), "did you mean 'ddp'?"),
         (("singel",), "did you mean 'single'?"),
         ((), "RECIPE wants one of"),
         (("ddp", "--nodes", "0"), "NODES wants a whole number from 1 to 1024, got '0'"),

@@ -22,7 +22,18 @@ from tests.support import (
     weights,
 )
 
-SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
+SETTINGS = (
+    "--global-batch-size",
+    "96",
+    "--seed",
+    "2",
+    "--lr",
+    "0.01",
+    "--warmup-steps",
+    "5",
+    "--lr-schedule",
+    "constant",
+)
 STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
 SIZES = (1, 2, 7, 1000, 4 * 1024, 100_003)
 """Numbers of floats in a buffer: fewer than ranks, uneven, and of many pieces."""

@@ -16,7 +16,18 @@ from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
 from tests.support import ROOT, accuracies, free_port, largest_difference, losses, metrics, train, weights
 
-SETTINGS = ("--global-batch-size", "96", "--seed", "1", "--warmup-steps", "5", "--lr-schedule", "constant")
+SETTINGS = (
+    "--global-batch-size",
+    "96",
+    "--seed",
+    "2",
+    "--lr",
+    "0.01",
+    "--warmup-steps",
+    "5",
+    "--lr-schedule",
+    "constant",
+)
 STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
 TIMEOUT_S = 120
 
