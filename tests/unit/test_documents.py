@@ -147,7 +147,7 @@ def test_every_path_of_the_repository_exists(name):
 
 def test_make_help_lists_every_target():
     shown = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     ).stdout
     named = [line.split()[0] for line in shown.splitlines()]
     assert named == TARGETS
@@ -158,7 +158,7 @@ def test_make_help_lists_every_target():
 
 def test_make_list_names_every_recipe_in_a_line():
     shown = subprocess.run(
-        ["make", "list"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        ["make", "--no-print-directory", "list"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
     ).stdout
     assert [line.split()[0] for line in shown.splitlines()] == RECIPES
     assert all(len(line.split()) > 3 for line in shown.splitlines())

@@ -1,0 +1,55 @@
+"""Recipes side by side: the figures of real runs, and the table, picture and page that are made of them."""
+
+import pytest
+
+from scripts import compare
+from tests.support import ROOT, losses, train
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    argv = ("--epochs", "2", "--seed", "1")
+    folders = [train("single", folder, 1, *argv), train("ddp", folder, 2, *argv)]
+    found = [compare.read_run(path) for path in folders]
+    for run in found:
+        run["difference"] = compare.difference(run["losses"], found[0]["losses"], steps=44)
+    return folders, found
+
+
+def test_figures_are_those_of_the_runs(runs):
+    folders, (single, ddp) = runs
+    assert list(single["losses"].values()) == losses(folders[0])
+    assert (single["world_size"], ddp["world_size"]) == (1, 2)
+    assert single["difference"] == 0
+    assert 0 < ddp["difference"] < 1e-5
+    assert single["target_s"] is None  # two epochs do not reach 97%
+    assert ddp["sent_kb"] > 85.5  # the gradients' 85,544 bytes, at two ranks once from each
+
+
+def test_difference_looks_at_common_steps_up_to_the_bound():
+    assert compare.difference({1: 1.0, 2: 3.0, 3: 9.0}, {1: 1.0, 2: 2.0, 3: 3.0}, steps=2) == 0.5
+    assert compare.difference({5: 1.0}, {1: 1.0}, steps=9) is None
+
+
+def test_table_and_page_hold_every_run(runs, tmp_path):
+    rows = compare.table(runs[1])
+    assert [row[0] for row in rows] == ["recipe", "single", "ddp"]
+    assert compare.markdown(rows).count("\n") == 4
+    compare.plot(runs[1], tmp_path / "compare.png")
+    page = compare.page("A <title>", ["a & b"], rows, tmp_path / "compare.png")
+    assert "A &lt;title&gt;" in page
+    assert "a &amp; b" in page
+    assert page.count("<tr>") == 3
+    assert "data:image/png;base64,iVBOR" in page  # nothing is fetched from elsewhere
+    assert "http" not in page
+
+
+@pytest.mark.parametrize("words", [[], ["singel"], ["single", "--nodes", "0"], ["single", "--", "--name", "x"]])
+def test_bad_input_is_refused_before_anything_runs(words, capsys):
+    before = set((ROOT / "runs").glob("*"))
+    with pytest.raises(SystemExit) as caught:
+        compare.main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert set((ROOT / "runs").glob("*")) == before
