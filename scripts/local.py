@@ -13,7 +13,6 @@ import argparse
 import ast
 import contextlib
 import ctypes
-import difflib
 import os
 import re
 import shutil
@@ -28,8 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import nearest
+
 ROOT = Path(__file__).resolve().parent.parent
-USAGE_STATUS = 2
 
 ERROR_GRACE_S = 3.0
 """How long the other nodes may take to say what they have seen, once a node has failed."""
@@ -62,8 +63,7 @@ def check_recipe(name: str) -> str:
     """Return the name of a recipe that exists, or refuse with the nearest."""
     known = recipes()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = nearest(name, known, cutoff=0.4)  # names are short: two of three letters already say much
         refuse(f"RECIPE wants one of {', '.join(known)}, got {name!r}{hint}")
     return name
 
