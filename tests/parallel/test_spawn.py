@@ -1,5 +1,6 @@
 """torch.multiprocessing.spawn: the numbers of single; signals arrive, and nothing is left behind."""
 
+import contextlib
 import os
 import re
 import signal
@@ -74,8 +75,12 @@ class Starters:
 
     def ranks(self, node: int = 0) -> list[psutil.Process]:
         """Return a starter's ranks, without the helper process of multiprocessing."""
-        children = psutil.Process(self.nodes[node].pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        found = []
+        for child in psutil.Process(self.nodes[node].pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived helper: it ends while we look
+                if "spawn_main" in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Return the starters' exit statuses; none of them, and none of their ranks, may outlive the bound."""
