@@ -3,8 +3,8 @@
 #
 #   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 scripts/launch.sh ddp --epochs 3
 #
-# It reads the five variables above (unset: one node, one process, this machine, port 29500) and becomes the
-# launcher that the recipe wants. USR1 and TERM mean: write a checkpoint, then leave with status 0.
+# It reads the five variables above (unset: one node, one process, this machine, port 29500), sets the network's
+# environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM mean: write a checkpoint, then leave with status 0.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,6 +24,9 @@ if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
 fi
 
+if [[ -n ${FABRIC:-} ]]; then # set by a cluster's launch files
+    source scripts/fabric.sh
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 case $recipe in

@@ -6,6 +6,7 @@ metrics.jsonl       a line per logged step: step, epoch, loss, lr, samples_per_s
 result.json         of a completed run: what its last line says, and time, traffic and memory
 events.out.*        the same for TensorBoard
 checkpoints/        see checkpoint.py
+slurm/              what each node printed, where Slurm started it (not written here)
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, chec
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.progress import Progress
+
+LAUNCHER_LOGS = "slurm"
+"""The folder within a run's in which launch files keep what the nodes print."""
 
 
 def open_run(args: Options, recipe: str, world_size: int) -> tuple[Record, dict[str, Any] | None]:
@@ -71,9 +75,10 @@ def _new_run(args: Options, recipe: str) -> Path:
     if args.name:
         folder = args.runs_dir / args.name
         if args.overwrite and (folder / "config.json").exists():
-            shutil.rmtree(folder)
+            _empty(folder)
+        folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:
-            folder.mkdir()
+            (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             mend = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
             raise UserError(f"the run {folder} exists; {mend}") from None
@@ -87,6 +92,17 @@ def _new_run(args: Options, recipe: str) -> Path:
             return folder
         except FileExistsError:
             continue
+
+
+def _empty(folder: Path) -> None:
+    """Delete a run's record, but not the logs that a launcher is writing."""
+    for path in folder.iterdir():
+        if path.name == LAUNCHER_LOGS:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _numbered_runs(runs_dir: Path, recipe: str) -> list[int]:

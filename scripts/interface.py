@@ -1,0 +1,67 @@
+"""Print the network interface by which this machine reaches a host: the one that gloo and NCCL are to use.
+
+    python -m scripts.interface node-a
+
+The kernel is asked for the route; nothing is sent.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+
+
+def interface_to(host: str) -> str:
+    """Return the name of the interface that holds the local end of a way to the host.
+
+    The host's own name may stand for 127.0.1.1 on the host itself, as Debian sets it up: others cannot reach that,
+    so the first interface that is up and not a loopback is taken.
+
+    Raises:
+        UserError: the name is unknown, or no route leads there.
+    """
+    import psutil
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} cannot resolve {host} ({error.strerror}); mend DNS or /etc/hosts"
+        ) from None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise UserError(f"{socket.gethostname()} has no route to {host}: {error.strerror}") from None
+        local = probe.getsockname()[0].split("%")[0]
+    interfaces = {
+        name: [entry.address.split("%")[0] for entry in entries]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+    by_name = local.startswith("127.") and not _is_address(host) and host != "localhost"
+    if by_name:
+        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+        others = [name for name in interfaces if name in up and "127.0.0.1" not in interfaces[name]]
+        if others:
+            return others[0]
+    return next((name for name, addresses in interfaces.items() if local in addresses), "lo")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+        return True
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    try:
+        print(interface_to(sys.argv[1]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USAGE_STATUS)

@@ -1,0 +1,186 @@
+# shellcheck shell=bash
+# What the sbatch files share: where things are, who the head node is, and how a job ends, is requeued and goes on.
+#
+# An sbatch file sources it, calls begin_job with the recipe and its options, starts ranks by run_step, and calls
+# end_job. It reads these variables, all optional:
+#   NAME              the run's name (ddp-job123): the record is runs/NAME, the logs are runs/NAME/slurm/NODE.txt
+#   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
+#   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
+#   FABRIC            auto, ib, roce, efa or tcp: see scripts/fabric.sh
+#   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
+#   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
+#   MAX_REQUEUES      how often a job may start again (10)
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 1
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# The last value of an option among arguments: --name x or --name=x.
+option() {
+    local name=$1 value=$2
+    shift 2
+    while (($#)); do
+        case $1 in
+        "$name") value=${2:-} ;;
+        "$name="*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    echo "$value"
+}
+
+# begin_job RECIPE OPTIONS...: sets up the environment of ranks, the folder for logs and the array `options`.
+begin_job() {
+    recipe=$1
+    shift
+    local default job=$SLURM_JOB_ID
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    restarts=${SLURM_RESTART_COUNT:-0}
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    gpus=${SLURM_GPUS_ON_NODE:-0}
+    default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
+    export NNODES=$SLURM_NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
+    # This script runs on the head node. No fallback: with one, each node would wait for itself.
+    export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}} MASTER_PORT
+    MASTER_PORT=$(free_port)
+    export FABRIC=${FABRIC:-auto}
+    set_python
+    run_dir=$(option --runs-dir runs "$@")/$(option --name "${NAME:-$recipe-job$job}" "$@")
+    logs=$run_dir/slurm
+    mkdir -p "$logs" || refuse "cannot make $logs; choose another --runs-dir"
+    head_log=$logs/$(hostname -s).txt
+    started=$logs/.started-$SLURM_JOB_ID
+    touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
+    options=(--name "${NAME:-$recipe-job$job}" "$@")
+    # A job that begins again goes on with its own record, whatever it began from.
+    if ((restarts > 0)); then options+=(--resume auto); fi
+    echo "job $SLURM_JOB_ID, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
+        "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
+    signal="" step_pid="" stopper=""
+    trap 'stop_step USR1' USR1
+    trap 'signal=TERM' TERM
+}
+
+# A port from the job's number and start, so that jobs on the same nodes differ; the next one where it is taken.
+# They lie below those that Linux gives to outgoing connections.
+free_port() {
+    local port=$((20000 + (SLURM_JOB_ID * 16 + restarts) % 12000))
+    while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
+    echo "$port"
+}
+
+# How srun starts a command: in this repository's venv, or in a container by pyxis or Apptainer.
+set_python() {
+    container_srun=() container_exec=()
+    if [[ -z ${CONTAINER_IMAGE:-} ]]; then
+        export PYTHON=${PYTHON:-$root/.venv/bin/python}
+        if ! command -v "$PYTHON" >/dev/null; then
+            refuse "there is no $PYTHON; run make setup in $root on a file system that all nodes share, or set PYTHON or CONTAINER_IMAGE"
+        fi
+        return
+    fi
+    export PYTHON=${PYTHON:-python3}
+    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool
+    if srun --help | grep -q -e --container-image; then
+        # The image's variables would beat the job's where both have one.
+        container_srun=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
+            --container-env=NNODES,NPROC_PER_NODE,MASTER_ADDR,MASTER_PORT,FABRIC,PYTHON)
+        return
+    fi
+    tool=$(command -v apptainer || command -v singularity) ||
+        refuse "CONTAINER_IMAGE is set, but srun has no --container-image (pyxis) and there is no apptainer; unset it to use a venv"
+    container_exec=("$tool" exec --bind "$mounts" --pwd "$root")
+    if ((gpus > 0)); then container_exec+=(--nv); fi
+    container_exec+=("$CONTAINER_IMAGE")
+}
+
+# run_step SRUN_OPTIONS... -- COMMAND...: run it on the job's nodes, show what the head node prints, set `status`.
+# Each node writes a file of its own, which also a node that is cut off can do.
+run_step() {
+    local srun_options=() tail_pid interrupted
+    while [[ $1 != -- ]]; do
+        srun_options+=("$1")
+        shift
+    done
+    shift
+    tail -n +1 -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
+    tail_pid=$!
+    status=0
+    if [[ -z $signal ]]; then
+        srun --kill-on-bad-exit=1 --output="$logs/%N.txt" --open-mode=append \
+            "${srun_options[@]}" "${container_srun[@]}" "${container_exec[@]}" "$@" &
+        step_pid=$!
+        while :; do # a trap interrupts wait
+            interrupted=$signal status=0
+            wait "$step_pid" || status=$?
+            if [[ $interrupted == "$signal" ]]; then break; fi
+        done
+    fi
+    sleep 0.5
+    kill "$tail_pid" $stopper 2>/dev/null
+    wait "$tail_pid" 2>/dev/null || true
+}
+
+# Slurm's signal: it comes to this script alone (B:), a while before the time limit or a preemption. Pass it on until
+# all ranks have left: one that has not begun to listen yet would miss it.
+stop_step() {
+    signal=$1
+    echo "job $SLURM_JOB_ID got $1: ranks write a checkpoint"
+    while :; do
+        scancel --signal="$1" "$SLURM_JOB_ID" 2>/dev/null || true
+        sleep 10
+    done &
+    stopper=$!
+}
+
+# Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
+end_job() {
+    local lost=""
+    if ((status == 0)) && [[ $run_dir/result.json -nt $started || ! -e $run_dir/config.json ]]; then exit 0; fi
+    if [[ $signal == USR1 || $(job_field PreemptTime) != None ]]; then
+        requeue "it was stopped before its end"
+    elif ((status == 0)); then
+        # All ranks have left after a TERM: from scancel, mostly, which ends this script, too.
+        echo "job $SLURM_JOB_ID was stopped; to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
+        exit 1
+    elif ((status != 2)); then
+        lost=$(lost_nodes)
+        if [[ -n $lost ]]; then requeue "no answer from $lost"; fi
+    fi
+    echo "error: job $SLURM_JOB_ID ended with status $status; all nodes' logs are in $logs" >&2
+    exit "$status"
+}
+
+job_field() {
+    scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
+}
+
+# The nodes that do not start a command within a bound.
+lost_nodes() {
+    local node lost=()
+    while read -r node; do
+        if ! timeout 20 srun --overlap --immediate=10 --nodes=1 --ntasks=1 --nodelist="$node" true &>/dev/null; then
+            lost+=("$node")
+        fi
+    done <<<"$nodes"
+    echo "${lost[*]}"
+}
+
+requeue() {
+    local limit=${MAX_REQUEUES:-10}
+    if ((restarts >= limit)); then
+        echo "error: job $SLURM_JOB_ID: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
+            "to go on: sbatch ... --name $(basename "$run_dir") --resume auto" >&2
+        exit 1
+    fi
+    echo "job $SLURM_JOB_ID: $1; it is requeued and goes on from its last checkpoint"
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        sleep 60 # Slurm ends this script
+    fi
+    echo "error: job $SLURM_JOB_ID could not be requeued; to go on: sbatch ... --name $(basename "$run_dir") --resume auto" >&2
+    exit 1
+}
