@@ -39,8 +39,7 @@ def interface_to(host: str) -> str:
             raise UserError(f"{socket.gethostname()} has no route to {host}: {error.strerror}") from None
         local = probe.getsockname()[0].split("%")[0]
     interfaces = {
-        name: [entry.address.split("%")[0] for entry in entries]
-        for name, entries in psutil.net_if_addrs().items()
+        name: [entry.address.split("%")[0] for entry in entries] for name, entries in psutil.net_if_addrs().items()
     }
     by_name = local.startswith("127.") and not _is_address(host) and host != "localhost"
     if by_name:

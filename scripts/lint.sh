@@ -8,5 +8,5 @@ PATH=$PWD/.venv/bin:$PATH
 ruff format --check .
 ruff check .
 mypy
-git ls-files -z --cached --others --exclude-standard '*.sh' .ci/run | xargs -0 shellcheck
+git ls-files -z --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
 yamllint --strict .

@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # What the sbatch files share: where things are, who the head node is, and how a job ends, is requeued and goes on.
 #
-# An sbatch file sources it, calls begin_job with the recipe and its options, starts ranks by run_step, and calls
-# end_job. It reads these variables, all optional:
+# An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the command that starts
+# the ranks, and end_job. The command is made of the arrays srun (srun with what all steps want), container (a prefix
+# where Apptainer is used) and options (the recipe's). These variables are read, all optional:
 #   NAME              the run's name (ddp-job123): the record is runs/NAME, the logs are runs/NAME/slurm/NODE.txt
 #   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
 #   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
@@ -33,7 +34,7 @@ option() {
     echo "$value"
 }
 
-# begin_job RECIPE OPTIONS...: sets up the environment of ranks, the folder for logs and the array `options`.
+# begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
 begin_job() {
     recipe=$1
     shift
@@ -48,10 +49,13 @@ begin_job() {
     export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}} MASTER_PORT
     MASTER_PORT=$(free_port)
     export FABRIC=${FABRIC:-auto}
+    srun=(srun --kill-on-bad-exit=1)
     set_python
     run_dir=$(option --runs-dir runs "$@")/$(option --name "${NAME:-$recipe-job$job}" "$@")
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another --runs-dir"
+    # Each node writes a file of its own, which also a node that is cut off can do.
+    srun+=(--output="$logs/%N.txt" --open-mode=append)
     head_log=$logs/$(hostname -s).txt
     started=$logs/.started-$SLURM_JOB_ID
     touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
@@ -60,7 +64,7 @@ begin_job() {
     if ((restarts > 0)); then options+=(--resume auto); fi
     echo "job $SLURM_JOB_ID, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
-    signal="" step_pid="" stopper=""
+    signal="" step="" step_pid="" stopper=()
     trap 'stop_step USR1' USR1
     trap 'signal=TERM' TERM
 }
@@ -73,55 +77,48 @@ free_port() {
     echo "$port"
 }
 
-# How srun starts a command: in this repository's venv, or in a container by pyxis or Apptainer.
+# The interpreter: in this repository's venv, or in a container that pyxis or Apptainer makes.
 set_python() {
-    container_srun=() container_exec=()
+    container=()
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
         export PYTHON=${PYTHON:-$root/.venv/bin/python}
         if ! command -v "$PYTHON" >/dev/null; then
-            refuse "there is no $PYTHON; run make setup in $root on a file system that all nodes share, or set PYTHON or CONTAINER_IMAGE"
+            refuse "there is no $PYTHON; run make setup in $root, on a file system that all nodes share, or set PYTHON or CONTAINER_IMAGE"
         fi
         return
     fi
     export PYTHON=${PYTHON:-python3}
     local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool
-    if srun --help | grep -q -e --container-image; then
+    if [[ $(srun --help) == *--container-image* ]]; then
         # The image's variables would beat the job's where both have one.
-        container_srun=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
-            --container-env=NNODES,NPROC_PER_NODE,MASTER_ADDR,MASTER_PORT,FABRIC,PYTHON)
+        srun+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
+            "--container-env=NNODES,NPROC_PER_NODE,MASTER_ADDR,MASTER_PORT,FABRIC,PYTHON")
         return
     fi
     tool=$(command -v apptainer || command -v singularity) ||
         refuse "CONTAINER_IMAGE is set, but srun has no --container-image (pyxis) and there is no apptainer; unset it to use a venv"
-    container_exec=("$tool" exec --bind "$mounts" --pwd "$root")
-    if ((gpus > 0)); then container_exec+=(--nv); fi
-    container_exec+=("$CONTAINER_IMAGE")
+    container=("$tool" exec --bind "$mounts" --pwd "$root")
+    if ((gpus > 0)); then container+=(--nv); fi
+    container+=("$CONTAINER_IMAGE")
 }
 
-# run_step SRUN_OPTIONS... -- COMMAND...: run it on the job's nodes, show what the head node prints, set `status`.
-# Each node writes a file of its own, which also a node that is cut off can do.
+# run_step COMMAND...: start the ranks, show what the head node prints, and set `status` to how they ended.
 run_step() {
-    local srun_options=() tail_pid interrupted
-    while [[ $1 != -- ]]; do
-        srun_options+=("$1")
-        shift
-    done
-    shift
-    tail -n +1 -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
+    local tail_pid signal_before
+    tail -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tail_pid=$!
     status=0
     if [[ -z $signal ]]; then
-        srun --kill-on-bad-exit=1 --output="$logs/%N.txt" --open-mode=append \
-            "${srun_options[@]}" "${container_srun[@]}" "${container_exec[@]}" "$@" &
-        step_pid=$!
+        "$@" &
+        step_pid=$! step=$1
         while :; do # a trap interrupts wait
-            interrupted=$signal status=0
+            signal_before=$signal status=0
             wait "$step_pid" || status=$?
-            if [[ $interrupted == "$signal" ]]; then break; fi
+            if [[ $signal_before == "$signal" ]]; then break; fi
         done
     fi
     sleep 0.5
-    kill "$tail_pid" $stopper 2>/dev/null
+    kill "$tail_pid" "${stopper[@]}" 2>/dev/null
     wait "$tail_pid" 2>/dev/null || true
 }
 
@@ -131,10 +128,14 @@ stop_step() {
     signal=$1
     echo "job $SLURM_JOB_ID got $1: ranks write a checkpoint"
     while :; do
-        scancel --signal="$1" "$SLURM_JOB_ID" 2>/dev/null || true
+        if [[ $step == srun ]]; then
+            scancel --signal="$1" "$SLURM_JOB_ID" 2>/dev/null || true # to the steps, not to this script
+        elif [[ -n $step_pid ]]; then
+            kill -s "$1" "$step_pid" 2>/dev/null || true # mpirun hands it to its ranks
+        fi
         sleep 10
     done &
-    stopper=$!
+    stopper=("$!")
 }
 
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
