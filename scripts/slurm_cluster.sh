@@ -109,6 +109,8 @@ KillWait=10
 CompleteWait=0
 InactiveLimit=0
 JobRequeue=1
+# A job that no nodes of a partition can ever run is refused at once.
+EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # Without it a job that is preempted gets no USR1, only the TERM of a cancelled one.

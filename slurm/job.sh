@@ -140,18 +140,29 @@ stop_step() {
 
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
 end_job() {
-    local lost=""
+    local state lost go_on
     if ((status == 0)) && [[ $run_dir/result.json -nt $started || ! -e $run_dir/config.json ]]; then exit 0; fi
-    if [[ $signal == USR1 || $(job_field PreemptTime) != None ]]; then
+    go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
+    state=$(job_field JobState)
+    if [[ $state != RUNNING ]]; then
+        # A scancel, or a requeue by hand: Slurm ends this script, too.
+        echo "job $SLURM_JOB_ID is $state and its ranks have left; $go_on"
+        exit 1
+    elif [[ $signal == USR1 || $(job_field PreemptTime) =~ [0-9] ]]; then
         requeue "it was stopped before its end"
     elif ((status == 0)); then
-        # All ranks have left after a TERM: from scancel, mostly, which ends this script, too.
-        echo "job $SLURM_JOB_ID was stopped; to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
+        echo "error: job $SLURM_JOB_ID: its ranks were told to stop before their end; $go_on" >&2
         exit 1
     elif ((status != 2)); then
         lost=$(lost_nodes)
         if [[ -n $lost ]]; then requeue "no answer from $lost"; fi
     fi
+    local log
+    for log in "$logs"/*.txt; do
+        if [[ $log != "$head_log" && $log -nt $started ]] && ((status != 2)); then
+            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
+        fi
+    done
     echo "error: job $SLURM_JOB_ID ended with status $status; all nodes' logs are in $logs" >&2
     exit "$status"
 }
@@ -175,13 +186,12 @@ requeue() {
     local limit=${MAX_REQUEUES:-10}
     if ((restarts >= limit)); then
         echo "error: job $SLURM_JOB_ID: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
-            "to go on: sbatch ... --name $(basename "$run_dir") --resume auto" >&2
+            "$go_on" >&2
         exit 1
     fi
     echo "job $SLURM_JOB_ID: $1; it is requeued and goes on from its last checkpoint"
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 60 # Slurm ends this script
-    fi
-    echo "error: job $SLURM_JOB_ID could not be requeued; to go on: sbatch ... --name $(basename "$run_dir") --resume auto" >&2
+    trap - TERM
+    if scontrol requeue "$SLURM_JOB_ID"; then exec sleep 60; fi # until Slurm ends this script
+    echo "error: job $SLURM_JOB_ID could not be requeued; $go_on" >&2
     exit 1
 }
