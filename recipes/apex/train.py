@@ -37,6 +37,7 @@ from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
+from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
@@ -472,11 +473,12 @@ def train(args: Options, stop: Stop, world: World) -> None:
     amp = wrap(model, args, world)
     job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
 
+    # DDP: gathers a short text per rank.
+    places: list[Any] = [None] * world.world_size
+    dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
-    job.record, content = together(
-        lambda: open_run(args, "apex", world.world_size) if is_first else (None, None), world
-    )
+    job.record, content = together(lambda: open_run(args, "apex", places) if is_first else (None, None), world)
     box = [content]
     dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)

@@ -16,10 +16,10 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +28,29 @@ import torch
 from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, check_options, read_checkpoint
 from recipes.common.errors import UserError
 from recipes.common.options import Options
+from recipes.common.places import Place, describe
 from recipes.common.progress import Progress
 
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
 
 
-def open_run(args: Options, recipe: str, world_size: int) -> tuple[Record, dict[str, Any] | None]:
+def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
     """Make or continue the run that the options name; return its record and the checkpoint to go on from.
 
-    Call it on rank 0 alone. `--resume auto` continues the run's own record; `--resume PATH` begins a new
-    run from another run's checkpoint, which stays as it is.
+    Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
+    `--resume PATH` begins a new run from another run's checkpoint, which stays as it is.
 
     Raises:
         UserError: the name is taken, a checkpoint is missing, bad or does not fit, the disk refuses.
     """
     try:
-        return _open_run(args, recipe, world_size)
+        return _open_run(args, recipe, places)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or args.runs_dir}: {error.strerror or error}") from None
 
 
-def _open_run(args: Options, recipe: str, world_size: int) -> tuple[Record, dict[str, Any] | None]:
+def _open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
     found: tuple[Path, dict[str, Any]] | None = None
     continued = False
     if args.resume == "auto":
@@ -65,7 +66,7 @@ def _open_run(args: Options, recipe: str, world_size: int) -> tuple[Record, dict
         folder = _new_run(args, recipe)
     assert folder is not None  # _newest_run found it or _new_run made it
     record = Record(folder, args, recipe)
-    record.begin(world_size, found[0] if found else None, found[1]["position"]["step"] if found else 0)
+    record.begin(places, found[0] if found else None, found[1]["position"]["step"] if found else 0)
     return record, found[1] if found else None
 
 
@@ -78,6 +79,8 @@ def _new_run(args: Options, recipe: str) -> Path:
             _empty(folder)
         folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:
+            if any(path.name != LAUNCHER_LOGS for path in folder.iterdir()):
+                raise FileExistsError
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             mend = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
@@ -141,13 +144,13 @@ class Record:
         self._metrics = folder / "metrics.jsonl"
         self._events: Any = None
 
-    def begin(self, world_size: int, checkpoint: Path | None, step: int) -> None:
+    def begin(self, places: Sequence[Place], checkpoint: Path | None, step: int) -> None:
         """Write config.json and drop the lines of steps that will be done again."""
         launch = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "world_size": world_size,
+            "world_size": len(places),
+            "ranks": describe(places),
             "command": sys.argv,
-            "host": socket.gethostname(),
             "checkpoint": str(checkpoint) if checkpoint else None,
             "step": step,
         }
@@ -164,7 +167,9 @@ class Record:
         _replace_text(path, json.dumps(config, indent=2) + "\n")
         kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
         _replace_text(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self.progress.say(f"run {self.folder}  world_size={world_size}  {_device_name(self.args)}")
+        self.progress.say(f"run {self.folder}  world_size={len(places)}")
+        for line in launch["ranks"]:
+            self.progress.say(line)
         if checkpoint:
             self.progress.say(f"resumed from {checkpoint} at step {step}")
         if self.args.tensorboard:
@@ -253,12 +258,6 @@ def _replace_text(path: Path, text: str) -> None:
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
-
-
-def _device_name(args: Options) -> str:
-    if args.device != "cpu" and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} a process"
 
 
 def _versions() -> dict[str, str | None]:

@@ -31,6 +31,7 @@ from recipes.common.optim import (
     set_learning_rate,
 )
 from recipes.common.options import Options, build_parser, check_batch, parse
+from recipes.common.places import place_of
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer = build_optimizer(args, model.parameters())
     # DataParallel: the job, and with it the checkpoint, holds the plain model: any recipe can go on from it.
     job = Job(args, data, device, model, optimizer, build_scaler(args, device), stop)
-    job.record, content = open_run(args, "dataparallel", world_size=1)
+    job.record, content = open_run(args, "dataparallel", [place_of(device)])
     job.restore(content)
 
     while not job.is_complete:

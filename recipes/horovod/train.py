@@ -36,6 +36,7 @@ from recipes.common.optim import (
     set_learning_rate,
 )
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
+from recipes.common.places import Place, place_of
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
@@ -216,11 +217,11 @@ def train(args: Options, stop: Stop, world: World) -> None:
     optimizer = wrap(model, args, world)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
+    # Horovod: gathers a short text per rank.
+    places: list[Place] = hvd.allgather_object(place_of(world.device), name="places")
     # Horovod: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
-    job.record, content = together(
-        lambda: open_run(args, "horovod", world.world_size) if is_first else (None, None), world
-    )
+    job.record, content = together(lambda: open_run(args, "horovod", places) if is_first else (None, None), world)
     # (hvd.broadcast_optimizer_state would do for the optimizer, but takes a step on one that has no state yet.)
     content = hvd.broadcast_object(content, root_rank=0, name="checkpoint")
     together(lambda: job.restore(content), world)

@@ -51,6 +51,7 @@ from recipes.common.partition import (
     merge_shares,
     plan_parts,
 )
+from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
@@ -488,11 +489,12 @@ def train(args: Options, stop: Stop, world: World) -> None:
     optimizer = build_optimizer(args, pipeline.share.parameters)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
+    # DDP: gathers a short text per rank.
+    places: list[Any] = [None] * world.world_size
+    dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
-    job.record, content = together(
-        lambda: open_run(args, "pipeline", world.world_size) if is_first else (None, None), world
-    )
+    job.record, content = together(lambda: open_run(args, "pipeline", places) if is_first else (None, None), world)
     box = [content]
     dist.broadcast_object_list(box, src=0, group=world.control)
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from recipes.common.options import (
     parse,
     positive_int,
 )
+from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
@@ -379,11 +380,12 @@ def train(args: Options, stop: Stop, world: World) -> None:
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
+    # Scratch: gathers a short text per rank.
+    places: list[Any] = [None] * world.world_size
+    dist.all_gather_object(places, place_of(world.device), group=world.control)
     # Scratch: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
-    job.record, content = together(
-        lambda: open_run(args, "scratch", world.world_size) if is_first else (None, None), world
-    )
+    job.record, content = together(lambda: open_run(args, "scratch", places) if is_first else (None, None), world)
     box = [content]
     dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)

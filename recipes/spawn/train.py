@@ -63,6 +63,7 @@ from recipes.common.options import (
     positive_float,
     positive_int,
 )
+from recipes.common.places import place_of
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
@@ -332,11 +333,12 @@ def train(args: Options, stop: Stop, world: World) -> None:
     optimizer = shard_optimizer(model, args) if args.zero else build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
+    # DDP: gathers a short text per rank.
+    places: list[Any] = [None] * world.world_size
+    dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
-    job.record, content = together(
-        lambda: open_run(args, "spawn", world.world_size) if is_first else (None, None), world
-    )
+    job.record, content = together(lambda: open_run(args, "spawn", places) if is_first else (None, None), world)
     box = [content]
     dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)

@@ -18,6 +18,7 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
+from recipes.common.places import Place, describe
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
@@ -343,7 +344,7 @@ class TestStop:
 class TestRecord:
     def open(self, folder, *argv, recipe="single"):
         args = options(["--runs-dir", str(folder), "--no-tensorboard", *argv])
-        return open_run(args, recipe, world_size=2)
+        return open_run(args, recipe, [Place("a", "CPU, 1 thread a process")] * 2)
 
     def test_config_tells_what_was_run(self, tmp_path):
         record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
@@ -390,6 +391,17 @@ class TestRecord:
             self.open(tmp_path, "--name", "precious", "--overwrite")
         assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
+    def test_a_launchers_logs_are_no_run_and_stay(self, tmp_path):
+        log = tmp_path / "a" / "slurm" / "n1.txt"
+        log.parent.mkdir(parents=True)
+        log.write_text("n1: fabric tcp\n")
+        for argv in ([], ["--overwrite"]):
+            record, _ = self.open(tmp_path, "--name", "a", *argv)
+            assert (record.folder / "config.json").exists()
+            assert log.read_text() == "n1: fabric tcp\n"
+        with pytest.raises(UserError, match="exists"):
+            self.open(tmp_path, "--name", "a")
+
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
         from recipes.common.checkpoint import Position, pack
 
@@ -422,7 +434,9 @@ class TestRecord:
     def test_tensorboard_events_hold_the_same_numbers(self, tmp_path):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        record, _ = open_run(options(["--runs-dir", str(tmp_path)]), "single", 1)
+        record, _ = open_run(
+            options(["--runs-dir", str(tmp_path)]), "single", [Place("a", "CPU, 1 thread a process")]
+        )
         for step in (1, 2):
             record.log_step(step=step, epoch=1, loss=step / 2, lr=0.1, samples_per_s=1.0)
         record.close()
@@ -441,3 +455,17 @@ def test_options_are_read_only():
         args.seed = 5
     assert isinstance(args, argparse.Namespace)
     assert args.data_dir == Path("data")
+
+
+@pytest.mark.parametrize(
+    ("places", "lines"),
+    [
+        ([Place("a", "CPU")], ["rank 0 on a: CPU"]),
+        ([Place("a", "CPU")] * 2 + [Place("b", "CPU")], ["ranks 0-1 on a: CPU", "rank 2 on b: CPU"]),
+        ([Place("a", "H200", i) for i in range(4)], ["ranks 0-3 on a: cuda:0-3 H200"]),
+        ([Place("a", "H200", 1), Place("a", "H200", 0)], ["ranks 0-1 on a: cuda:1,0 H200"]),
+        ([Place("a", "A", 0), Place("a", "B", 1)], ["rank 0 on a: cuda:0 A", "rank 1 on a: cuda:1 B"]),
+    ],
+)
+def test_a_line_tells_where_ranks_are(places, lines):
+    assert describe(places) == lines

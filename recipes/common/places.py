@@ -1,0 +1,47 @@
+"""Where the ranks of a run are: the host and device of each, as the run's first lines and its record show them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host of a rank, its device's name, and the number of that device (None for a CPU)."""
+
+    host: str
+    device: str
+    index: int | None = None
+
+
+def place_of(device: torch.device) -> Place:
+    """Return where this process is that works on the device."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index)
+    threads = torch.get_num_threads()
+    return Place(socket.gethostname(), f"CPU, {threads} thread{'s' if threads > 1 else ''} a process")
+
+
+def describe(places: Sequence[Place]) -> list[str]:
+    """Return a line for each group of ranks that follow one another on a host; places holds every rank's."""
+    lines = []
+    ranked = groupby(enumerate(places), key=lambda item: (item[1].host, item[1].device))
+    for (host, device), group in ranked:
+        ranks, indices = zip(*((rank, place.index) for rank, place in group), strict=True)
+        numbers = "" if indices[0] is None else f"cuda:{_span(indices)} "
+        lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {_span(ranks)} on {host}: {numbers}{device}")
+    return lines
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return 0-3 for 0, 1, 2, 3, and all of them where they do not count up by one."""
+    first, last = numbers[0], numbers[-1]
+    if list(numbers) == list(range(first, last + 1)):
+        return str(first) if first == last else f"{first}-{last}"
+    return ",".join(map(str, numbers))
