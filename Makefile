@@ -12,10 +12,10 @@ RECIPES ?=
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help list setup run horovod compare test lint format lock clean
+.PHONY: help list setup run horovod compare slurm-up slurm-down slurm-status test lint format lock clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 list: ## List the recipes, a line each
 	@python3 -m scripts.local --list
@@ -37,6 +37,15 @@ compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epoch
 	@scripts/setup.sh run
 	@$(if $(filter horovod,$(RECIPES)),scripts/horovod/build.sh --if-missing)
 	@exec $(PYTHON) -m scripts.compare $(RECIPES) --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS)
+
+slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
+	@scripts/slurm_cluster.sh up "$(if $(filter file,$(origin NODES)),2,$(NODES))"
+
+slurm-down: ## End it, with all its jobs
+	@scripts/slurm_cluster.sh down
+
+slurm-status: ## Show its nodes and jobs
+	@scripts/slurm_cluster.sh status
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev

@@ -4,7 +4,8 @@
 # An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the command that starts
 # the ranks, and end_job. The command is made of the arrays srun (srun with what all steps want), container (a prefix
 # where Apptainer is used) and options (the recipe's). These variables are read, all optional:
-#   NAME              the run's name (ddp-job123): the record is runs/NAME, the logs are runs/NAME/slurm/NODE.txt
+#   NAME              the run's name (ddp-job123; in an array NAME-0, NAME-1): the record is runs/NAME, the logs are
+#                     runs/NAME/slurm/NODE.txt
 #   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
 #   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
 #   FABRIC            auto, ib, roce, efa or tcp: see scripts/fabric.sh
@@ -38,8 +39,12 @@ option() {
 begin_job() {
     recipe=$1
     shift
-    local default job=$SLURM_JOB_ID
+    local default name
+    job=$SLURM_JOB_ID
+    # The last task of an array has the array's own number: a command to that one would mean all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
+    name=${name:-$recipe-job$job}
     restarts=${SLURM_RESTART_COUNT:-0}
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     gpus=${SLURM_GPUS_ON_NODE:-0}
@@ -51,18 +56,18 @@ begin_job() {
     export FABRIC=${FABRIC:-auto}
     srun=(srun --kill-on-bad-exit=1)
     set_python
-    run_dir=$(option --runs-dir runs "$@")/$(option --name "${NAME:-$recipe-job$job}" "$@")
+    run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another --runs-dir"
     # Each node writes a file of its own, which also a node that is cut off can do.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
     head_log=$logs/$(hostname -s).txt
-    started=$logs/.started-$SLURM_JOB_ID
+    started=$logs/.started
     touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
-    options=(--name "${NAME:-$recipe-job$job}" "$@")
+    options=(--name "$name" "$@")
     # A job that begins again goes on with its own record, whatever it began from.
     if ((restarts > 0)); then options+=(--resume auto); fi
-    echo "job $SLURM_JOB_ID, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
+    echo "job $job, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
     signal="" step="" step_pid="" stopper=()
     trap 'stop_step USR1' USR1
@@ -126,10 +131,10 @@ run_step() {
 # all ranks have left: one that has not begun to listen yet would miss it.
 stop_step() {
     signal=$1
-    echo "job $SLURM_JOB_ID got $1: ranks write a checkpoint"
+    echo "job $job got $1: ranks write a checkpoint"
     while :; do
         if [[ $step == srun ]]; then
-            scancel --signal="$1" "$SLURM_JOB_ID" 2>/dev/null || true # to the steps, not to this script
+            scancel --signal="$1" "$job" 2>/dev/null || true # to the steps, not to this script
         elif [[ -n $step_pid ]]; then
             kill -s "$1" "$step_pid" 2>/dev/null || true # mpirun hands it to its ranks
         fi
@@ -146,12 +151,12 @@ end_job() {
     state=$(job_field JobState)
     if [[ $state != RUNNING ]]; then
         # A scancel, or a requeue by hand: Slurm ends this script, too.
-        echo "job $SLURM_JOB_ID is $state and its ranks have left; $go_on"
+        echo "job $job is $state and its ranks have left; $go_on"
         exit 1
     elif [[ $signal == USR1 || $(job_field PreemptTime) =~ [0-9] ]]; then
         requeue "it was stopped before its end"
     elif ((status == 0)); then
-        echo "error: job $SLURM_JOB_ID: its ranks were told to stop before their end; $go_on" >&2
+        echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2
         exit 1
     elif ((status != 2)); then
         lost=$(lost_nodes)
@@ -163,12 +168,12 @@ end_job() {
             grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
         fi
     done
-    echo "error: job $SLURM_JOB_ID ended with status $status; all nodes' logs are in $logs" >&2
+    echo "error: job $job ended with status $status; all nodes' logs are in $logs" >&2
     exit "$status"
 }
 
 job_field() {
-    scontrol show job "$SLURM_JOB_ID" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
+    scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
 # The nodes that do not start a command within a bound.
@@ -185,13 +190,13 @@ lost_nodes() {
 requeue() {
     local limit=${MAX_REQUEUES:-10}
     if ((restarts >= limit)); then
-        echo "error: job $SLURM_JOB_ID: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
+        echo "error: job $job: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
             "$go_on" >&2
         exit 1
     fi
-    echo "job $SLURM_JOB_ID: $1; it is requeued and goes on from its last checkpoint"
+    echo "job $job: $1; it is requeued and goes on from its last checkpoint"
     trap - TERM
-    if scontrol requeue "$SLURM_JOB_ID"; then exec sleep 60; fi # until Slurm ends this script
-    echo "error: job $SLURM_JOB_ID could not be requeued; $go_on" >&2
+    if scontrol requeue "$job"; then exec sleep 60; fi # until Slurm ends this script
+    echo "error: job $job could not be requeued; $go_on" >&2
     exit 1
 }

@@ -1,5 +1,6 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
+import os
 import signal
 import socket
 import subprocess
