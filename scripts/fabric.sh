@@ -88,7 +88,7 @@ set_fabric() {
     if ((${SLURM_CPUS_PER_TASK:-cores} < cores)); then cores=$SLURM_CPUS_PER_TASK; fi
     cores=$((cores / ${TASK_PROCESSES:-${NPROC_PER_NODE:-1}}))
     fabric_set OMP_NUM_THREADS $((cores > 0 ? cores : 1))
-    if ((${SLURM_LOCALID:-0} > 0)); then return; fi # one line a node
+    if ((${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}} > 0)); then return; fi # one line a node
     echo "$(hostname): fabric $fabric (${reason//_/ }), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
 }
 

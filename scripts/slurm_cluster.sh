@@ -5,6 +5,7 @@
 #   scripts/slurm_cluster.sh status         its nodes and jobs
 #   scripts/slurm_cluster.sh down           end it, its jobs included
 #   scripts/slurm_cluster.sh run CMD...     run a command inside; `on NODE CMD...` runs it on a node
+#   scripts/slurm_cluster.sh restart NODE   start the slurmd of a node that has lost it
 #
 # It wants root and Debian's packages slurm-wlm, munge and iproute2. Each node is a network namespace with an address
 # and a host name of its own (n1 at 10.77.0.1, ...), on a bridge behind the controller's. All of it lives in one PID
@@ -105,7 +106,7 @@ SlurmctldTimeout=30
 SlurmdTimeout=${SLURMD_TIMEOUT_S:-15}
 TCPTimeout=2
 MessageTimeout=10
-KillWait=10
+KillWait=${KILL_WAIT_S:-10}
 CompleteWait=0
 InactiveLimit=0
 JobRequeue=1
@@ -213,6 +214,13 @@ on() {
     run nsenter --target "$(<"$state/$node.pid")" --mount --net --uts --wd="$PWD" -- "$@"
 }
 
+restart() {
+    local node=$1
+    if [[ ! -e $state/$node.out ]]; then refuse "there is no node '$node'"; fi
+    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
+    SLURM_CONF=$state/slurm.conf setsid nsenter --target "$(<"$state/pid")" --all "$here" start_node "$node" </dev/null
+}
+
 status() {
     if ! is_up; then
         echo "no test cluster is up"
@@ -252,6 +260,6 @@ down() {
 command=${1:-}
 shift || true
 case $command in
-up | down | status | run | on | init) "$command" "$@" ;;
-*) refuse "usage: $here up [NODES] | down | status | run CMD... | on NODE CMD..." ;;
+up | down | status | run | on | restart | init | start_node) "$command" "$@" ;;
+*) refuse "usage: $here up [NODES] | down | status | run CMD... | on NODE CMD... | restart NODE" ;;
 esac

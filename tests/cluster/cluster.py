@@ -1,0 +1,121 @@
+"""A real Slurm cluster for tests, and what they ask of it: submit a file, wait for a job, read what it printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support import ROOT, wait_until
+
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that scripts/slurm_cluster.sh keeps in a folder."""
+
+    folder: Path
+
+    def script(
+        self, *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run scripts/slurm_cluster.sh."""
+        # What a launcher or a user around the tests has set must not reach the jobs.
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        own |= {"SLURM_CLUSTER_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **(env or {})}
+        command = [str(ROOT / "scripts/slurm_cluster.sh"), *words]
+        return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    def run(self, *words: str, cwd: Path = ROOT, **env: str) -> str:
+        """Run a Slurm command; return what it printed."""
+        result = self.script("run", *words, cwd=cwd, env=env)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def submit(self, folder: Path, file: str, *options: str, flags: tuple[str, ...] = (), **env: str) -> Job:
+        """Submit a file of slurm/ from another folder, with its record and logs there."""
+        words = ["sbatch", "--parsable", *flags, str(ROOT / "slurm" / file)]
+        own = [] if file.startswith("doctor") else ["--runs-dir", str(folder), "--no-tensorboard"]
+        number = self.run(*words, *options, *own, cwd=folder, **env).strip()
+        return Job(self, number, folder)
+
+    def processes(self, text: str, node: str | None = None) -> list[psutil.Process]:
+        """Return the cluster's processes with the text in their command line, on a node or on all."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                if is_ours and text in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return [process for process in found if node is None or self.host_of(process) == node]
+
+    def host_of(self, process: psutil.Process) -> str:
+        """Return the host name that a process sees."""
+        command = ["nsenter", "--target", str(process.pid), "--uts", "hostname"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or one task of an array."""
+
+    cluster: Cluster
+    number: str
+    folder: Path
+    """Where it was submitted, and where its record is."""
+
+    def field(self, name: str) -> str:
+        """Return a field of scontrol show job."""
+        line = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
+        match = re.search(rf" {name}=(\S*)", line)
+        assert match, line
+        return match[1]
+
+    @property
+    def text(self) -> str:
+        """What the batch script has printed so far: its own words, and those of the head node."""
+        [path] = [*self.folder.glob(f"*-{self.number}.out")] or [Path(os.devnull)]
+        return path.read_text()
+
+    @property
+    def run(self) -> Path:
+        """The folder of the record."""
+        match = re.search(r"record and logs in (\S+)", self.text)
+        assert match, self.text
+        return Path(match[1])
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait until the batch script or the head node has printed the text."""
+        wait_until(lambda: text in self.text, TIMEOUT_S, f"{text!r} in:\n{self.text}")
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Wait for the job's end, after which no process of it may be left; return its state."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.field("JobState")) not in FINAL or self.field("Requeue") == "pending":
+            assert time.monotonic() < deadline, f"still {state}:\n{self.text}"
+            time.sleep(0.1)
+        mark = f"job{self.number}"
+        wait_until(lambda: not self.cluster.processes(mark), 10, f"no process of {mark} left")
+        return state
+
+    def complete(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Wait for a good end; return the result line, which must be the last one."""
+        state = self.wait(timeout_s)
+        assert state == "COMPLETED", f"{state}:\n{self.text}"
+        return self.text.splitlines()[-1]
+
+    def ranks(self) -> list[str]:
+        """Return the last start's map of ranks, without what their devices are."""
+        launches = json.loads((self.run / "config.json").read_text())["launches"]
+        return [re.sub(": CPU.*", "", line) for line in launches[-1]["ranks"]]

@@ -1,0 +1,35 @@
+"""The Slurm cluster of the tests: real daemons and three nodes with a network each, one for a test worker."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.conftest import require
+
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
+
+
+def require_slurm():
+    """Skip, or fail under REQUIRE=slurm, where no cluster can be started."""
+    require("slurm", os.geteuid() == 0, "a cluster of namespaces wants root", "run `make test` as root")
+    missing = [command for command in COMMANDS if not shutil.which(command)]
+    remedy = "apt-get install --no-install-recommends slurm-wlm munge iproute2"
+    require("slurm", not missing, f"there is no {', '.join(missing)}", remedy)
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Return a cluster of three nodes; Slurm finds a lost slurmd within 6 s."""
+    require_slurm()
+    folder = Path(tempfile.mkdtemp(prefix="cluster-recipes-"))
+    cluster = Cluster(folder / "slurm")
+    up = cluster.script("up", "3", env={"SLURMD_TIMEOUT_S": "6", "KILL_WAIT_S": "5"})
+    assert up.returncode == 0, up.stderr
+    yield cluster
+    down = cluster.script("down")
+    shutil.rmtree(folder)
+    assert down.returncode == 0, down.stderr

@@ -1,0 +1,289 @@
+"""The sbatch files on a real Slurm: the numbers of single, the right map of ranks, and an end in every case."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from tests.conftest import require
+from tests.support import ROOT, accuracies, is_equal, losses, train, wait_until, weights
+
+SETTINGS = (
+    *("--global-batch-size", "96", "--seed", "2", "--lr", "0.01", "--warmup-steps", "5"),
+    *("--max-steps", "24", "--log-every", "1"),
+)
+"""Few steps at a rate that lets rounding stay small."""
+
+ENDLESS = ("--epochs", "100000")
+
+FILES = {
+    "ddp": ("ddp.sbatch", {}),
+    "ddp-srun": ("ddp-srun.sbatch", {}),
+    "spawn": ("spawn.sbatch", {}),
+    "horovod-pmix": ("horovod.sbatch", {"START": "pmix"}),
+    "horovod-gloo": ("horovod.sbatch", {"START": "gloo"}),
+    "horovod-mpirun": ("horovod.sbatch", {"START": "mpirun"}),
+    "apex": ("apex.sbatch", {}),
+    "pipeline": ("pipeline.sbatch", {}),
+}
+
+OPTIONS = {"apex": ("--opt-level", "O0")} | dict.fromkeys(
+    ("horovod-pmix", "horovod-gloo", "horovod-mpirun"), ("--compression", "none")
+)
+"""What makes a recipe exact."""
+
+
+def submit(cluster, folder, name, *options, **keywords):
+    """Submit a file by its name here, with what Horovod needs."""
+    if name.startswith("horovod"):
+        built = importlib.util.find_spec("horovod") is not None
+        require("horovod", built, "Horovod is not built", "run `make horovod`")
+    if name in ("horovod-pmix", "horovod-mpirun"):
+        require("mpi", shutil.which("mpirun"), "there is no MPI", "apt-get install openmpi-bin")
+    file, env = FILES[name]
+    env = {"PYTHON": sys.executable, **env}
+    return cluster.submit(folder, file, *options, *OPTIONS.get(name, ()), **env, **keywords)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return the record of one process, for all to be compared with."""
+    return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("name", FILES)
+    def test_every_file_has_the_losses_of_single_and_the_same_map(self, cluster, tmp_path, single, name):
+        job = submit(cluster, tmp_path, name, *SETTINGS)
+        assert re.match(r"result recipe=\w+ world_size=4 test_accuracy=0\.\d+ samples_per_s=\d+$", job.complete())
+        assert losses(job.run) == pytest.approx(losses(single), abs=2e-6)
+        assert accuracies(job.run) == accuracies(single)
+        assert job.ranks() == ["ranks 0-1 on n1", "ranks 2-3 on n2"]
+        logs = sorted(path.name for path in (job.run / "slurm").glob("*.txt"))
+        assert logs == ["n1.txt", "n2.txt"]
+        for node in ("n1", "n2"):
+            log = (job.run / f"slurm/{node}.txt").read_text()
+            assert log.count(f"{node}: fabric tcp (no RDMA device), n1 by eth0:") == 1
+
+    @pytest.mark.parametrize("name", ["ddp", "ddp-srun", "horovod-pmix"])
+    def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, single, name):
+        job = submit(cluster, tmp_path, name, *SETTINGS, flags=("--nodes=3",))
+        assert " world_size=6 " in job.complete()
+        assert losses(job.run) == pytest.approx(losses(single), abs=2e-6)
+
+    @pytest.mark.parametrize(
+        ("flags", "world_size"),
+        [(("--gpus-per-node=0",), 2), (("--gpus-per-node=0", "--ntasks-per-node=3", "--cpus-per-task=1"), 6)],
+    )
+    def test_a_cluster_without_gpus_needs_a_flag(self, cluster, tmp_path, flags, world_size):
+        job = submit(cluster, tmp_path, "ddp", "--max-steps", "2", flags=flags)
+        assert f" world_size={world_size} " in job.complete()
+
+    def test_a_sweep_gives_a_run_for_each_point(self, cluster, tmp_path):
+        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02"}
+        array = cluster.submit(tmp_path, "array.sbatch", "--max-steps", "3", flags=("--array=0-1",), **env)
+        rates = []
+        for index in range(2):
+            job = type(array)(cluster, f"{array.number}_{index}", tmp_path)
+            assert " world_size=2 " in job.complete()
+            rates.append(json.loads((job.run / "config.json").read_text())["options"]["lr"])
+        assert rates == [0.01, 0.02]
+
+    def test_the_doctors_job_maps_the_nodes(self, cluster, tmp_path):
+        job = cluster.submit(tmp_path, "doctor.sbatch", flags=("--nodes=3",), PYTHON=sys.executable)
+        found = json.loads(job.complete().removeprefix("probe "))
+        assert (found["world_size"], found["sum"]) == (6, 21)
+        assert [(row["rank"], row["local_rank"], row["host"]) for row in found["ranks"]] == [
+            (rank, rank % 2, f"n{rank // 2 + 1}") for rank in range(6)
+        ]
+        assert "n1: kernel " in job.text
+        assert "n1: no GPU" in job.text
+        shutil.rmtree(ROOT / job.run)
+
+    def test_two_jobs_on_the_same_nodes_do_not_collide(self, cluster, tmp_path):
+        flags = ("--gpus-per-node=1", "--cpus-per-task=2", "--nodelist=n1,n2")
+        jobs = [submit(cluster, tmp_path, "ddp", "--epochs", "8", flags=flags) for _ in range(2)]
+        for job in jobs:
+            assert " world_size=2 " in job.complete()
+        starts = [json.loads((job.run / "config.json").read_text())["launches"][0]["time"] for job in jobs]
+        assert len({re.search(r"head n1:(\d+)", job.text)[1] for job in jobs}) == 2, starts
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the record of the run that jobs below are to end like."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {nodes: train("ddp", folder / str(nodes), 2 * nodes, *LONG, nodes=nodes) for nodes in (2, 3)}
+
+
+LONG = ("--epochs", "16", "--checkpoint-every", "5", "--deterministic", "--seed", "2")
+
+
+def near_the_limit(cluster, job):
+    """Send what Slurm sends a while before the time limit (--signal=B:USR1@120)."""
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+
+
+def requeued_by_hand(cluster, job):
+    cluster.run("scontrol", "requeue", job.number)
+
+
+def preempted(cluster, job):
+    cluster.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "sleep", "1")
+
+
+class TestRequeue:
+    @pytest.mark.parametrize("name", ["ddp", "ddp-srun", "spawn"])
+    @pytest.mark.parametrize("disturb", [near_the_limit, requeued_by_hand, preempted], ids=lambda f: f.__name__)
+    def test_a_job_goes_on_and_ends_like_an_undisturbed_one(self, cluster, tmp_path, undisturbed, disturb, name):
+        if name == "spawn" and disturb is not near_the_limit:
+            pytest.skip("the batch script does the same for all files; two of them show it")
+        nodes = 3 if disturb is preempted else 2
+        job = submit(cluster, tmp_path, name, *LONG, flags=(f"--nodes={nodes}",))
+        job.wait_for_text("epoch 2 ")
+        disturb(cluster, job)
+        assert job.complete().startswith("result ")
+        assert job.field("Restarts") == "1"
+        launches = json.loads((job.run / "config.json").read_text())["launches"]
+        assert launches[0]["step"] == 0 < launches[1]["step"]
+        assert "could not be requeued" not in job.text
+        assert is_equal(weights(job.run), weights(undisturbed[nodes]))
+
+    def test_the_time_limit_itself(self, cluster, tmp_path):
+        # Slurm counts time limits in minutes and looks at them every few seconds.
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS, flags=("--time=1", "--signal=B:USR1@50"))
+        job.wait_for_text("resumed from")
+        assert "got USR1: ranks write a checkpoint" in job.text
+        cluster.run("scancel", job.number)
+        assert job.wait() == "CANCELLED"
+
+    def test_horovod_goes_on_too(self, cluster, tmp_path):
+        for name in ("horovod-pmix", "horovod-mpirun"):
+            job = submit(cluster, tmp_path, name, "--epochs", "16")
+            job.wait_for_text("epoch 2 ")
+            near_the_limit(cluster, job)
+            assert job.complete().startswith("result ")
+            assert "stopped by SIGUSR1: wrote" in job.text and "resumed from" in job.text
+
+    def test_only_so_often(self, cluster, tmp_path):
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS, MAX_REQUEUES="0")
+        job.wait_for_text("epoch 2 ")
+        near_the_limit(cluster, job)
+        assert job.wait() == "FAILED"
+        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=0\); to go on: sbatch .* --resume auto"
+        assert re.match(words, job.text.splitlines()[-1])
+
+    def test_one_task_of_an_array_is_requeued_alone(self, cluster, tmp_path):
+        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02"}
+        array = cluster.submit(tmp_path, "array.sbatch", "--epochs", "30", flags=("--array=0-1",), **env)
+        tasks = [type(array)(cluster, f"{array.number}_{index}", tmp_path) for index in range(2)]
+        for task in tasks:
+            task.wait_for_text("epoch 2 ")
+        near_the_limit(cluster, tasks[1])  # its number is the array's own
+        assert [task.complete().split()[0] for task in tasks] == ["result"] * 2
+        assert [task.field("Restarts") for task in tasks] == ["0", "1"]
+
+    def test_a_node_without_slurmd_is_left_out(self, cluster, tmp_path):
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS, "--checkpoint-every", "50", flags=("--nodelist=n1,n2",))
+        job.wait_for_text("epoch 2 ")
+        cluster.run("scontrol", "update", f"JobId={job.number}", "ReqNodeList=")
+        try:
+            [slurmd] = cluster.processes("slurmd -D -N n2")
+            slurmd.kill()
+            job.wait_for_text("resumed from")
+            assert job.ranks() == ["ranks 0-1 on n1", "ranks 2-3 on n3"]
+        finally:
+            cluster.run("scancel", job.number)
+            cluster.script("restart", "n2")
+        assert job.wait() == "CANCELLED"
+        is_idle = lambda: cluster.run("sinfo", "-h", "-n", "n2", "-p", "main", "-o", "%T").strip() == "idle"  # noqa: E731
+        wait_until(is_idle, 30, "n2 idle again")
+
+
+class TestEnds:
+    @pytest.mark.parametrize(
+        "name", ["ddp", "ddp-srun", "spawn", "horovod-pmix", "horovod-gloo", "horovod-mpirun"]
+    )
+    def test_a_killed_rank_ends_the_job_everywhere(self, cluster, tmp_path, name):
+        job = submit(cluster, tmp_path, name, *ENDLESS)
+        job.wait_for_text("epoch 1 ")
+        mark = "spawn_main" if name == "spawn" else f"job{job.number}"
+        on_n2 = [p for p in cluster.processes(mark, "n2") if "python" in p.name() or "pt_main" in p.name()]
+        max(on_n2, key=lambda process: process.pid).kill()
+        assert job.wait(20) == "FAILED"
+        assert re.search(r"^error: job \d+ ended with status \d+; all nodes' logs are in ", job.text, re.MULTILINE)
+
+    def test_scancel_leaves_a_checkpoint(self, cluster, tmp_path):
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS)
+        job.wait_for_text("epoch 2 ")
+        cluster.run("scancel", job.number)
+        assert job.wait() == "CANCELLED"
+        assert "stopped by SIGTERM: wrote" in (job.run / "slurm/n1.txt").read_text()
+        assert weights(job.run)
+
+    @pytest.mark.parametrize(
+        ("options", "env", "words"),
+        [
+            (("--lr", "x"), {}, "--lr"),
+            (("--data", "imagefolder", "--data-dir", "/nowhere"), {}, "cannot read /nowhere/train"),
+            ((), {"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in"),
+            ((), {"FABRIC": "efb"}, "FABRIC wants auto, ib, roce, efa or tcp, got 'efb'"),
+            ((), {"START": "ssh"}, "START wants pmix, gloo or mpirun, got 'ssh'"),
+            ((), {"CONTAINER_IMAGE": "ddp.sqsh"}, "CONTAINER_IMAGE is set, but srun has no --container-image"),
+        ],
+    )
+    def test_a_refusal_is_one_line_and_status_2(self, cluster, tmp_path, options, env, words):
+        file = "horovod.sbatch" if "START" in env else "ddp.sbatch"
+        job = cluster.submit(tmp_path, file, *options, **{"PYTHON": sys.executable, **env})
+        assert job.wait() == "FAILED"
+        assert job.field("ExitCode") == "2:0"
+        refusals = {line for line in job.text.splitlines() if line.startswith("error: ") and words in line}
+        assert len(refusals) == 1, job.text
+        assert "Traceback" not in job.text
+
+    @pytest.mark.parametrize(
+        ("flag", "words"),
+        [("--partition=mian", "nvalid partition"), ("--nodes=9", "node configuration is not available")],
+    )
+    def test_slurm_itself_refuses_what_it_cannot_run(self, cluster, tmp_path, flag, words):
+        result = cluster.script("run", "sbatch", flag, str(ROOT / "slurm/ddp.sbatch"), cwd=tmp_path)
+        assert result.returncode == 1
+        assert words in result.stderr
+
+
+class TestContainers:
+    """Stand-ins show what they are asked for and run the command outside of any container."""
+
+    def complete(self, cluster, folder, name, script):
+        tools = folder / "bin"
+        tools.mkdir()
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+        env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": "/images/ddp.sif"}
+        env |= {"CONTAINER_MOUNTS": "/data:/data", "PYTHON": sys.executable}
+        job = cluster.submit(folder, "ddp.sbatch", "--max-steps", "2", **env)
+        assert " world_size=4 " in job.complete()
+        return job.text
+
+    def test_apptainer(self, cluster, tmp_path):
+        script = '#!/bin/bash\necho "$0 $*"\nwhile [[ $1 != *.sif ]]; do shift; done\nshift\nexec "$@"\n'
+        text = self.complete(cluster, tmp_path, "apptainer", script)
+        mounts = f"--bind {ROOT}:{ROOT},/data:/data --pwd {ROOT}"
+        assert f"/apptainer exec {mounts} --nv /images/ddp.sif bash -c" in text
+
+    def test_pyxis(self, cluster, tmp_path):
+        script = f"""#!/bin/bash
+            if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
+            for word; do
+                if [[ $word == --container-* ]]; then echo "srun $word"; else words+=("$word"); fi
+            done
+            exec {shutil.which("srun")} "${{words[@]}}"
+        """
+        text = self.complete(cluster, tmp_path, "srun", script)
+        assert "srun --container-image=/images/ddp.sif\n" in text
+        assert f"srun --container-mounts={ROOT}:{ROOT},/data:/data\n" in text
+        assert f"srun --container-workdir={ROOT}\n" in text
+        assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
