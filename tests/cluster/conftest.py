@@ -33,3 +33,11 @@ def cluster():
     down = cluster.script("down")
     shutil.rmtree(folder)
     assert down.returncode == 0, down.stderr
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(request):
+    """Cancel what a failed test leaves behind: its jobs would take the nodes and cores of the next one."""
+    yield
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").script("run", "scancel", "--user=root")
