@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.data import EVAL_BATCH_SIZE, Data, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -188,7 +188,7 @@ def together(action: Callable[[], T], world: World) -> T:
     return cast(T, result)
 
 
-def wrap(model: nn.Module, args: Options, world: World) -> DistributedDataParallel:
+def wrap(model: nn.Module, args: Options, world: World, data: Data) -> DistributedDataParallel:
     """Return the model with gradients that are averaged over all ranks."""
     if args.sync_batchnorm:
         if world.device.type == "cpu" and world.world_size > 1:
@@ -208,10 +208,22 @@ def wrap(model: nn.Module, args: Options, world: World) -> DistributedDataParall
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
         bucket_cap_mb=bucket_cap_mb,
     )
+    if args.deterministic:
+        settle_buckets(ddp, data, world)
     register_compression(ddp, args)
     if args.compile:
         ddp.compile()
     return ddp
+
+
+def settle_buckets(ddp: DistributedDataParallel, data: Data, world: World) -> None:
+    """Let DDP put its buckets together as they will stay; call it on all ranks."""
+    # DDP: the first backward tells the order in which gradients come, and the buckets are put together anew by it.
+    # The place in a bucket decides how a sum over three or more ranks is rounded. So that the first step after
+    # a resume rounds like any other, a pass over blank images (in eval(): it changes no statistics) comes before.
+    ddp.eval()
+    ddp(torch.zeros(1, data.channels, data.image_size, data.image_size, device=world.device)).sum().backward()
+    ddp.zero_grad()
 
 
 def register_compression(ddp: DistributedDataParallel, args: Options) -> None:
@@ -329,7 +341,7 @@ def train(args: Options, stop: Stop, world: World) -> None:
     together(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
     model = together(lambda: build_model(args, data), world).to(world.device)
-    ddp = wrap(model, args, world)
+    ddp = wrap(model, args, world, data)
     optimizer = shard_optimizer(model, args) if args.zero else build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
