@@ -41,7 +41,7 @@ find_fabric() {
             fi
         done
     done
-    echo "tcp no_RDMA_device"
+    echo "tcp no RDMA device"
 }
 
 # Set a variable, unless the user has, and keep what to say about it.
@@ -89,7 +89,7 @@ set_fabric() {
     cores=$((cores / ${TASK_PROCESSES:-${NPROC_PER_NODE:-1}}))
     fabric_set OMP_NUM_THREADS $((cores > 0 ? cores : 1))
     if ((${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}} > 0)); then return; fi # one line a node
-    echo "$(hostname): fabric $fabric (${reason//_/ }), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
+    echo "$(hostname): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
 }
 
 set_fabric || exit 2

@@ -152,7 +152,7 @@ ACTIVATE
 }
 
 up() {
-    local nodes=${1:-2} command
+    local nodes=${1-2} command
     if ! [[ $nodes =~ ^[1-9][0-9]?$ ]]; then refuse "NODES wants a whole number from 1 to 99, got '$nodes'"; fi
     if [[ $(id -u) != 0 ]]; then refuse "a test cluster wants root: namespaces and slurmd do"; fi
     for command in munged slurmctld slurmd sbatch ip unshare nsenter; do

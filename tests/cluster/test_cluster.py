@@ -1,0 +1,84 @@
+"""The test cluster itself: up once, down without a trace, and one line for what it cannot do."""
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.conftest import require_slurm
+from tests.support import ROOT, wait_until
+
+
+def test_down_leaves_nothing(tmp_path_factory):
+    require_slurm()
+    cluster = Cluster(tmp_path_factory.mktemp("s") / "c")
+    assert "no test cluster is up" in cluster.script("status").stdout
+    up = cluster.script("up", "2")
+    assert up.returncode == 0, up.stderr
+    assert f"source {cluster.folder}/activate" in up.stdout
+    inside = [p for p in psutil.process_iter() if is_of(p, cluster)]
+    assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
+    # A job under way, and a command that runs inside from outside.
+    cluster.run("sbatch", "--wrap", "sleep 1000", cwd=cluster.folder)
+    command = [str(ROOT / "scripts/slurm_cluster.sh"), "run", "srun", "sleep", "1000"]
+    outside = subprocess.Popen(command, env={**os.environ, "SLURM_CLUSTER_DIR": str(cluster.folder)})
+    wait_until(lambda: len(cluster.run("squeue", "-h", "-t", "R").splitlines()) == 2, 30, "two jobs")
+
+    again = cluster.script("up", "2")
+    assert again.returncode == 2
+    assert again.stderr.startswith("error: a test cluster runs already (process ")
+    shown = cluster.script("status").stdout
+    assert "n1 " in shown
+    assert "wrap" in shown
+
+    assert cluster.script("down").returncode == 0
+    assert outside.wait(10) != 0
+    assert not cluster.folder.exists()
+    assert not [p for p in psutil.process_iter() if is_of(p, cluster)]
+    assert not [p for p in inside if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert "netns" not in subprocess.run(["findmnt", "--raw"], capture_output=True, text=True).stdout
+    # Slurm's commands now say what to do.
+    result = cluster.script("run", "sinfo")
+    assert (result.returncode, result.stderr) == (2, "error: no test cluster is up; make slurm-up starts one\n")
+
+
+def is_of(process, cluster):
+    try:
+        return process.environ().get("SLURM_CONF") == str(cluster.folder / "slurm.conf")
+    except psutil.Error:
+        return False
+
+
+def test_plain_commands_work_in_the_shell_that_sources_it(cluster, tmp_path):
+    script = f"source {cluster.folder}/activate && srun -N3 hostname && pwd -P"
+    result = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    *hosts, folder = result.stdout.split()
+    assert sorted(hosts) == ["n1", "n2", "n3"]
+    assert folder == str(tmp_path)
+
+
+@pytest.mark.parametrize("nodes", ["0", "-1", "two", "100", ""])
+def test_a_number_of_nodes(tmp_path, nodes):
+    result = Cluster(tmp_path / "c").script("up", nodes)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: NODES wants a whole number from 1 to 99")
+
+
+def test_a_user_without_root_is_told():
+    as_nobody = (
+        ["setpriv", f"--reuid={pwd.getpwnam('nobody').pw_uid}", "--clear-groups"] if os.geteuid() == 0 else []
+    )
+    with tempfile.TemporaryDirectory() as folder:  # where anybody may look
+        Path(folder).chmod(0o755)
+        script = shutil.copy(ROOT / "scripts/slurm_cluster.sh", folder)
+        result = subprocess.run([*as_nobody, script, "up"], cwd=folder, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: a test cluster wants root: namespaces and slurmd do\n",
+    )
