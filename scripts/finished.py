@@ -2,10 +2,10 @@
 
     STOPPED_STATUS=143 python -m scripts.finished ddp --name mine --runs-dir /runs --resume auto
 
-scripts/launch.sh calls it where STOPPED_STATUS is set. A recipe that is told to stop writes a checkpoint and leaves
-with status 0, on all nodes. Slurm's batch script looks further; a Kubernetes Job takes the 0 of a drained node for
-"done" and never starts it again. So it ends with STOPPED_STATUS here, a failure, and the restart goes on from the
-checkpoint. Signals are passed on, and what lost its parent is reaped, which is a first process's duty.
+scripts/launch.sh calls it where STOPPED_STATUS is set. A recipe that is told to stop writes a checkpoint and
+leaves with status 0, on all nodes. Slurm's batch script looks further; a Kubernetes Job takes the 0 of a drained
+node for "done" and never starts it again. So it ends with STOPPED_STATUS here, a failure, and the restart goes on
+from the checkpoint. Signals are passed on, and what lost its parent is reaped, as befits a first process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
 from recipes.common.node import read_number
 from recipes.common.signals import STOP_SIGNALS
-
 
 CLOCKS_S = 2.0
 """How far a file server's clock may be behind."""
