@@ -261,6 +261,9 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
     return [*([request.recipe] if starts_with_recipe else []), *kept, *request.options]
 
 
+STRING_TAG = "tag:yaml.org,2002:str"
+
+
 class Dumper(yaml.SafeDumper):
     """YAML with scripts as blocks of text, as they stand in the files."""
 
@@ -366,7 +369,7 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, bool] | None:
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
             image = container.get("image", "")
             return (
-                f"{name} cannot get the image {image} ({reason}); make it (docker/), push it, and name it by IMAGE=; "
+                f"{name} cannot get the image {image} ({reason}); make it (docker/), push it, name it by IMAGE=; "
                 "a private registry wants an imagePullSecret",
                 True,
             )
