@@ -1,4 +1,4 @@
-"""make k8s and make k8s-delete, with a kubectl that plays recorded answers; with a real cluster where there is one."""
+"""make k8s and make k8s-delete: a kubectl plays recorded answers, and a real cluster where there is one."""
 
 import json
 import os
@@ -164,8 +164,8 @@ REMOVES = "; make k8s-delete NAME=ddp removes the job"
         ),
         (
             pod(conditions=[GPUS_GONE]),
-            "ddp-0-abcde finds no place: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; wait for other jobs, "
-            f"or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
+            "ddp-0-abcde finds no place: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; wait for other "
+            f"jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
         ),
         (
             pod(waiting("ContainerCreating")),
@@ -228,14 +228,14 @@ def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
         ),
         (
             "The connection to the server localhost:8080 was refused - did you specify the right host or port?\n",
-            "kubectl reaches no cluster (The connection to the server localhost:8080 was refused - did you specify "
-            "the right host or port?); set KUBECONFIG",
+            "kubectl reaches no cluster (The connection to the server localhost:8080 was refused - did you "
+            "specify the right host or port?); set KUBECONFIG",
             False,
         ),
         (
             "Error from server (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9\n",
-            "the cluster refuses the job: (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9; wait "
-            "for other jobs, ask for fewer NODES or GPUS, or for a larger quota",
+            "the cluster refuses the job: (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9; "
+            "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota",
             True,
         ),
     ],
