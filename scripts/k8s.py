@@ -382,14 +382,14 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, bool] | None:
     return None
 
 
-def created_problem(cluster: Cluster, name: str) -> str | None:
-    """Return why the cluster makes no pods for a job: a quota, or a policy."""
-    events = cluster.get("events", "--field-selector=reason=FailedCreate")["items"]
-    for event in events:
-        owner = event["involvedObject"].get("name", "")
-        said = event.get("message", "")
-        is_lasting = re.search(r"exceeded quota|violates PodSecurity|forbidden", said)
-        if is_lasting and (owner == name or owner.startswith(f"{name}-")):
+def created_problem(cluster: Cluster, name: str, since: str) -> str | None:
+    """Return why the cluster makes no pods for a job that it has since that time: a quota, or a policy."""
+    for event in cluster.get("events", "--field-selector=reason=FailedCreate")["items"]:
+        owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
+        is_ours = owner == name or owner.startswith(f"{name}-")
+        # A job of the same name may have left events; the cluster's own clock tells them apart.
+        is_new = (event.get("lastTimestamp") or event.get("eventTime") or since) >= since
+        if is_ours and is_new and re.search(r"exceeded quota|violates PodSecurity|forbidden", said):
             return explain(said)
     return None
 
@@ -412,6 +412,8 @@ class Watch:
         self.cluster, self.request, self.start_timeout_s = cluster, request, start_timeout_s
         self.kind, self.name = KINDS[request.kind], request.name
         self.said = ""
+        self.created = ""
+        """When the cluster took the job, by its own clock."""
         self.status = 0
         """Exit status of node 0's last container."""
 
@@ -437,11 +439,13 @@ class Watch:
 
     def state(self) -> tuple[str, str]:
         """Return what the cluster says of the job."""
-        return job_state(self.cluster.get(self.kind.resource, self.name))
+        job = self.cluster.get(self.kind.resource, self.name)
+        self.created = job.get("metadata", {}).get("creationTimestamp", "")
+        return job_state(job)
 
     def check_pods(self, pods: list[dict[str, Any]], is_late: bool) -> str:
         """Return what pods wait for; raise UserError for what waiting does not mend."""
-        waiting = f"{len(pods)} pods of {self.name} start"
+        waiting = f"{len(pods)} of {self.request.nodes} pods are there"
         for pod in pods:
             problem = pod_problem(pod)
             if problem and (problem[1] or is_late):
@@ -454,16 +458,20 @@ class Watch:
         deadline = time.monotonic() + self.start_timeout_s
         while True:
             is_late = time.monotonic() > deadline
-            if self.state()[0]:
-                return None
+            state = self.state()[0]  # before the pods, so that the log of a job that has just ended is shown
             pods = self.pods()
             head = self.head(pods)
             if head and instance(head) != seen:
                 return head
+            if state:
+                return None
             waiting = self.check_pods(pods, is_late)
-            problem = None if pods else created_problem(self.cluster, self.name)
+            problem = None
+            if len(pods) < self.request.nodes:
+                problem = created_problem(self.cluster, self.name, self.created)
             if problem or is_late:
-                reason = problem or f"node 0 has not started within {self.start_timeout_s:g} s ({waiting})"
+                missing = "the job has not gone on" if seen else "node 0 has not started"
+                reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
                 raise UserError(f"{reason}; make k8s-delete NAME={self.name} removes the job")
             self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
             time.sleep(POLL_S)

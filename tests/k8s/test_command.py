@@ -95,7 +95,7 @@ def test_a_run_ends_with_its_result_line(tmp_path):
     assert (result.status, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "job ddp: ddp on 2 nodes as Job"
-    assert lines[1].startswith("waiting, 900 s at most: 0 pods of ddp start")
+    assert lines[1].startswith("waiting, 900 s at most: 0 of 2 pods are there")
     assert lines[-1] + "\n" == RESULT
     assert all(call["argv"][0] == "--namespace=team" for call in played.calls)
     applied = list(yaml.safe_load_all(played.calls[0]["stdin"]))
@@ -115,6 +115,13 @@ def test_each_kind_has_its_own_head(kind, tmp_path):
     assert result.stdout.endswith(RESULT)
 
 
+def test_a_job_that_has_ended_before_the_first_look_shows_its_log(tmp_path):
+    play = success()
+    play["get jobs.batch ddp"], play["get pods"] = [job("Complete")], [pods(pod(SUCCESS), pod(SUCCESS, 1))]
+    result = Played(tmp_path, play, "ddp").wait()
+    assert (result.status, result.stdout.splitlines()[-1] + "\n") == (0, RESULT)
+
+
 def test_a_failed_job_ends_with_the_status_of_node_0(tmp_path):
     play = success()
     play["get jobs.batch ddp"][-1] = job("Failed")
@@ -126,13 +133,15 @@ def test_a_failed_job_ends_with_the_status_of_node_0(tmp_path):
 def test_a_pod_that_starts_again_is_followed_again(tmp_path):
     play = success()
     stopped, second = pod({"terminated": {"exitCode": 143}}), pod(RUNNING, restarts=1)
-    play["get jobs.batch ddp"] = [job()] * 7 + [job("Complete")]
-    play["get pods"] = [pods(pod(RUNNING)), pods(stopped), pods(stopped), pods(stopped), pods(stopped, second)]
+    ended = pod(SUCCESS, restarts=1)
+    play["get jobs.batch ddp"] = [job()] * 12 + [job("Complete")]
+    play["get pods"] = [pods(pod(RUNNING)), *[pods(stopped)] * 4, pods(second), pods(ended)]
     play["logs"] = [{"out": "stopped\n"}, {"out": RESULT}]
     played = Played(tmp_path, play, "ddp")
     result = played.wait()
     assert result.status == 0, result.stderr
-    assert result.stdout.endswith(f"stopped\n{RESULT}") or "stopped\n" in result.stdout
+    assert "stopped\n" in result.stdout
+    assert result.stdout.endswith(RESULT)
     assert sum("logs" in call["argv"] for call in played.calls) == 2
 
 
@@ -169,7 +178,7 @@ REMOVES = "; make k8s-delete NAME=ddp removes the job"
         ),
         (
             pod(waiting("ContainerCreating")),
-            f"node 0 has not started within 1 s (1 pods of ddp start){REMOVES}",
+            f"node 0 has not started within 1 s (1 of 2 pods are there){REMOVES}",
         ),
     ],
 )
@@ -193,8 +202,15 @@ def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
     ],
 )
 def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
-    events = {"items": [{"involvedObject": {"name": name}, "message": message} for name in ("other", "ddp")]}
-    play = {"create": [{}], "get jobs.batch ddp": [job()], "get pods": [pods()], "get events": [{"out": events}]}
+    old = {
+        "involvedObject": {"name": "ddp"},
+        "message": "exceeded quota: old",
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+    new = {"involvedObject": {"name": "ddp"}, "message": message, "lastTimestamp": "2026-01-01T00:00:02Z"}
+    events = {"items": [{**new, "involvedObject": {"name": "other"}, "message": "exceeded quota"}, old, new]}
+    created = {"out": {"metadata": {"creationTimestamp": "2026-01-01T00:00:01Z"}}}
+    play = {"create": [{}], "get jobs.batch ddp": [created], "get pods": [pods()], "get events": [{"out": events}]}
     result = Played(tmp_path, play, "ddp").wait()
     assert (result.status, result.stderr) == (2, f"error: {message}; {expected}{REMOVES}\n")
 
