@@ -6,6 +6,8 @@
 # It reads the five variables above (unset: one node, one process, this machine, port 29500), sets the network's
 # environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM
 # mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/finished.py).
+# Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
+# same address.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

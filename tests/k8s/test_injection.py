@@ -13,7 +13,7 @@ import pytest
 from scripts.k8s import KINDS, Request, load, render
 from tests.conftest import require
 from tests.k8s import simulation
-from tests.support import free_port, last_step, losses
+from tests.support import ROOT, free_port, last_step, losses
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds in which scripts/launch.sh starts every node."""
@@ -257,8 +257,24 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
 def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
     results = [c.wait() for c in start("indexed-job", load("indexed-job.yaml"), tmp_path, "--global-batch-size=1")]
     assert [result.status for result in results] == [2, 2]
-    policy = simulation.named(load("indexed-job.yaml"), "Job")["spec"]["podFailurePolicy"]["rules"][0]
-    assert (policy["action"], policy["onExitCodes"]["values"]) == ("FailJob", [2])
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "trainjob"])
+def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
+    """The pods' statuses, 2 and STOPPED_STATUS, are those that the file's policy knows."""
+    for pod in simulation.pods(kind, load(KINDS[kind].file)):
+        assert pod.env["STOPPED_STATUS"] == "143"
+        assert pod.spec["restartPolicy"] == "Never", "with another one the policy is refused"
+    rules = re.findall(
+        r"- action: (\w+).*\n +(on\w+): .*?(?:containerName: (\w+).*values: (\[\d+\])|type: (\w+))",
+        (ROOT / "k8s" / KINDS[kind].file).read_text(),
+    )
+    name = pod.spec["containers"][0]["name"]
+    assert rules == [
+        ("FailJob", "onExitCodes", name, "[2]", ""),
+        ("Ignore", "onExitCodes", name, "[143]", ""),
+        ("Ignore", "onPodConditions", "", "", "DisruptionTarget"),
+    ]
 
 
 class TestMpiJob:
