@@ -1,4 +1,5 @@
-# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS.
+# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; for
+# Kubernetes also KIND, GPUS, IMAGE, FABRIC, NAMESPACE, RENDER.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -8,14 +9,20 @@ NPROC_PER_NODE ?=
 NAME ?=
 ARGS ?=
 RECIPES ?=
+KIND ?=
+GPUS ?=
+IMAGE ?=
+FABRIC ?=
+NAMESPACE ?=
+RENDER ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help list setup run horovod compare slurm-up slurm-down slurm-status test lint format lock clean
+.PHONY: help list setup run horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 list: ## List the recipes, a line each
 	@python3 -m scripts.local --list
@@ -46,6 +53,15 @@ slurm-down: ## End it, with all its jobs
 
 slurm-status: ## Show its nodes and jobs
 	@scripts/slurm_cluster.sh status
+
+k8s: ## Run a recipe on a Kubernetes cluster: RECIPE=ddp NODES=4 KIND=pytorchjob GPUS=8 IMAGE=... NAME=mine ARGS="--epochs 3"
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.k8s "$(RECIPE)" --nodes "$(NODES)" --kind "$(KIND)" --gpus "$(GPUS)" \
+		--image "$(IMAGE)" --fabric "$(FABRIC)" --name "$(NAME)" --namespace "$(NAMESPACE)" $(if $(RENDER),--render) -- $(ARGS)
+
+k8s-delete: ## Delete a job from the cluster, NAME=mine; its record stays on the volume
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.k8s --namespace "$(NAMESPACE)" --delete "$(NAME)"
 
 test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
 	@scripts/setup.sh dev

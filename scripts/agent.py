@@ -92,6 +92,7 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         f"--master-addr={node.master_addr}",
         f"--master-port={node.master_port}",
         f"--rdzv-conf=timeout={node.rdzv_timeout_s}",
+        f"--rdzv-id={os.environ.get('RDZV_ID') or 'none'}",  # apart from what another job of the same name left
         f"--log-dir={logs}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
         "--no-python",

@@ -9,6 +9,7 @@
 #   tcp    plain Ethernet: NCCL shall not look for RDMA, and takes the interface that reaches MASTER_ADDR
 #   auto   what /sys/class/infiniband shows; tcp where there is nothing
 #
+# With RDZV_TIMEOUT_S set, MASTER_ADDR may take so long to become a known name.
 # In all of them gloo takes the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is this node's share of cores.
 # A variable that is set already stays as it is. One line on standard output says what was chosen, and why.
 

@@ -2,7 +2,8 @@
 
     python -m scripts.interface node-a
 
-The kernel is asked for the route; nothing is sent.
+The kernel is asked for the route; nothing is sent. A name that is not known yet is an error at once, or after
+RDZV_TIMEOUT_S where that is set: in Kubernetes a pod has a name only once it runs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,35 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
+import time
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
+from recipes.common.node import read_number
 
 
-def interface_to(host: str) -> str:
+def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Return the family and the address of a name, which may take timeout_s to become known; raises UserError."""
+    begin, is_announced = time.monotonic(), False
+    while True:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            return family, address  # type: ignore[return-value]
+        except OSError as error:
+            waited = time.monotonic() - begin
+            if waited >= timeout_s:
+                waiting = f" within {timeout_s} s" if timeout_s else ""
+                raise UserError(
+                    f"{socket.gethostname()} cannot resolve {host}{waiting} ({error.strerror}); "
+                    "mend DNS or /etc/hosts"
+                ) from None
+        if waited > 5 and not is_announced:
+            print(f"{socket.gethostname()} waits for the name {host}, {timeout_s} s at most", file=sys.stderr)
+            is_announced = True
+        time.sleep(0.5)
+
+
+def interface_to(host: str, timeout_s: int = 0) -> str:
     """Return the name of the interface that holds the local end of a way to the host.
 
     The host's own name may stand for 127.0.1.1 on the host itself, as Debian sets it up: others cannot reach that,
@@ -26,12 +50,7 @@ def interface_to(host: str) -> str:
     """
     import psutil
 
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
-        raise UserError(
-            f"{socket.gethostname()} cannot resolve {host} ({error.strerror}); mend DNS or /etc/hosts"
-        ) from None
+    family, address = resolve(host, timeout_s)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)
@@ -60,7 +79,7 @@ def _is_address(text: str) -> bool:
 
 if __name__ == "__main__":
     try:
-        print(interface_to(sys.argv[1]))
+        print(interface_to(sys.argv[1], read_number("RDZV_TIMEOUT_S", 0, at_least=0)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE_STATUS)

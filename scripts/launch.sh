@@ -4,7 +4,10 @@
 #   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 scripts/launch.sh ddp --epochs 3
 #
 # It reads the five variables above (unset: one node, one process, this machine, port 29500), sets the network's
-# environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM mean: write a checkpoint, then leave with status 0.
+# environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM
+# mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/finished.py).
+# Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
+# same address.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +25,10 @@ fi
 python=${PYTHON:-.venv/bin/python}
 if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
+fi
+
+if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it calls this script again without it
+    exec "$python" -m scripts.finished "$recipe" "$@"
 fi
 
 if [[ -n ${FABRIC:-} ]]; then # set by a cluster's launch files

@@ -19,7 +19,7 @@ LISTED = subprocess.run(
 ).stdout.split()
 DOCUMENTS = LISTED or [path.name for path in ROOT.glob("*.md")]  # an archive without git's folder
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
+TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 
 OTHERS_FLAGS = {
@@ -38,6 +38,16 @@ OTHERS_FLAGS = {
     "--require-hashes",
     "--gpus",
     "--ntasks-per-node",
+    "--gpus-per-node",
+    "--cpus-per-task",
+    "--time",
+    "--partition",
+    "--account",
+    "--array",
+    "--output",
+    "--mpi",
+    "--container-image",
+    "--kill-on-bad-exit",
     "--signal",
     "--requeue",
     "--open-mode",
@@ -50,6 +60,7 @@ OTHERS_FLAGS = {
     "--mpi",
     "--check-build",
     "--max-restarts",
+    "--render",
 }
 
 
@@ -112,7 +123,7 @@ def test_every_relative_link_exists(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_target_of_make_exists(name):
     for code in code_of(text_of(name)):
-        for target in re.findall(r"(?:^|[\s;&|(])make ((?:[A-Z_]+=\S+ )*)([a-z-]+)", code):
+        for target in re.findall(r"(?:^|[\s;&|(])make ((?:[A-Z_]+=\S+ )*)([a-z0-9-]+)", code):
             assert target[1] in TARGETS, f"{name}: make {target[1]}"
         for recipe in re.findall(r"RECIPE=([a-z0-9_]+)", code):
             assert recipe in RECIPES, f"{name}: RECIPE={recipe}"
@@ -127,7 +138,7 @@ def test_every_flag_exists(name):
         lines = [
             line
             for line in code.splitlines()
-            if not re.match(r"\s*(pip|docker|kubectl|git|uv|sbatch|srun) ", line)
+            if not re.match(r"\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun) ", line)
         ]
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines)):
             assert flag in known, f"{name}: {flag}"

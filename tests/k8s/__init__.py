@@ -1,0 +1,1 @@
+"""Kubernetes: manifests are validated, and executed as an operator would have them executed."""

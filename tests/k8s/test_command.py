@@ -1,0 +1,403 @@
+"""make k8s and make k8s-delete: a kubectl plays recorded answers, and a real cluster where there is one."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import yaml
+
+from scripts.k8s import KINDS, job_state
+from tests.conftest import require
+from tests.support import ROOT, Command, run_command
+
+RESULT = "result recipe=ddp world_size=2 test_accuracy=0.9806 samples_per_s=15686\n"
+NO_EVENTS = [{"out": {"items": []}}]
+RUNNING, SUCCESS = {"running": {"startedAt": "now"}}, {"terminated": {"exitCode": 0}}
+
+
+def waiting(reason, message=""):
+    return {"waiting": {"reason": reason, "message": message}}
+
+
+def pod(state=None, index=0, restarts=0, labels=None, conditions=(), uid=None):
+    """Return a pod as the cluster tells of it."""
+    name = f"ddp-{index}-abcde"
+    statuses = [{"name": "trainer", "image": "r/ddp:1", "restartCount": restarts, "state": state}] if state else []
+    labels = labels or {"batch.kubernetes.io/job-completion-index": str(index)}
+    return {
+        "metadata": {
+            "name": name,
+            "uid": uid or f"uid-{index}",
+            "labels": labels,
+            "creationTimestamp": f"{restarts}",
+        },
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {"containerStatuses": statuses, "conditions": list(conditions)},
+    }
+
+
+def job(*conditions):
+    return {
+        "out": {
+            "status": {"conditions": [{"type": one, "status": "True", "message": "why"} for one in conditions]}
+        }
+    }
+
+
+def pods(*items):
+    return {"out": {"items": list(items)}}
+
+
+class Played:
+    """A run of scripts.k8s against recorded answers."""
+
+    def __init__(self, folder, play, *argv):
+        self.calls_file = folder / "calls.jsonl"
+        (folder / "play.json").write_text(json.dumps(play))
+        self.command = Command(
+            *(sys.executable, "-m", "scripts.k8s", *argv),
+            KUBECTL=str(ROOT / "tests" / "stand_in" / "kubectl"),
+            STAND_IN_PLAY=str(folder / "play.json"),
+            STAND_IN_CALLS=str(self.calls_file),
+            K8S_POLL_S="0.02",
+        )
+
+    def wait(self):
+        return self.command.wait(30)
+
+    @property
+    def calls(self):
+        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def success(resource="jobs.batch", labels=None):
+    return {
+        "create": [{"out": "job.batch/ddp created\n"}],
+        f"get {resource} ddp": [job(), job(), job(), job("Complete")],
+        "get pods": [
+            pods(),
+            pods(pod(waiting("ContainerCreating"), labels=labels), pod(index=1)),
+            pods(pod(RUNNING, labels=labels), pod(RUNNING, 1)),
+            pods(pod(SUCCESS, labels=labels), pod(SUCCESS, 1)),
+        ],
+        "get events": NO_EVENTS,
+        "logs": [{"out": f"run runs/ddp\n{RESULT}", "sleep_s": 0.1}],
+    }
+
+
+def test_a_run_ends_with_its_result_line(tmp_path):
+    played = Played(tmp_path, success(), "ddp", "--nodes", "2", "--namespace", "team", "--", "--epochs", "3")
+    result = played.wait()
+    assert (result.status, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "job ddp: ddp on 2 nodes as Job"
+    assert lines[1].startswith("waiting, 900 s at most: 0 of 2 pods are there")
+    assert lines[-1] + "\n" == RESULT
+    assert all(call["argv"][0] == "--namespace=team" for call in played.calls)
+    applied = list(yaml.safe_load_all(played.calls[0]["stdin"]))
+    assert [document["kind"] for document in applied] == ["Service", "Job"]
+    args = applied[1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[-2:] == ["--epochs", "3"]
+    logs = next(call["argv"] for call in played.calls if "logs" in call["argv"])
+    assert logs[1:] == ["logs", "--follow", "ddp-0-abcde", "--container=trainer"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mpijob", "doctor")])
+def test_each_kind_has_its_own_head(kind, tmp_path):
+    described = KINDS[kind]
+    played = Played(tmp_path, success(described.resource, described.head), "ddp", "--kind", kind, "--nodes", "2")
+    result = played.wait()
+    assert result.status == 0, result.stderr
+    assert result.stdout.endswith(RESULT)
+
+
+def test_a_job_that_has_ended_before_the_first_look_shows_its_log(tmp_path):
+    play = success()
+    play["get jobs.batch ddp"], play["get pods"] = [job("Complete")], [pods(pod(SUCCESS), pod(SUCCESS, 1))]
+    result = Played(tmp_path, play, "ddp").wait()
+    assert (result.status, result.stdout.splitlines()[-1] + "\n") == (0, RESULT)
+
+
+def test_a_failed_job_ends_with_the_status_of_node_0(tmp_path):
+    play = success()
+    play["get jobs.batch ddp"][-1] = job("Failed")
+    play["get pods"][-1] = pods(pod({"terminated": {"exitCode": 2}}))
+    result = Played(tmp_path, play, "ddp").wait()
+    assert (result.status, result.errors) == (2, ["error: the job ddp has failed: why"])
+
+
+def test_a_pod_that_starts_again_is_followed_again(tmp_path):
+    play = success()
+    stopped, second = pod({"terminated": {"exitCode": 143}}), pod(RUNNING, restarts=1)
+    ended = pod(SUCCESS, restarts=1)
+    play["get jobs.batch ddp"] = [job()] * 12 + [job("Complete")]
+    play["get pods"] = [pods(pod(RUNNING)), *[pods(stopped)] * 4, pods(second), pods(ended)]
+    play["logs"] = [{"out": "stopped\n"}, {"out": RESULT}]
+    played = Played(tmp_path, play, "ddp")
+    result = played.wait()
+    assert result.status == 0, result.stderr
+    assert "stopped\n" in result.stdout
+    assert result.stdout.endswith(RESULT)
+    assert sum("logs" in call["argv"] for call in played.calls) == 2
+
+
+NO_PLACE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+GPUS_GONE = {**NO_PLACE, "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."}
+NO_CLAIM = {**NO_PLACE, "message": 'persistentvolumeclaim "cluster-recipes-runs" not found'}
+CONFIG_GONE = waiting("CreateContainerConfigError", 'configmap "cluster-recipes" not found')
+ONCE = "; kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
+REMOVES = "; make k8s-delete NAME=ddp removes the job"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            pod(waiting("ImagePullBackOff")),
+            "ddp-0-abcde cannot get the image r/ddp:1 (ImagePullBackOff); make it (docker/), push it, name it by "
+            f"IMAGE=; a private registry wants an imagePullSecret{REMOVES}",
+        ),
+        (
+            pod(waiting("ErrImagePull"), index=1),
+            "ddp-1-abcde cannot get the image r/ddp:1 (ErrImagePull); make it (docker/), push it, name it by "
+            f"IMAGE=; a private registry wants an imagePullSecret{REMOVES}",
+        ),
+        (pod(CONFIG_GONE), f'ddp-0-abcde: configmap "cluster-recipes" not found{ONCE}{REMOVES}'),
+        (
+            pod(conditions=[NO_CLAIM]),
+            f'ddp-0-abcde finds no place: persistentvolumeclaim "cluster-recipes-runs" not found{ONCE}{REMOVES}',
+        ),
+        (
+            pod(conditions=[GPUS_GONE]),
+            "ddp-0-abcde finds no place: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; wait for other "
+            f"jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
+        ),
+        (
+            pod(waiting("ContainerCreating")),
+            f"node 0 has not started within 1 s (1 of 2 pods are there){REMOVES}",
+        ),
+    ],
+)
+def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
+    play = {"create": [{}], "get jobs.batch ddp": [job()], "get pods": [pods(found)], "get events": NO_EVENTS}
+    result = Played(tmp_path, play, "ddp", "--start-timeout-s", "1").wait()
+    assert (result.status, result.stderr) == (2, f"error: {expected}\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            'pods "ddp-0" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8, limited: 8',
+            "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota",
+        ),
+        (
+            'pods "ddp-0" is forbidden: violates PodSecurity "restricted:latest": ...',
+            "k8s/README.md tells which operator needs what under the restricted standard",
+        ),
+    ],
+)
+def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
+    old = {
+        "involvedObject": {"name": "ddp"},
+        "message": "exceeded quota: old",
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+    new = {"involvedObject": {"name": "ddp"}, "message": message, "lastTimestamp": "2026-01-01T00:00:02Z"}
+    events = {"items": [{**new, "involvedObject": {"name": "other"}, "message": "exceeded quota"}, old, new]}
+    created = {"out": {"metadata": {"creationTimestamp": "2026-01-01T00:00:01Z"}}}
+    play = {"create": [{}], "get jobs.batch ddp": [created], "get pods": [pods()], "get events": [{"out": events}]}
+    result = Played(tmp_path, play, "ddp").wait()
+    assert (result.status, result.stderr) == (2, f"error: {message}; {expected}{REMOVES}\n")
+
+
+def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
+    play = success()
+    play["get jobs.batch ddp"] = [job()]
+    play["get pods"] = [pods(pod(RUNNING)), pods(pod(RUNNING), pod(waiting("ErrImagePull"), 1))]
+    play["logs"] = [{"out": "node 0 waits\n", "sleep_s": 60}]
+    begin = time.monotonic()
+    result = Played(tmp_path, play, "ddp").wait()
+    assert time.monotonic() - begin < 20
+    assert result.status == 2
+    assert result.errors[0].startswith("error: ddp-1-abcde cannot get the image")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "is_undone"),
+    [
+        (
+            'error: resource mapping not found for name: "ddp" namespace: "" from "STDIN": no matches for kind '
+            '"PyTorchJob" in version "kubeflow.org/v1"\nensure CRDs are installed first\n',
+            "the cluster does not know PyTorchJob: the Kubeflow training operator is not installed "
+            "(k8s/README.md says how); KIND=indexed-job needs none",
+            True,
+        ),
+        (
+            'Error from server (AlreadyExists): error when creating "STDIN": pytorchjobs "ddp" already exists\n',
+            "there is a job named ddp; make k8s-delete NAME=ddp, or choose another NAME=",
+            False,
+        ),
+        (
+            "The connection to the server localhost:8080 was refused - did you specify the right host or port?\n",
+            "kubectl reaches no cluster (The connection to the server localhost:8080 was refused - did you "
+            "specify the right host or port?); set KUBECONFIG",
+            False,
+        ),
+        (
+            "Error from server (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9\n",
+            "the cluster refuses the job: (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9; "
+            "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota",
+            True,
+        ),
+    ],
+)
+def test_a_job_that_is_not_taken_is_one_line(tmp_path, said, expected, is_undone):
+    play = {"create": [{"err": said, "status": 1}], "delete": [{}]}
+    played = Played(tmp_path, play, "ddp", "--kind", "pytorchjob")
+    result = played.wait()
+    assert (result.status, result.stderr) == (2, f"error: {expected}\n")
+    assert any("delete" in call["argv"] for call in played.calls) == is_undone, (
+        "a half of a job is not left behind"
+    )
+
+
+def test_ctrl_c_leaves_the_job(tmp_path):
+    play = success()
+    play["get jobs.batch ddp"] = [job()]
+    play["get pods"] = [pods(pod(RUNNING))]
+    play["logs"] = [{"sleep_s": 60}]
+    played = Played(tmp_path, play, "ddp")
+    deadline = time.monotonic() + 20
+    while not any("logs" in call["argv"] for call in played.calls):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    played.command.process.send_signal(signal.SIGINT)
+    result = played.wait()
+    assert result.status == 130
+    assert result.stderr.endswith("the job goes on; make k8s-delete NAME=ddp ends it\n")
+    assert not any("delete" in call["argv"] for call in played.calls)
+
+
+def test_delete_takes_all_kinds_and_no_volume(tmp_path):
+    unknown = {"err": 'error: the server doesn\'t have a resource type "pytorchjobs"\n', "status": 1}
+    play = {
+        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
+        "delete services": [{"out": 'service "mine" deleted\n'}],
+        "delete": [unknown],
+    }
+    played = Played(tmp_path, play, "--delete", "mine")
+    result = played.wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert result.stdout == 'job.batch "mine" deleted\nservice "mine" deleted\n'
+    deleted = [call["argv"][1] for call in played.calls]
+    assert {kind.resource for kind in KINDS.values()} < set(deleted)
+    assert not any("volume" in word for call in played.calls for word in call["argv"])
+    assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
+
+
+def test_delete_of_what_is_not_there(tmp_path):
+    result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
+    assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["dpp"], "RECIPE wants one of"),
+        (["ddp", "--kind", "pytorch"], "got 'pytorch'; did you mean 'pytorchjob'?"),
+        (["ddp", "--nodes", "0"], "NODES wants a whole number from 1 to 1024, got '0'"),
+        (["ddp", "--gpus", "two"], "GPUS wants a whole number from 0 to 1024, got 'two'"),
+        (["ddp", "--fabric", "wifi"], "FABRIC wants one of auto, ib, roce, efa, tcp, got 'wifi'"),
+        (["ddp", "--name", "My_Job"], "NAME wants at most 40 small letters, digits and '-', the first a letter"),
+        (["ddp", "--kind", "mpijob"], "KIND=mpijob runs horovod, not ddp"),
+        (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
+        (["spawn", "--kind", "pytorchjob-elastic"], "wants a recipe that torchrun starts, not spawn"),
+        (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
+        (["ddp", "--kind", "pytorchjob", "--nodes", "1"], "KIND=pytorchjob has a Master and at least one Worker"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_asked(argv, words):
+    result = run_command(sys.executable, "-m", "scripts.k8s", *argv, KUBECTL="no-such-kubectl")
+    assert result.status == 2
+    assert len(result.errors) == 1, result.stderr
+    assert words in result.errors[0]
+
+
+def test_without_kubectl():
+    result = run_command(sys.executable, "-m", "scripts.k8s", "ddp", KUBECTL="no-such-kubectl")
+    expected = "error: no-such-kubectl is not there; install kubectl, or set KUBECTL to where it is\n"
+    assert (result.status, result.stderr) == (2, expected)
+
+
+def test_render_prints_what_would_be_created():
+    argv = [
+        "scratch",
+        "--kind",
+        "jobset",
+        "--nodes",
+        "3",
+        "--gpus",
+        "8",
+        "--name",
+        "mine",
+        "--render",
+        "--",
+        "--lr=1",
+    ]
+    result = run_command(sys.executable, "-m", "scripts.k8s", *argv, KUBECTL="no-such-kubectl")
+    assert (result.status, result.stderr) == (0, "")
+    (jobset,) = yaml.safe_load_all(result.stdout)
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    assert (jobset["metadata"]["name"], spec["completions"], spec["parallelism"]) == ("mine", 3, 3)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["args"] == [
+        "scratch",
+        "--name=mine",
+        "--resume=auto",
+        "--runs-dir=/runs",
+        "--data-dir=/data",
+        "--lr=1",
+    ]
+    assert {"name": "MASTER_ADDR", "value": "mine-node-0-0.mine"} in container["env"]
+
+
+def test_the_state_of_a_job():
+    for word in ("Complete", "Completed", "Succeeded"):
+        assert job_state(job(word)["out"]) == ("done", "")
+    assert job_state(job("Created", "Running", "Failed")["out"]) == ("failed", "why")
+    assert job_state(job("Running", "Suspended")["out"]) == ("", "")
+    assert job_state({}) == ("", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(1200)
+def test_in_a_real_cluster(kind):
+    """With K8S_E2E=1: the images are there, and k8s/cluster.yaml is applied; an operator that is missing skips."""
+    require(
+        "cluster",
+        os.environ.get("K8S_E2E") == "1" and os.environ.get("KUBECONFIG"),
+        "K8S_E2E and KUBECONFIG are not set",
+        "see k8s/README.md for a small cluster, then K8S_E2E=1 make test ARGS=tests/k8s",
+    )
+    recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
+    name = f"e2e-{kind}"
+    options = [] if recipe == "probe" else ["--max-steps=2", "--overwrite", "--resume=none"]
+    nodes = "1" if recipe == "probe" else "2"  # the doctor wants a machine for each
+    argv = [recipe, "--kind", kind, "--nodes", nodes, "--gpus", os.environ.get("K8S_GPUS", "0"), "--name", name]
+    try:
+        result = run_command(sys.executable, "-m", "scripts.k8s", *argv, "--", *options, timeout_s=1100)
+    finally:
+        run_command(sys.executable, "-m", "scripts.k8s", "--delete", name)
+    if "is not installed" in result.stderr:
+        pytest.skip(result.stderr.strip())
+    assert result.status == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith(
+        'probe {"world_size": 2' if recipe == "probe" else f"result recipe={recipe} world_size=2"
+    )

@@ -1,0 +1,326 @@
+"""Node ranks, world sizes, addresses and ends, by what each operator injects and by processes that run on it."""
+
+import copy
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from scripts.k8s import KINDS, Request, load, render
+from tests.conftest import require
+from tests.k8s import simulation
+from tests.support import ROOT, free_port, last_step, losses
+
+STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
+"""Kinds in which scripts/launch.sh starts every node."""
+
+FAKE_PYTHON = """#!/usr/bin/env python3
+import json, os, sys
+if sys.argv[1:3] == ["-m", "scripts.interface"]:
+    print("lo")
+else:
+    print("launcher", json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+"""
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    path = tmp_path / "python"
+    path.write_text(FAKE_PYTHON)
+    path.chmod(0o755)
+    return str(path)
+
+
+def what_starts(pod, python):
+    """Return the command and the environment of the launcher that a pod's container becomes."""
+    result = simulation.run(pod, {}, PYTHON=python).wait()
+    assert result.status == 0, result.stderr
+    return json.loads(re.search(r"^launcher (.*)$", result.stdout, re.MULTILINE)[1])
+
+
+def node_of(env):
+    names = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: env[name] for name in names}
+
+
+def check_nodes(kind, documents, nodes, nproc, python):
+    """Assert that each pod's launcher learns its own place, and that all meet at pod 0."""
+    made = simulation.pods(kind, documents)
+    assert len(made) == nodes
+    (head,) = made[0].addresses
+    seen = []
+    for rank, pod in enumerate(made):
+        started = what_starts(pod, python)
+        node = node_of(started["env"])
+        seen.append(node)
+        assert node["NODE_RANK"] == str(rank)
+        assert node["NNODES"] == str(nodes)
+        assert node["NPROC_PER_NODE"] == str(nproc)
+        assert node["MASTER_ADDR"] == head
+        assert node["MASTER_PORT"] == seen[0]["MASTER_PORT"]
+        assert not {"RANK", "WORLD_SIZE"} & started["env"].keys(), "what an operator calls a rank is a node"
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_each_pod_of_the_file_as_it_stands_learns_its_place(kind, fake_python):
+    check_nodes(kind, load(KINDS[kind].file), nodes=2, nproc=1, python=fake_python)
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_each_pod_of_a_rendered_job_learns_its_place(kind, fake_python):
+    recipe = "probe" if kind == "doctor" else "apex"
+    documents = render(Request(kind, recipe, "my-job", nodes=3, gpus=8, options=["--epochs", "3"]))
+    check_nodes(kind, documents, nodes=3, nproc=8, python=fake_python)
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_mistakes_in_a_file_are_found(kind, fake_python):
+    """A node rank that all pods share, a number of nodes that is not the job's, a head that has no name."""
+    documents = load(KINDS[kind].file)
+
+    def find(break_it):
+        broken = copy.deepcopy(documents)
+        for template in simulation.pod_templates(broken):
+            container = template["spec"]["containers"][0]
+            break_it(container, {variable["name"]: variable for variable in container.get("env", [])})
+        with pytest.raises((AssertionError, KeyError, StopIteration)):
+            check_nodes(kind, broken, nodes=2, nproc=1, python=fake_python)
+
+    def same_rank(container, env):
+        env.get("NODE_RANK", {}).update(value="0")
+        env.get("NODE_RANK", {}).pop("valueFrom", None)
+        container["command"] = [word.replace("$PET_NODE_RANK", "0") for word in container["command"]]
+
+    def other_size(container, env):
+        env.get("NNODES", {}).update(value="4")
+        container["command"] = [word.replace("$PET_NNODES", "4") for word in container["command"]]
+
+    def unknown_variable(container, env):
+        env.get("MASTER_ADDR", {}).update(value="$(JOB_NAME)-0")
+        container["command"] = [word.replace("PET_", "PTE_") for word in container["command"]]
+
+    find(same_rank)
+    find(other_size)
+    find(unknown_variable)
+
+
+def test_without_its_service_a_job_has_no_names(fake_python):
+    documents = load("indexed-job.yaml")
+    simulation.named(documents, "Service")["spec"]["selector"] = {"app": "other"}
+    with pytest.raises(ValueError, match="not enough values"):
+        check_nodes("indexed-job", documents, nodes=2, nproc=1, python=fake_python)
+
+
+def test_workers_without_a_master_would_all_be_node_0(fake_python):
+    documents = load("pytorchjob.yaml")
+    groups = documents[0]["spec"]["pytorchReplicaSpecs"]
+    groups["Worker"]["replicas"] = 2
+    del groups["Master"]
+    with pytest.raises((AssertionError, KeyError)):
+        check_nodes("pytorchjob", documents, nodes=2, nproc=1, python=fake_python)
+
+
+def test_the_job_tells_its_store_from_that_of_an_older_job(fake_python):
+    for kind in ("indexed-job", "jobset", "doctor"):
+        for pod in simulation.pods(kind, load(KINDS[kind].file)):
+            assert what_starts(pod, fake_python)["env"]["RDZV_ID"] == simulation.JOB_UID
+
+
+def test_the_fabric_comes_from_the_configmap_or_from_the_command(fake_python):
+    for kind in STATIC:
+        recipe = "probe" if kind == "doctor" else "ddp"
+        for fabric, expected in ((None, "auto"), ("ib", "ib")):
+            documents = render(Request(kind, recipe, "x", nodes=2, fabric=fabric))
+            envs = [what_starts(pod, fake_python)["env"] for pod in simulation.pods(kind, documents)]
+            assert [env["FABRIC"] for env in envs] == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_rendered", [False, True])
+def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
+    """The options of every container that starts a recipe are parsed by that recipe's own parser."""
+    documents = load(KINDS[kind].file)
+    recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "pipeline" if is_rendered else "ddp")
+    if recipe == "horovod":
+        found = importlib.util.find_spec("horovod")
+        require("horovod", found, "its module parses the options", "make horovod")
+    if is_rendered:
+        documents = render(Request(kind, recipe, "my-job", nodes=2, options=["--timeout-s", "60"]))
+    pods = simulation.pods(kind, documents)
+    options = importlib.import_module(f"recipes.{recipe}.train").options
+    checked = 0
+    for pod in pods:
+        args = pod.spec["containers"][0].get("args")
+        if args is None:
+            assert kind == "mpijob"
+            continue
+        if kind not in ("mpijob", "pytorchjob-elastic"):
+            assert what_starts(pod, fake_python)["argv"][-len(args) :] == args
+            assert args[0] == recipe
+            args = args[1:]
+        parsed = options(args)
+        if recipe != "probe":
+            assert parsed.name == ("my-job" if is_rendered else documents[-1]["metadata"]["name"])
+            assert parsed.resume == "auto"
+            assert str(parsed.runs_dir) == "/runs"
+        checked += 1
+    assert checked == (1 if kind == "mpijob" else len(pods))
+
+
+# ---- with real processes
+
+
+def start(kind, documents, folder, *options):
+    """Start all pods of a job here; return their commands."""
+    made = simulation.pods(kind, documents)
+    if options:  # the last ones win
+        for pod in made:
+            pod.words += options
+    replaced = {"/runs": str(folder), "/data": str(folder), "/opt/cluster-recipes": str(simulation.ROOT)}
+    port = str(free_port())
+    for pod in made:
+        for address in pod.addresses:
+            replaced[address] = "127.0.0.1"
+    for pod in made:
+        for name in ("MASTER_PORT", "PET_MASTER_PORT"):
+            if name in pod.env:
+                pod.env[name] = port
+        if "POD_IP" in pod.env:
+            pod.env["POD_IP"] = "127.0.0.1"
+        if "PET_RDZV_ENDPOINT" in pod.env:
+            pod.env["PET_RDZV_ENDPOINT"] = f"{pod.env['PET_RDZV_ENDPOINT'].split(':')[0]}:{port}"
+    return [simulation.run(pod, replaced) for pod in made]
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
+def test_the_pods_train_as_one_world(kind, tmp_path):
+    results = [command.wait() for command in start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2")]
+    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
+    assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
+    assert "result" not in results[1].stdout
+    launches = json.loads((tmp_path / "ddp" / "config.json").read_text())["launches"]
+    assert [launch["world_size"] for launch in launches] == [2]
+    assert last_step(tmp_path / "ddp") <= 2
+
+
+def test_the_doctor_shows_each_node_and_the_map(tmp_path):
+    documents = render(Request("doctor", "probe", "doctor", nodes=2, gpus=2))
+    results = [command.wait() for command in start("doctor", documents, tmp_path, "--device=cpu")]
+    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
+    for rank, result in enumerate(results):
+        assert f"node {rank} is machine-a: " in result.stdout
+        assert re.search(r"/dev/shm +\S+", result.stdout)
+    seen = json.loads(results[0].stdout.splitlines()[-1].removeprefix("probe "))
+    assert (seen["world_size"], seen["sum"]) == (4, 10)
+    ranks = [(row["rank"], row["node_rank"], row["local_rank"]) for row in seen["ranks"]]
+    assert ranks == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+
+
+def test_the_elastic_job_trains_with_the_nodes_that_are_there(tmp_path):
+    documents = load("pytorchjob-elastic.yaml")
+    documents[0]["spec"]["elasticPolicy"]["maxReplicas"] = 2  # or torchrun waits 30 s for more
+    pods = start("pytorchjob-elastic", documents, tmp_path, "--max-steps=2")
+    results = [command.wait(gone_within_s=15) for command in pods]
+    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
+    text = "".join(result.stdout for result in results)  # rank 0 is on either node
+    assert "result recipe=ddp world_size=2 " in text
+
+
+def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
+    """TERM to one pod: all write a checkpoint and fail with 143; the pods that start again end the same run."""
+    documents = render(
+        Request("indexed-job", "ddp", "mine", nodes=2, options=["--log-every", "1", "--epochs", "3"])
+    )
+    whole = start("indexed-job", documents, tmp_path / "whole")
+    assert [command.wait().status for command in whole] == [0, 0]
+
+    pods = start("indexed-job", documents, tmp_path)
+    pods[0].wait_for_step(tmp_path / "mine", 5)
+    (first,) = [process for process in pods[1].processes() if process.pid == pods[1].process.pid]
+    first.send_signal(signal.SIGTERM)
+    results = [command.wait() for command in pods]
+    assert [result.status for result in results] == [143, 143]
+    assert "go on with --name mine --resume auto" in results[0].stdout
+    assert all(result.stdout.endswith("so that a restart goes on\n") for result in results)
+    assert last_step(tmp_path / "mine") < last_step(tmp_path / "whole" / "mine")
+
+    results = [command.wait() for command in start("indexed-job", documents, tmp_path)]
+    assert [result.status for result in results] == [0, 0]
+    assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
+    assert losses(tmp_path / "mine") == losses(tmp_path / "whole" / "mine")
+
+
+def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
+    results = [c.wait() for c in start("indexed-job", load("indexed-job.yaml"), tmp_path, "--global-batch-size=1")]
+    assert [result.status for result in results] == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "trainjob"])
+def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
+    """The pods' statuses, 2 and STOPPED_STATUS, are those that the file's policy knows."""
+    for pod in simulation.pods(kind, load(KINDS[kind].file)):
+        assert pod.env["STOPPED_STATUS"] == "143"
+        assert pod.spec["restartPolicy"] == "Never", "with another one the policy is refused"
+    rules = re.findall(
+        r"- action: (\w+).*\n +(on\w+): .*?(?:containerName: (\w+).*values: (\[\d+\])|type: (\w+))",
+        (ROOT / "k8s" / KINDS[kind].file).read_text(),
+    )
+    name = pod.spec["containers"][0]["name"]
+    assert rules == [
+        ("FailJob", "onExitCodes", name, "[2]", ""),
+        ("Ignore", "onExitCodes", name, "[143]", ""),
+        ("Ignore", "onPodConditions", "", "", "DisruptionTarget"),
+    ]
+
+
+class TestMpiJob:
+    @pytest.fixture(autouse=True)
+    def _needs(self):
+        require("mpi", shutil.which("mpirun"), "there is no mpirun", "apt-get install openmpi-bin")
+        require("horovod", importlib.util.find_spec("horovod"), "it is not in .venv", "make horovod")
+
+    def launch(self, folder, *options):
+        documents = render(Request("mpijob", "horovod", "mine", nodes=2, options=list(options)))
+        launcher, *workers = simulation.pods("mpijob", documents)
+        assert len(workers) == 2
+        slots = documents[0]["spec"]["slotsPerWorker"]
+        hosts = folder / "hostfile"  # the operator's has the workers' names; here all are this machine
+        hosts.write_text(f"localhost slots={slots * len(workers)}\n")
+        launcher.env["OMPI_MCA_orte_default_hostfile"] = str(hosts)
+        launcher.env["MASTER_ADDR"] = "127.0.0.1"
+        replaced = {"/runs": str(folder), "/data": str(folder), "/opt/cluster-recipes": str(simulation.ROOT)}
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder)}
+        return simulation.run(launcher, replaced, **as_root)
+
+    def test_mpirun_starts_a_process_for_each_slot(self, tmp_path):
+        result = self.launch(tmp_path, "--max-steps", "2").wait()
+        assert result.status == 0, result.stderr
+        assert result.stdout.splitlines()[-1].startswith("result recipe=horovod world_size=2 ")
+
+    def test_term_writes_a_checkpoint_and_fails(self, tmp_path):
+        launcher = self.launch(tmp_path, "--log-every", "1", "--epochs", "400")
+        launcher.wait_for_step(tmp_path / "mine", 5)
+        launcher.process.terminate()
+        result = launcher.wait()
+        assert result.status == 143, result.stderr
+        assert "go on with --name mine --resume auto" in result.stdout
+
+    def test_a_refusal_keeps_its_status(self, tmp_path):
+        assert self.launch(tmp_path, "--global-batch-size", "1").wait().status == 2
+
+
+def test_sshd_takes_the_workers_options(tmp_path):
+    """-t makes sshd check its configuration and end."""
+    sshd, keygen = shutil.which("sshd", path="/usr/sbin"), shutil.which("ssh-keygen")
+    require("sshd", sshd and keygen, "there is no sshd", "apt-get install openssh-server")
+    worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
+    subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
+    script = worker.words[2]
+    worker.words[2] = re.sub(r"sshd -D -e(.*?)&\n.*", r"sshd -t -e\1\n", script, flags=re.DOTALL)
+    assert worker.words[2] != script
+    result = simulation.run(worker, {"/run/mpi-ssh": str(tmp_path)}).wait()
+    assert (result.status, result.stderr) == (0, "")

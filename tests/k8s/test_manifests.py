@@ -1,0 +1,272 @@
+"""Manifests, rendered jobs and kustomize builds: valid to the last field, safe, and made of known words."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from scripts.k8s import GPU, KINDS, Request, load, pod_templates, render
+from tests.conftest import require
+from tests.k8s import schemas, simulation
+from tests.support import ROOT
+
+FILES = sorted(path.name for path in ROOT.glob("k8s/*.yaml") if path.name != "kustomization.yaml")
+COMPONENTS = sorted(path.name for path in ROOT.glob("k8s/components/*"))
+VOCABULARY = {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"}  # scripts/launch.sh
+VOCABULARY |= {"FABRIC", "RDZV_TIMEOUT_S", "RDZV_ID", "STOPPED_STATUS"}  # optional there
+VOCABULARY |= {"POD_IP", "NODE_NAME", "SSH_OPTIONS"}  # a manifest's own
+CUSTOM = [name for name in FILES if name not in ("cluster.yaml", "indexed-job.yaml", "doctor.yaml")]
+
+
+def recipe_for(kind):
+    return {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
+
+
+def check_faults(name, documents):
+    (schemas.needs_crds if name in CUSTOM else schemas.needs_validator)()
+    return schemas.faults(documents)
+
+
+def test_every_file_is_known():
+    assert set(FILES) == {kind.file for kind in KINDS.values()} | {"cluster.yaml"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_valid_and_restricted(name):
+    assert check_faults(name, load(name)) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("nodes", "gpus"), [(4, 8), (2, 0)])
+def test_a_rendered_job_is_valid_and_restricted(kind, nodes, gpus):
+    documents = render(
+        Request(kind, recipe_for(kind), "my-job", nodes=nodes, gpus=gpus, image="a/b:1", fabric="ib")
+    )
+    assert check_faults(KINDS[kind].file, documents) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_says_how_it_is_used(name):
+    text = (ROOT / "k8s" / name).read_text()
+    header = re.match(r"(?:#.*\n)+", text)[0]
+    for command in (f"kubectl apply -f k8s/{name}", f"kubectl delete -f k8s/{name}"):
+        assert command in header
+    assert "EDIT" in text
+    for document in load(name):
+        assert document["metadata"]["labels"]["app.kubernetes.io/name"] == "cluster-recipes"
+
+
+@pytest.mark.parametrize(
+    ("words", "break_it"),
+    [
+        ("terminationGracePeriod", lambda spec: spec.update(terminationGracePeriod=120)),
+        ("'80'.*'integer'", lambda spec: spec.update(terminationGracePeriodSeconds="80")),
+        ("64 MB of /dev/shm", lambda spec: spec["volumes"].pop(0)),
+        ("64 MB of /dev/shm", lambda spec: spec["volumes"][0]["emptyDir"].pop("medium")),
+        ("no quantity", lambda spec: spec["volumes"][0]["emptyDir"].update(sizeLimit="8GiB")),
+        ("readOnlyRootFileSystem", lambda spec: one(spec)["securityContext"].update(readOnlyRootFileSystem=True)),
+        ("may run as root", lambda spec: spec["securityContext"].pop("runAsNonRoot")),
+        ("may gain privileges", lambda spec: one(spec)["securityContext"].pop("allowPrivilegeEscalation")),
+        (
+            "keeps capabilities",
+            lambda spec: one(spec)["securityContext"].update(capabilities={"add": ["IPC_LOCK"]}),
+        ),
+        ("no seccomp profile", lambda spec: spec["securityContext"].pop("seccompProfile")),
+        ("token", lambda spec: spec.pop("automountServiceAccountToken")),
+        ("no allowed type", lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}})),
+        ("not there", lambda spec: one(spec)["volumeMounts"][0].update(name="smh")),
+        ("no time for a checkpoint", lambda spec: spec.pop("terminationGracePeriodSeconds")),
+        ("set MASTER_PORT", lambda spec: spec.pop("enableServiceLinks")),
+    ],
+)
+@pytest.mark.parametrize("name", ["indexed-job.yaml", *CUSTOM])
+def test_a_fault_in_a_pod_is_found(name, words, break_it):
+    documents = load(name)
+    for template in pod_templates(documents):
+        break_it(template["spec"])
+    assert re.search(words, "\n".join(check_faults(name, documents)))
+
+
+def one(spec):
+    return spec["containers"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "path", "value"),
+    [
+        ("pytorchjob.yaml", "nProcPerNode", ["spec", "nProcPerNode"], "1"),
+        ("pytorchjob.yaml", "backOffLimit", ["spec", "runPolicy", "backOffLimit"], 3),
+        ("pytorchjob-elastic.yaml", "maxRestart'", ["spec", "elasticPolicy", "maxRestart"], 3),
+        ("mpijob.yaml", "'one'", ["spec", "slotsPerWorker"], "one"),
+        ("mpijob.yaml", "slotPerWorker", ["spec", "slotPerWorker"], 1),
+        ("trainjob.yaml", "numNode'", ["spec", "trainer", "numNode"], 2),
+        ("jobset.yaml", "maxRestart'", ["spec", "failurePolicy", "maxRestart"], 3),
+        ("jobset.yaml", "replicas", ["spec", "replicatedJobs", 0, "replicas"], "two"),
+        ("indexed-job.yaml", "completion'", ["spec", "completion"], 2),
+        ("doctor.yaml", "activeDeadlineSecond'", ["spec", "activeDeadlineSecond"], 2),
+        ("cluster.yaml", "accessMode'", ["spec", "accessMode"], ["ReadWriteMany"]),
+    ],
+)
+def test_a_misspelt_field_is_found(name, words, path, value):
+    documents = load(name)
+    place = documents[-1]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    assert words in "\n".join(check_faults(name, documents))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8", 8), ("500m", "0.5"), ("1.5", "1.5"), ("2k", 2000), ("2Ki", 2048), ("8Gi", 8 * 1024**3), (4, 4)],
+)
+def test_quantities(text, number):
+    assert schemas.quantity(text) == schemas.Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["8GiB", "8 Gi", "GB", "-1", "", "8gi", True, "1e3x"])
+def test_what_is_no_quantity(text):
+    with pytest.raises(ValueError, match="is no quantity"):
+        schemas.quantity(text)
+
+
+def test_requests_do_not_exceed_limits():
+    resources = {"requests": {"memory": "9Gi"}, "limits": {"memory": "8Gi"}}
+    assert list(schemas.resource_faults({"resources": resources})) == [
+        ".resources: the request of memory is above its limit"
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_variable_is_of_the_vocabulary(kind):
+    """What a manifest sets is known, and what its commands read is set, injected, or the image's."""
+    for pod in simulation.pods(kind, load(KINDS[kind].file)):
+        container = pod.spec["containers"][0]
+        own = {variable["name"] for variable in container.get("env", [])}
+        assert own <= VOCABULARY
+        script = " ".join(container["command"])
+        read = set(re.findall(r"\$\{?([A-Z][A-Z_]+)", script))
+        assert read <= set(pod.env) | {"PYTHON", "PATH"}, pod.hostname
+        exported = set(re.findall(r"\b([A-Z][A-Z_]+)=", script))
+        assert exported <= VOCABULARY
+        assert "$$" not in script, "Kubernetes makes one $ of two"
+
+
+def test_pods_differ_in_nothing_but_their_part():
+    """What keeps a pod safe, and where its folders come from, is the same text in every file."""
+    specs = [template["spec"] for name in FILES for template in pod_templates(load(name))]
+    assert len(specs) == 9
+    for key in ("securityContext", "tolerations", "terminationGracePeriodSeconds"):
+        assert all(spec[key] == specs[0][key] for spec in specs)
+    containers = [one(spec) for spec in specs]
+    assert all(container["securityContext"] == containers[0]["securityContext"] for container in containers)
+    assert all(
+        container["workingDir"] == "/opt/cluster-recipes" for container in containers if "args" in container
+    )
+    assert {volume["persistentVolumeClaim"]["claimName"] for spec in specs for volume in spec["volumes"][2:]} == {
+        document["metadata"]["name"] for document in load("cluster.yaml")[1:]
+    }
+    names = [document["metadata"]["name"] for name in FILES for document in load(name)]
+    for name in ("ddp-elastic", "horovod", "doctor"):
+        assert name in names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gpus", [None, 0, 4])
+def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
+    recipe = recipe_for(kind)
+    pods = simulation.pods(kind, render(Request(kind, recipe, "mine", nodes=2, gpus=gpus)))
+    counts = {one(pod.spec).get("resources", {}).get("limits", {}).get(GPU) for pod in pods}
+    names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+    processes = {pod.env[name] for pod in pods for name in names if name in pod.env}
+    expected = {None: 1, 0: None, 4: 4}[gpus]
+    assert counts - {None} == ({expected} if expected else set())
+    assert processes == {str(expected or 1)}
+
+
+# ---- kustomize
+
+
+def kustomize(folder):
+    """Return what kubectl's own kustomize builds of a folder."""
+    kubectl = shutil.which("kubectl")
+    require("kubectl", kubectl, "it is not there (no cluster is needed)", "install kubectl 1.24 or later")
+    command = [kubectl, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def build(folder, file, *components):
+    """Build a manifest with the cluster's parts and some components."""
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["../k8s/cluster.yaml", f"../k8s/{file}"],
+        "components": [f"../k8s/components/{name}" for name in components],
+    }
+    (folder / "k8s").symlink_to(ROOT / "k8s")
+    mine = folder / "mine"
+    mine.mkdir()
+    (mine / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return kustomize(mine)
+
+
+def test_the_base_builds():
+    documents = kustomize(ROOT / "k8s")
+    expected = [*load("cluster.yaml"), *load("indexed-job.yaml")]
+    order = {document["kind"] + document["metadata"]["name"]: document for document in documents}
+    assert len(documents) == len(expected)
+    for document in expected:
+        assert order[document["kind"] + document["metadata"]["name"]] == document
+
+
+def test_there_are_all_components():
+    assert COMPONENTS == ["cpu-only", "fabric", "gpus", "image", "kueue", "nodes", "one-machine"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_components_do_what_they_say(kind, tmp_path):
+    file = KINDS[kind].file
+    documents = build(tmp_path, file, "gpus", "nodes", "image", "fabric", "kueue")
+    if kind == "pytorchjob-elastic":
+        schemas.needs_crds()
+    assert check_faults(file, documents) == []
+    assert simulation.named(documents, "ConfigMap")["data"] == {"FABRIC": "ib"}
+    job = next(one for one in documents if one["kind"] in ("Job", "JobSet", "PyTorchJob", "MPIJob", "TrainJob"))
+    queued = [one for one in documents if "kueue.x-k8s.io/queue-name" in one["metadata"].get("labels", {})]
+    assert queued == [job]
+    pods = simulation.pods(kind, documents)
+    workers = [pod for pod in pods if not pod.hostname.endswith("launcher")]
+    assert len(workers) == (2 if kind == "pytorchjob-elastic" else 4)
+    for pod in pods:
+        name = "horovod" if kind == "mpijob" else "ddp"
+        assert one(pod.spec)["image"] == f"registry.example.com/cluster-recipes/{name}:0.1"
+        for variable, value in (("NPROC_PER_NODE", "8"), ("PET_NPROC_PER_NODE", "8"), ("NNODES", "4")):
+            assert pod.env.get(variable, value) == value
+    assert {one(pod.spec)["resources"]["limits"][GPU] for pod in workers} == {8}
+    if kind == "mpijob":
+        assert job["spec"]["slotsPerWorker"] == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_components_of_a_small_cluster(kind, tmp_path):
+    documents = build(tmp_path, KINDS[kind].file, "cpu-only", "one-machine")
+    assert check_faults(KINDS[kind].file, documents) == []
+    assert GPU not in yaml.safe_dump(documents).replace(f"key: {GPU}", "")
+    claims = [document for document in documents if document["kind"] == "PersistentVolumeClaim"]
+    assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteOnce"]] * 2
+    assert not any("storageClassName" in claim["spec"] for claim in claims)
+
+
+def test_the_folder_of_the_readme_builds(tmp_path):
+    """The kustomization that k8s/README.md shows, beside a checkout."""
+    (tmp_path / "cluster-recipes").symlink_to(ROOT)
+    (tmp_path / "mine").mkdir()
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "k8s" / "README.md").read_text(), re.DOTALL)
+    (text,) = (block for block in blocks if "kind: Kustomization" in block)
+    (tmp_path / "mine" / "kustomization.yaml").write_text(text)
+    documents = kustomize(tmp_path / "mine")
+    assert simulation.named(documents, "Job")["spec"]["completions"] == 4

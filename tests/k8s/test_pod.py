@@ -1,0 +1,115 @@
+"""What a container's first process does: the end of a run told from a stop, and a head that gets its name late."""
+
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from recipes.common.errors import UserError
+from recipes.common.node import Node
+from scripts import agent, finished, interface
+from tests.support import Command, run_command, words_for
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], "none"),
+        (["--name", "a"], "a"),
+        (["--name=a", "--name", "b"], "b"),
+        (["--name"], "none"),
+        (["--names=a", "x"], "none"),
+    ],
+)
+def test_the_last_value_of_an_option_counts(words, value):
+    assert finished.option("--name", "none", words) == value
+
+
+def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
+    options = ["--runs-dir", str(tmp_path), "--name", "mine"]
+    assert finished.has_finished(options, 0) is None, "no record here"
+    assert finished.has_finished(options[:2], 0) is None, "no name"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    assert finished.has_finished(options, 0) is False
+    result = tmp_path / "mine" / "result.json"
+    result.touch()
+    os.utime(result, (1000, 1000))
+    assert finished.has_finished(options, 999) is True
+    assert finished.has_finished(options, 1001) is False, "of an earlier start"
+
+
+@pytest.mark.parametrize("recipe", ["single", "spawn", "ddp"])
+def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
+    command = ["scripts/launch.sh", recipe, *words_for(tmp_path, "mine", "--resume", "auto")]
+    env = {"STOPPED_STATUS": "143", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    stopped = Command(*command, "--epochs", "400", **env)
+    stopped.wait_for_step(tmp_path / "mine", 3)
+    stopped.process.send_signal(signal.SIGTERM)
+    result = stopped.wait()
+    assert result.status == 143, result.stderr
+    assert result.stdout.endswith("stopped before its end: status 143, so that a restart goes on\n")
+    result = run_command(*command, "--max-steps", "4", **env)
+    assert result.status == 0, result.stderr
+    assert result.stdout.splitlines()[-1].startswith(f"result recipe={recipe} ")
+
+
+def test_statuses_pass_through(tmp_path):
+    env = {"PYTHON": sys.executable}
+    words = words_for(tmp_path, "mine", "--global-batch-size", "0")
+    result = run_command("scripts/launch.sh", "single", *words, STOPPED_STATUS="143", **env)
+    assert result.status == 2
+    result = run_command("scripts/launch.sh", "single", STOPPED_STATUS="soon", **env)
+    assert (result.status, result.errors) == (
+        2,
+        ["error: STOPPED_STATUS wants a whole number of at least 1, got 'soon'"],
+    )
+
+
+def test_a_process_that_is_killed_counts_as_128_and_more():
+    assert finished.run(["bash", "-c", "kill -KILL $$"], dict(os.environ)) == (137, False)
+    assert finished.run(["bash", "-c", "kill -TERM $PPID; sleep 0.5; exit 3"], dict(os.environ)) == (143, True)
+
+
+def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
+    answers = [socket.gaierror(-2, "Name or service not known")] * 2
+    original = socket.getaddrinfo
+
+    def later(host, *args, **options):
+        if host == "ddp-0.ddp" and answers:
+            raise answers.pop()
+        return original("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    monkeypatch.setattr(interface.time, "sleep", lambda _: None)
+    with pytest.raises(UserError, match=r"cannot resolve ddp-0.ddp \(Name or service not known\); mend DNS"):
+        interface.resolve("ddp-0.ddp", timeout_s=0)
+    assert len(answers) == 1
+    assert interface.resolve("ddp-0.ddp", timeout_s=60)[1] == ("127.0.0.1", 9)
+
+
+def test_the_wait_for_a_name_has_a_bound():
+    result = run_command(sys.executable, "-m", "scripts.interface", "no-such-host.invalid", RDZV_TIMEOUT_S="1")
+    assert result.status == 2
+    assert "cannot resolve no-such-host.invalid within 1 s" in result.errors[0]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("8f6c", "--rdzv-id=8f6c"), ("", "--rdzv-id=none")])
+def test_the_store_is_that_of_the_job(value, expected, monkeypatch, tmp_path):
+    from torch.distributed import run as torchrun
+
+    seen = []
+    monkeypatch.setenv("RDZV_ID", value)
+    monkeypatch.setattr(torchrun, "parse_args", seen.extend)
+    monkeypatch.setattr(torchrun, "run", lambda _: None)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    disabled = agent.logging.root.manager.disable
+    try:
+        assert agent.run_torchrun(Node(1, 0, 1, "127.0.0.1", port, 5), "ddp", [], str(tmp_path)) == 0
+    finally:
+        agent.logging.disable(disabled)
+    assert expected in seen
