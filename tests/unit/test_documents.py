@@ -57,7 +57,6 @@ OTHERS_FLAGS = {
     "--shm-size",
     "--logdir",
     "--gloo",
-    "--mpi",
     "--check-build",
     "--max-restarts",
     "--render",
