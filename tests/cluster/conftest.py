@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.conftest import require
+from tests.support import ROOT
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter")
 
@@ -29,7 +31,13 @@ def cluster():
     cluster = Cluster(folder / "slurm")
     up = cluster.script("up", "3", env={"SLURMD_TIMEOUT_S": "6", "KILL_WAIT_S": "5"})
     assert up.returncode == 0, up.stderr
+    # A test worker that is killed ends no fixture: then this does.
+    wait = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 1; done; exec scripts/slurm_cluster.sh down"
+    env = {**os.environ, "SLURM_CLUSTER_DIR": str(cluster.folder)}
+    watch = subprocess.Popen(["bash", "-c", wait], cwd=ROOT, env=env, start_new_session=True)
     yield cluster
+    watch.kill()
+    watch.wait()
     down = cluster.script("down")
     shutil.rmtree(folder)
     assert down.returncode == 0, down.stderr
