@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -38,7 +38,7 @@ from scripts.sweep import grid_points, words
 from slurm.training import SIGNAL, Training, status_path
 
 SIGNAL_DELAY_S = 120
-"""How long before the time limit ranks are told to write a checkpoint (a quarter of the limit where it is short)."""
+"""How long before the time limit ranks are told to write a checkpoint; of a short limit, its last quarter."""
 
 POLL_S = 0.3
 SILENCE_S = 300.0
@@ -96,7 +96,7 @@ def minutes(text: str) -> int:
     """Return whole minutes of a time as Slurm writes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if not match:
-        raise UserError(f"--time wants minutes, hours:minutes:seconds or days-hours:minutes:seconds, got {text!r}")
+        raise ArgumentTypeError(f"wants minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
     days, first, second, third = (int(group) if group else 0 for group in match.groups())
     if match[1]:
         total = days * 1440 + first * 60 + second + third / 60
@@ -105,7 +105,7 @@ def minutes(text: str) -> int:
     else:
         total = first + second / 60
     if total <= 0:
-        raise UserError(f"--time wants more than nothing, got {text!r}")
+        raise ArgumentTypeError(f"wants more than nothing, got {text!r}")
     return math.ceil(total)
 
 
@@ -200,8 +200,8 @@ def default_minutes(partition: str | None) -> int:
     command = ["scontrol", "show", "partition", *([partition] if partition else []), "--oneliner"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if shown.returncode:
-        reason = " ".join(shown.stderr.split()) or "no answer"
-        raise UserError(f"scontrol show partition {partition or ''}: {reason}; sinfo lists the partitions")
+        reason = " ".join((shown.stderr + shown.stdout).split()).rstrip(".")
+        raise UserError(f"Slurm tells no time limit: {reason}; sinfo lists the partitions")
     lines = shown.stdout.splitlines()
     line = next((line for line in lines if " Default=YES " in line), lines[0] if lines else "")
     for name in ("DefaultTime", "MaxTime"):
@@ -282,6 +282,7 @@ class Watched:
     result: str = ""
     """The recipe's last line, held back until the end."""
     _offset: int = 0
+    _asked: float = 0.0
     _spoke: float = field(default_factory=time.monotonic)
 
     @property
@@ -307,7 +308,9 @@ class Watched:
 
     def look(self) -> bool:
         """Print what is new; return whether the job has ended."""
-        info = self.job.get_info(mode="standard")
+        is_over = bool(self.result) and time.monotonic() > self._asked + 1
+        self._asked = time.monotonic() if is_over else self._asked
+        info = self.job.get_info(mode="force" if is_over else "standard")
         if "jobState" in info:  # submitit's local executor
             state, is_done = info["jobState"], self.job.done()
         else:
@@ -494,7 +497,11 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         check(args)
         folder, runs = plan_runs(args)
-        return (submit_here if args.local else submit_to_slurm)(args, folder, runs)
+        try:
+            return (submit_here if args.local else submit_to_slurm)(args, folder, runs)
+        finally:
+            with contextlib.suppress(OSError):  # nothing is in the folder of a job that was refused
+                folder.rmdir()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_STATUS

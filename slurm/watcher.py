@@ -2,7 +2,7 @@
 
 submitit asks `sacct`, which wants an accounting database that small clusters do not have; its jobs then stay
 UNKNOWN for ever. `squeue --states=all` knows every job until some minutes after its end (MinJobAge, 300 s), asks
-the controller alone, and tells more: why a job waits, and how often it was requeued. What it has forgotten is GONE.
+the controller alone, and tells more: why a job waits, and how often it was requeued. A forgotten job is GONE.
 """
 
 from __future__ import annotations
