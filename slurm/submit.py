@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, add_switch, non_negative_int, plain_name, positive_int
 from scripts.local import ONE_PROCESS, ROOT, check_recipe, free_port, visible_gpus
 from scripts.sweep import grid_points, words
@@ -89,7 +89,11 @@ def parse_args(argv: list[str]) -> Namespace:
     )
     job.add_argument("--local", action="store_true", help="start all processes on this machine, without Slurm")
     add_switch(job, "--follow", "watch the job until its end", default=True)
-    return parser.parse_args(own, Namespace(options=options))
+    args, unknown = parser.parse_known_args(own, Namespace(options=options))
+    if unknown:
+        hint = nearest(unknown[0], parser.flags(), cutoff=0.8) or "; the recipe's own options come after --"
+        raise UserError(f"unknown option {unknown[0]}{hint}")
+    return args
 
 
 def minutes(text: str) -> int:
@@ -419,8 +423,9 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
         raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
     jobs = [Watched(run, job, shows_log=not run.point) for run, job in zip(runs, submitted, strict=True)]
     number = submitted[0].job_id.split("_")[0]
-    print(f"job {number}: {describe(args, runs)}, record {folder}, log {jobs[0].log}", flush=True)
-    again = f"tail -n +1 -F {jobs[0].logs if len(jobs) == 1 else folder / 'slurm' / f'{number}_*_0_log.out'}"
+    log = jobs[0].log if len(jobs) == 1 else jobs[0].log.with_name(f"{number}_*_0_log.out")
+    print(f"job {number}: {describe(args, runs)}, record {folder}, log {log}", flush=True)
+    again = f"tail -n +1 -F {log}"
     if not args.follow:
         print(f"to follow it: {again}; to cancel it: scancel {number}", flush=True)
         return 0
@@ -448,7 +453,7 @@ def submit_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
             signal.signal(number, interrupt)
         jobs.append(Watched(run, job, shows_log=not run.point))
         if not args.follow:
-            print(f"to follow it: tail -n +1 -F {jobs[0].logs}; to end it: kill {job.job_id}", flush=True)
+            print(f"to follow it: tail -n +1 -F {jobs[0].log}; to end it: kill {job.job_id}", flush=True)
             return 0
         try:
             status = max(status, follow(jobs[-1:]))
