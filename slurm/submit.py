@@ -292,7 +292,8 @@ class Watched:
     @property
     def log(self) -> Path:
         """What rank 0 prints."""
-        return Path(os.path.relpath(self.job.paths.stdout))
+        path = Path(self.job.paths.stdout)
+        return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
     @property
     def logs(self) -> str:

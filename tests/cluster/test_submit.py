@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from tests.conftest import require
 from tests.support import (
+    ROOT,
     Command,
     is_equal,
     losses,
@@ -85,6 +87,7 @@ def test_map():
     assert len({row["host"] for row in rows}) == 2
     folder = Path(re.search(r"record (\S+),", done.stdout)[1])
     assert re.fullmatch(r"probe-\d{8}-\d{6}(-\d+)?", folder.name)
+    shutil.rmtree(ROOT / folder)
 
 
 def test_two_nodes_of_two_ranks_give_the_losses_of_single(tmp_path):
