@@ -1,5 +1,6 @@
-# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; for
-# Kubernetes also KIND, GPUS, IMAGE, FABRIC, NAMESPACE, RENDER.
+# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
+# asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
+# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -19,7 +20,14 @@ RENDER ?=
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help list setup run horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
+# Those of submit's options whose variable is set.
+SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),--nproc-per-node "$(NPROC_PER_NODE)") \
+	$(if $(PARTITION),--partition "$(PARTITION)") $(if $(TIME),--time "$(TIME)") $(if $(MEM),--mem "$(MEM)") \
+	$(if $(CPUS),--cpus-per-task "$(CPUS)") $(if $(CONSTRAINT),--constraint "$(CONSTRAINT)") \
+	$(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QOS),--qos "$(QOS)") $(if $(NAME),--name "$(NAME)") \
+	$(if $(SWEEP),--sweep "$(SWEEP)") $(if $(filter-out 0,$(LOCAL)),--local)
+
+.PHONY: help list setup run submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -35,6 +43,10 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 	@$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing)
 	@exec $(PYTHON) -m scripts.local "$(RECIPE)" --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" \
 		-- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+submit: ## Submit a recipe to Slurm by submitit: RECIPE=ddp NODES=2 GPUS=8 TIME=2:00:00; LOCAL=1 without Slurm
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m slurm.submit "$(RECIPE)" --nodes "$(NODES)" $(SUBMIT_OPTIONS) -- $(ARGS)
 
 horovod: ## Build Horovod for the torch of .venv, from a cache where it can
 	@scripts/setup.sh run

@@ -1,6 +1,7 @@
 """Become a recipe with USR1 and TERM held back until it listens to them.
 
     python -m scripts.hold recipes.single.train --epochs 3
+    python -m scripts.hold -u -m recipes.single.train --epochs 3       # Python's own options come first
 
 A recipe imports torch for a second or two before it can say what a signal means; one that came in that time
 would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them.
@@ -16,4 +17,5 @@ from recipes.common.signals import STOP_SIGNALS
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+    words = sys.argv[1:] if sys.argv[1].startswith("-") else ["-m", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *words])

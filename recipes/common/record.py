@@ -146,10 +146,11 @@ class Record:
 
     def begin(self, places: Sequence[Place], checkpoint: Path | None, step: int) -> None:
         """Write config.json and drop the lines of steps that will be done again."""
+        ranks = describe(places)
         launch = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "world_size": len(places),
-            "ranks": describe(places),
+            "ranks": ranks,
             "command": sys.argv,
             "checkpoint": str(checkpoint) if checkpoint else None,
             "step": step,
@@ -168,7 +169,7 @@ class Record:
         kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
         _replace_text(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.progress.say(f"run {self.folder}  world_size={len(places)}")
-        for line in launch["ranks"]:
+        for line in ranks:
             self.progress.say(line)
         if checkpoint:
             self.progress.say(f"resumed from {checkpoint} at step {step}")

@@ -24,6 +24,11 @@ class Cluster:
 
     folder: Path
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return what puts the cluster's commands into PATH."""
+        return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_DIR": str(self.folder)}
+
     def script(
         self, *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:

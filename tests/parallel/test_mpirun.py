@@ -49,6 +49,7 @@ def endless(tmp_path):
     job = subprocess.Popen(words, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert "world_size=2" in job.stdout.readline()
+        assert job.stdout.readline().startswith("ranks 0-1 on ")
         assert job.stdout.readline().startswith("epoch 1")
         yield job, psutil.Process(job.pid).children()
     finally:

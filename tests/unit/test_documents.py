@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
+from slurm import submit
 from tests.support import ROOT
 
 LISTED = subprocess.run(
@@ -85,14 +86,14 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser has."""
+    """Return every --flag that a recipe's parser or slurm/submit.py's has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
         pass
 
-    for recipe in RECIPES:
-        module = importlib.import_module(f"recipes.{recipe}.train")
+    parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
+    for parse in [*parsers, submit.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())
@@ -100,7 +101,7 @@ def known_flags():
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Known):
             patch.setattr(Parser, "parse_known_args", note)
-            module.options([])
+            parse([])
     return found
 
 
@@ -144,7 +145,7 @@ def test_every_flag_exists(name):
 
 
 def test_the_flags_of_the_parsers_are_found():
-    assert {"--zero", "--no-zero", "--global-batch-size", "--resume"} <= known_flags()
+    assert {"--zero", "--no-zero", "--global-batch-size", "--resume", "--max-requeues"} <= known_flags()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

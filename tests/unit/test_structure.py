@@ -101,6 +101,8 @@ def test_every_collective_of_a_recipe_says_what_crosses_the_wire(recipe):
         ("recipes.ddp.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "torch._dynamo")),
         ("scripts.local", ("torch", "numpy", "yaml", "psutil")),
         ("scripts.agent", ("torch", "numpy", "yaml", "psutil")),
+        ("scripts.sweep", ("torch", "numpy", "yaml", "psutil")),
+        ("slurm.submit", ("torch", "numpy", "yaml", "psutil", "submitit")),
     ],
 )
 def test_importing_costs_no_more_than_it_must(module, unwanted):

@@ -1,0 +1,1 @@
+"""Ways to start recipes under Slurm: sbatch files, and submitit."""

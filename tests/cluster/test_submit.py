@@ -1,0 +1,223 @@
+"""submitit on a real Slurm cluster: the same training, back after a preemption, and plain words where it fails."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import (
+    ROOT,
+    Command,
+    is_equal,
+    losses,
+    metrics,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    wait_until,
+    weights,
+    words_for,
+)
+
+LONG = ("--epochs", "40", "--deterministic")
+"""Some seconds of training."""
+
+
+@pytest.fixture
+def submit(cluster):
+    """Return a function that starts slurm.submit where the cluster's commands are in PATH."""
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "slurm.submit", *arguments]
+        return Command(*command, **cluster.environment, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+
+    return start
+
+
+@pytest.fixture
+def submitted(submit):
+    """Return a function that submits a job and follows it to its end."""
+    return lambda *arguments: submit(*arguments).wait(timeout_s=90, gone_within_s=15)
+
+
+def job_id(command):
+    wait_until(lambda: "\njob " in f"\n{command.text}", 60, "a job's number")
+    return re.search(r"^job (\d+):", command.text, re.MULTILINE)[1]
+
+
+def wait_for_log(command, step, run):
+    wait_until(lambda: (run / "metrics.jsonl").exists(), 60, f"{run}\n{command.text}")
+    command.wait_for_step(run, step)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run that nobody interrupts: two ranks."""
+    return train("ddp", tmp_path_factory.mktemp("undisturbed"), 2, *LONG)
+
+
+def test_map(submitted):
+    done = submitted("probe", "--nodes", "2", "--nproc-per-node", "2", "--time", "5")
+    assert done.status == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    content = json.loads(last.removeprefix("probe "))
+    assert (content["world_size"], content["sum"]) == (4, 10)
+    rows = content["ranks"]
+    assert [(row["rank"], row["local_rank"], row["node_rank"]) for row in rows] == [
+        (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1),
+    ]  # fmt: skip
+    assert {row["local_world_size"] for row in rows} == {2}
+    assert len({row["host"] for row in rows}) == 2
+    folder = Path(re.search(r"record (\S+),", done.stdout)[1])
+    assert re.fullmatch(r"probe-\d{8}-\d{6}(-\d+)?", folder.name)
+    shutil.rmtree(ROOT / folder)
+
+
+def test_two_nodes_of_two_ranks_give_the_losses_of_single(submitted, tmp_path):
+    options = ("--epochs", "2")
+    words = words_for(tmp_path, "four", *options)
+    done = submitted("ddp", "--nodes", "2", "--nproc-per-node", "2", "--time", "5", "--", *words)
+    assert done.status == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert re.match(r"result recipe=ddp world_size=4 test_accuracy=0\.\d{4} ", done.stdout.splitlines()[-1])
+    assert "job " in done.stdout
+    assert ": RUNNING\n" in done.stdout
+    assert losses(tmp_path / "four") == pytest.approx(losses(train("single", tmp_path, 1, *options)), rel=1e-4)
+    assert (tmp_path / "four/slurm").is_dir()
+
+
+def check_resumed(run, undisturbed, starts=2):
+    assert is_equal(weights(run), weights(undisturbed))
+    assert losses(run) == losses(undisturbed)
+    launches = json.loads((run / "config.json").read_text())["launches"]
+    assert len(launches) == starts
+    assert launches[0]["step"] == 0
+    assert 0 < launches[1]["step"] < 880
+
+
+def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster, submit, tmp_path, undisturbed):
+    """An urgent job takes a node: signal, checkpoint, requeue, and once more from there."""
+    run = tmp_path / "preempted"
+    # All cores of its nodes, so that the urgent job disturbs no other.
+    command = submit(
+        "ddp", "--nodes", "2", "--cpus-per-task", "8", "--time", "5", "--",
+        *words_for(tmp_path, run.name, *LONG),
+    )  # fmt: skip
+    wait_for_log(command, 60, run)
+    node = cluster.run("squeue", "--noheader", "--jobs", job_id(command), "--format", "%B").strip()
+    cluster.run(
+        "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    )
+    done = command.wait(timeout_s=90, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    assert "stopped by SIGUSR1: wrote" in done.stdout
+    assert ": requeued, start 2" in done.stdout
+    assert "resumed from" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
+    check_resumed(run, undisturbed)
+
+
+def test_a_job_that_an_operator_requeues_goes_on(cluster, submit, tmp_path, undisturbed):
+    """Slurm sends TERM, and no callback of submitit's runs."""
+    run = tmp_path / "requeued"
+    command = submit("ddp", "--nodes", "2", "--time", "5", "--", *words_for(tmp_path, run.name, *LONG))
+    wait_for_log(command, 60, run)
+    cluster.run("scontrol", "requeue", job_id(command))
+    done = command.wait(timeout_s=90, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    assert "stopped by SIGTERM: wrote" in done.stdout
+    check_resumed(run, undisturbed)
+
+
+def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
+    cluster, submit, submitted, tmp_path, undisturbed
+):
+    run = tmp_path / "bounded"
+    shape = ("ddp", "--nodes", "2", "--time", "5", "--max-requeues", "0")
+    words = words_for(tmp_path, run.name, *LONG)
+    command = submit(*shape, "--", *words)
+    wait_for_log(command, 60, run)
+    cluster.run("scancel", "--signal=USR1", job_id(command))
+    done = command.wait(timeout_s=60, gone_within_s=15)
+    assert done.status == 1
+    assert "error: the job was stopped before its end, and --max-requeues allows no more" in done.stdout
+    assert re.fullmatch(r"error: job \d+ ended before the run was complete \(FAILED\); all .*", *done.errors)
+    assert not (run / "result.json").exists()
+    done = submitted(*shape, "--", *words, "--resume", "auto")
+    assert done.status == 0, done.stdout + done.stderr
+    check_resumed(run, undisturbed)
+
+
+def test_a_cancelled_job_writes_a_checkpoint(cluster, submit, tmp_path):
+    run = tmp_path / "cancelled"
+    command = submit("single", "--time", "5", "--", *words_for(tmp_path, run.name, "--epochs", "400"))
+    wait_for_log(command, 20, run)
+    cluster.run("scancel", job_id(command))
+    done = command.wait(timeout_s=60, gone_within_s=15)
+    assert done.status == 1
+    assert "stopped by SIGTERM: wrote" in done.stdout
+    assert "(CANCELLED)" in done.errors[0]
+    assert newest_checkpoint(run)["position"]["step"] == metrics(run)[-1]["step"]
+
+
+def test_ctrl_c_leaves_the_job_running(cluster, submit, tmp_path):
+    run = tmp_path / "left"
+    command = submit("single", "--time", "5", "--", *words_for(tmp_path, run.name, "--epochs", "400"))
+    wait_for_log(command, 1, run)
+    job = job_id(command)
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(10) == 130
+    last = command.text.splitlines()[-1]
+    assert last.startswith(f"job {job} goes on; to follow it: tail -n +1 -F ")
+    assert last.endswith(f"to cancel it: scancel {job}")
+    assert cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%T").strip() == "RUNNING"
+    cluster.run("scancel", job)
+    command.wait(gone_within_s=15)
+
+
+def test_a_sweep_is_an_array_with_a_table_at_its_end(submitted, tmp_path):
+    options = words_for(tmp_path, "grid", "--epochs", "1")
+    done = submitted("single", "--time", "5", "--sweep", "lr=0.02,0.05", "--", *options)
+    assert done.status == 0, done.stdout + done.stderr
+    table = [line.split() for line in done.stdout.splitlines()[-3:]]
+    assert table[0] == ["run", "lr", "world_size", "test_accuracy", "samples_per_s"]
+    for row, value in zip(table[1:], ("0.02", "0.05"), strict=True):
+        run = tmp_path / row[0]
+        assert row[:3] == [f"grid-lr{value}", value, "1"]
+        assert row[3] == f"{json.loads((run / 'result.json').read_text())['test_accuracy']:.4f}"
+        assert json.loads((run / "config.json").read_text())["options"]["lr"] == float(value)
+    alone = run_ranks("single", words_for(tmp_path, "alone", "--epochs", "1", "--lr", "0.05"), 1, tmp_path / "out")
+    assert alone.statuses == [0]
+    assert losses(tmp_path / "grid-lr0.05") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partition", "nope"], "error: Slurm tells no time limit: Partition nope not found; sinfo "),
+        (
+            ["--partition", "nope", "--time", "5"],
+            "error: Slurm refuses the job: invalid partition specified: nope; ",
+        ),
+        (["--nodes", "50"], "error: Slurm refuses the job: allocation failure: "),
+        (["--gpus-per-node", "50"], "error: Slurm refuses the job: allocation failure: "),
+    ],
+)
+def test_what_slurm_cannot_give_is_refused_before_it_is_queued(submitted, tmp_path, arguments, message):
+    done = submitted("ddp", *arguments, "--", "--runs-dir", str(tmp_path / "runs"))
+    assert (done.status, done.stdout) == (2, "")
+    assert [line.startswith(message) for line in done.stderr.splitlines()] == [True], done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_refusal_by_the_recipe_is_status_2(submitted, tmp_path):
+    options = words_for(tmp_path, "refused", "--data", "imagefolder", "--data-dir", "/nowhere")
+    done = submitted("ddp", "--nodes", "2", "--time", "5", "--", *options)
+    assert done.status == 2, done.stdout + done.stderr
+    assert "error: --data-dir: cannot read /nowhere/train" in done.stdout
+    [error] = done.errors
+    assert "was refused by the recipe; all ranks' logs: " in error

@@ -1,0 +1,295 @@
+"""What slurm/submit.py decides before anything is queued: names, limits, refusals, and the sbatch file itself."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.common.signals import Stop
+from slurm import submit, training
+from slurm.training import Training
+from slurm.watcher import SqueueWatcher
+
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL Default=NO DefaultTime=NONE MaxTime=1-00:00:00 MinNodes=0
+PartitionName=short AllowGroups=ALL Default=YES DefaultTime=00:30:00 MaxTime=04:00:00 MinNodes=0
+"""
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """A PATH with stand-ins for Slurm's commands; write one by commands(name, its script)."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def write(name, script="exit 0"):
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def executor_for(folder, *words):
+    args = submit.parse_args(list(words))
+    submit.check(args)
+    return submit.make_executor(args, folder)
+
+
+def test_the_sbatch_file(tmp_path, commands):
+    for name in ("sbatch", "srun", "squeue", "scontrol"):
+        commands(name)
+    words = "ddp --nodes 2 --gpus-per-node 4 --cpus-per-task 8 --mem 64GB --time 2:00:00 --partition gpu"
+    executor = executor_for(
+        tmp_path / "mine", *words.split(), "--constraint", "a100", "--account", "us", "--qos", "hi"
+    )
+    folder = tmp_path / "mine/slurm"
+    text = submit.sbatch_text(executor)
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH")] == [
+        "#SBATCH --account=us",
+        "#SBATCH --constraint=a100",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --job-name=mine",
+        "#SBATCH --mem=64GB",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={folder}/%j_0_log.out",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --qos=hi",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --time=120",
+        "#SBATCH --wckey=submitit",
+    ]
+    assert "export MASTER_PORT=$port SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text
+    assert text.rstrip().splitlines()[-1] == (
+        f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
+        f"{sys.executable} -m scripts.hold -u -m submitit.core._submit {folder}"
+    )
+
+
+def test_what_is_not_given_is_left_to_the_cluster(tmp_path, commands):
+    for name in ("sbatch", "srun", "squeue"):
+        commands(name)
+    commands("scontrol", f"cat <<'TEXT'\n{PARTITIONS}TEXT")
+    text = submit.sbatch_text(
+        executor_for(tmp_path / "mine", "ddp", "--gpus-per-node", "0", "--nproc-per-node", "2")
+    )
+    flags = [line.split()[1].split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert not {"--mem", "--gpus-per-node", "--cpus-per-task", "--partition", "--account", "--qos"} & set(flags)
+    assert "#SBATCH --ntasks-per-node=2\n" in text
+    assert "#SBATCH --time=30\n" in text  # the default partition's
+
+
+def test_ranks_have_a_quarter_of_a_short_limit_for_the_checkpoint(tmp_path, commands):
+    for name in ("sbatch", "srun", "squeue", "scontrol"):
+        commands(name)
+    assert "#SBATCH --signal=USR1@15\n" in submit.sbatch_text(executor_for(tmp_path, "ddp", "--time", "1"))
+
+
+@pytest.mark.parametrize(
+    ("partitions", "expected"),
+    [
+        (PARTITIONS, 30),
+        ("PartitionName=a Default=NO DefaultTime=NONE MaxTime=1-12:00:00 MinNodes=0", 36 * 60),
+        ("PartitionName=a Default=YES DefaultTime=NONE MaxTime=UNLIMITED MinNodes=0", 365 * 1440),
+    ],
+)
+def test_the_limit_of_a_partition(commands, partitions, expected):
+    commands("scontrol", f"cat <<'TEXT'\n{partitions}\nTEXT")
+    assert submit.default_minutes(None) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:30", 91), ("2:00:00", 120), ("1-12", 2160), ("1-12:30", 2190), ("1-0:0:1", 1441)],
+)
+def test_times(text, expected):
+    assert submit.minutes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:00:00", "x", "1:2:3:4", "-5", "1h", "²"])
+def test_bad_times(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="wants m"):
+        submit.minutes(text)
+
+
+@pytest.mark.parametrize(
+    ("points", "names"),
+    [
+        ([{}], ["mine"]),
+        ([{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}], ["mine-lr0.1-seed1", "mine-lr0.2-seed1"]),
+        ([{"data-dir": "/data/a"}, {"data-dir": "/data/b"}], ["mine-0", "mine-1"]),
+        ([{"name": "a" * 100}], ["mine-0"]),
+    ],
+)
+def test_the_names_of_a_sweeps_runs(points, names):
+    assert submit.run_names("mine", points) == names
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("horovod", "horovod has a launch file of its own: sbatch slurm/horovod.sbatch"),
+        ("spawn", "spawn starts its ranks by itself"),
+        ("single --nodes 2", "single is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"),
+        ("dataparallel --nproc-per-node 2", "dataparallel is one process"),
+        ("ddp --nodes 0", "--nodes: wants a whole number of at least 1, got '0'"),
+        ("ddp --time soon", "--time: wants minutes, 2:00:00 or 1-12:00:00 (a day and a half), got 'soon'"),
+        ("ddp --name ../x", "--name: wants at most 100 letters"),
+        ("ddp --partitoin x", "unknown option --partitoin; did you mean '--partition'?"),
+        ("ddp --epochs 3", "unknown option --epochs; the recipe's own options come after --"),
+        ("ddp --local --sweep lr=1 --no-follow", "--local trains the points of a sweep one after another"),
+        ("ddp", "there is no sbatch in PATH; use --local (make submit: LOCAL=1), or run this on the cluster's"),
+        ("ddp --local -- --ephocs 3", "unknown option --ephocs; did you mean '--epochs'?"),
+        ("ddp --local -- --resume auto", "--resume auto wants to know which run: NAME=... (--name)"),
+        ("ddp --local --sweep lr", "SWEEP wants words of the form lr=0.1,0.2, got 'lr'"),
+        ("ddp --local --sweep lr=fast", "--lr: wants a number above 0, got 'fast'"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert submit.main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_name_that_is_taken_is_refused_before_the_queue(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/metrics.jsonl").touch()
+    words = ["ddp", "--local", "--name", "mine", "--", "--runs-dir", str(tmp_path)]
+    assert submit.main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: the run {tmp_path}/mine exists; add --resume auto")
+    for more in (["--resume", "auto"], ["--overwrite"]):
+        _, [run] = submit.plan_runs(submit.parse_args([*words, *more]))
+        assert run.argv[-2:] == ["--name", "mine"]
+
+
+def test_the_default_name_is_unique(tmp_path):
+    folders = [submit.new_folder(tmp_path, "ddp") for _ in range(3)]
+    assert len(set(folders)) == 3
+    assert all(folder.is_dir() and folder.name.startswith("ddp-2") for folder in folders)
+
+
+def test_the_watcher_reads_squeue_and_knows_what_is_gone(commands):
+    commands("squeue", "echo '7|RUNNING|None|0|'; echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
+    watcher = SqueueWatcher()
+    for job in ("7", "8_0", "8_1", "9"):
+        watcher.register_job(job)
+    states = {job: watcher.get_state(job) for job in ("7", "8_0", "8_1", "9")}
+    assert states == {"7": "RUNNING", "8_0": "COMPLETED", "8_1": "PENDING", "9": "GONE"}
+    assert watcher.get_info("8_1")["Reason"] == "Resources"
+    assert watcher.get_info("8_0")["Restarts"] == "1"
+    assert [watcher.is_done(job, mode="cache") for job in ("7", "8_0", "8_1", "9")] == [False, True, False, True]
+
+
+def test_the_watcher_outlives_a_controller_that_does_not_answer(commands):
+    commands("squeue", "echo '7|RUNNING|None|0|'")
+    watcher = SqueueWatcher()
+    assert watcher.get_state("7") == "RUNNING"
+    commands("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert watcher.get_info("7", mode="force") == {
+        "JobID": "7",
+        "State": "RUNNING",
+        "Reason": "slurm_load_jobs error: Unable to contact slurm controller",
+        "Restarts": "0",
+    }
+
+
+def test_the_cause_is_that_of_the_last_start():
+    start = "submitit INFO (x) - Starting with JobEnvironment(job_id=1)\n"
+    assert submit.cause_in(f"{start}error: old\n{start}all well\n") == ""
+    log = f"{start}Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: 3 GB\nmore\n"
+    assert submit.cause_in(log) == "torch.cuda.OutOfMemoryError: 3 GB"
+    assert submit.cause_in(f"{log}error: rank 1 lost another rank\n") == "error: rank 1 lost another rank"
+
+
+class TestTheEndOfRank0:
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        (tmp_path / "config.json").write_text("{}")
+        monkeypatch.setattr(Training, "leave", lambda _, status: sys.exit(status))
+        monkeypatch.setattr(training, "is_preempted", lambda: False)
+        return Training("ddp", ["--epochs", "3"], tmp_path, requeues_left=1)
+
+    @staticmethod
+    def requeue(number, frame):
+        assert (number, frame) == (signal.SIGUSR1, None)
+        sys.exit(255)
+
+    @pytest.mark.parametrize(
+        ("received", "status"), [(signal.SIGUSR1, 255), (signal.SIGTERM, 1), (None, 1)], ids=str
+    )
+    def test_a_stopped_run_is_requeued_or_fails(self, run, monkeypatch, received, status):
+        monkeypatch.setattr(Stop, "received", received)
+        with pytest.raises(SystemExit) as caught:
+            run.end(0, is_complete=False, requeue=self.requeue)
+        assert caught.value.code == status
+
+    def test_a_preemption_may_come_as_term(self, run, monkeypatch):
+        monkeypatch.setattr(Stop, "received", signal.SIGTERM)
+        monkeypatch.setattr(training, "is_preempted", lambda: True)
+        with pytest.raises(SystemExit, match="255"):
+            run.end(0, is_complete=False, requeue=self.requeue)
+
+    def test_a_complete_run_and_a_refusal(self, run):
+        (run.run_dir / "result.json").write_text('{"test_accuracy": 0.5}')
+        assert run.end(0, is_complete=True, requeue=self.requeue) == {"test_accuracy": 0.5}
+        with pytest.raises(SystemExit, match="2"):
+            run.end(2, is_complete=True, requeue=self.requeue)
+
+    def test_each_requeue_counts_and_goes_on_with_the_own_record(self, run, monkeypatch):
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        assert run.argv_of_this_start() == ["--epochs", "3"]
+        rest = run.checkpoint().function
+        assert rest.requeues_left == 0
+        assert rest.argv_of_this_start() == ["--epochs", "3", "--resume", "auto"]
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # Slurm itself has put the job back
+        assert run.argv_of_this_start() == ["--epochs", "3", "--resume", "auto"]
+        (run.run_dir / "config.json").unlink()  # the first start had not come so far
+        assert run.argv_of_this_start() == ["--epochs", "3"]
+
+
+def test_the_network_is_that_of_fabric_sh(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "FABRIC": "tcp"}.items():
+        monkeypatch.setenv(name, value)
+    environment = training.network_environment()
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["NCCL_IB_DISABLE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("FABRIC", "carrier-pigeon")
+    with pytest.raises(SystemExit, match="2"):
+        training.network_environment()
+
+
+def test_the_port_differs_by_job_and_start():
+    script = "; ".join([*submit.JOB_SETUP, "echo $MASTER_PORT $SUBMITIT_PREEMPT_SIGNAL"])
+    ports = set()
+    for job, restarts in ((7, None), (7, 1), (8, None)):
+        count = {} if restarts is None else {"SLURM_RESTART_COUNT": str(restarts)}
+        shown = submit.subprocess.run(
+            ["bash", "-c", script],
+            env={"SLURM_JOB_ID": str(job), "PATH": os.environ["PATH"], **count},
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.split()
+        assert shown[1] == "USR1"
+        ports.add(int(shown[0]))
+    assert len(ports) == 3
+    assert all(20000 <= port < 32768 for port in ports)
+
+
+def test_a_job_unpickles_by_name():
+    assert Training.__module__ == "slurm.training"
+    assert Path(training.__file__).name == "training.py"
