@@ -11,6 +11,7 @@ split_batch and train_batch are named as in https://d2l.ai/chapter_computational
 from __future__ import annotations
 
 import gc
+import itertools
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -204,10 +205,10 @@ def naive_all_reduce(buffer: Tensor, piece_numel: int, world: World) -> None:
         return
     # Scratch: rank 0 receives (N-1) B bytes and sends (N-1) B: its link is what everybody waits for. Memory for
     # two pieces, whatever the size of the buffer: one arrives while the other is added.
-    spare = buffer.new_empty(2, min(piece_numel, len(buffer)))
+    spares = itertools.cycle(buffer.new_empty(2, min(piece_numel, len(buffer))))
     arrived: tuple[Tensor, Tensor] | None = None
-    for i, (peer, piece) in enumerate((peer, piece) for peer in peers for piece in pieces):
-        arriving = spare[i % 2, : len(piece)]
+    for peer, piece in itertools.product(peers, pieces):
+        arriving = next(spares)[: len(piece)]
         works = exchange([], [(arriving, peer)], world.traffic)
         add(arrived)
         finish(works)
@@ -231,13 +232,13 @@ def ring_all_reduce(buffer: Tensor, piece_numel: int, world: World) -> None:
     # Each chunk travels as at least two pieces: one is added while the next one is on its way.
     num_pieces = max(2, -(-len(chunks[0]) // piece_numel))
     pieces = [chunk.tensor_split(num_pieces) for chunk in chunks]
-    spare = buffer.new_empty(2, len(pieces[0][0]))
+    spares = itertools.cycle(buffer.new_empty(2, len(pieces[0][0])))
     arrived: tuple[Tensor, Tensor] | None = None
     for step in range(2 * (size - 1)):
         outgoing, incoming = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
         for i in range(num_pieces):
             is_sum = step >= size - 1
-            arriving = incoming[i] if is_sum else spare[i % 2, : len(incoming[i])]
+            arriving = incoming[i] if is_sum else next(spares)[: len(incoming[i])]
             # Scratch: a piece goes right, a piece comes from the left. Each rank sends 2 (N-1) chunks of B/N
             # bytes: B for two ranks and not quite 2 B for a thousand, and all links are busy all the time.
             works = exchange([(outgoing[i], right)], [(arriving, left)], world.traffic)
