@@ -1,6 +1,7 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
-# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER.
+# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. WITH=docker runs in containers; images take BASE_IMAGE,
+# BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -16,6 +17,7 @@ IMAGE ?=
 FABRIC ?=
 NAMESPACE ?=
 RENDER ?=
+WITH ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -27,7 +29,7 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 	$(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QOS),--qos "$(QOS)") $(if $(NAME),--name "$(NAME)") \
 	$(if $(SWEEP),--sweep "$(SWEEP)") $(if $(filter-out 0,$(LOCAL)),--local)
 
-.PHONY: help list setup run submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
+.PHONY: help list setup run image push submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -38,11 +40,18 @@ list: ## List the recipes, a line each
 setup: ## Create .venv with the exact packages that recipes need
 	@scripts/setup.sh run
 
-run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3"
-	@scripts/setup.sh run
-	@$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing)
-	@exec $(PYTHON) -m scripts.local "$(RECIPE)" --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" \
-		-- $(if $(NAME),--name "$(NAME)") $(ARGS)
+run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3" WITH=docker
+	@[[ -z "$(filter-out docker,$(WITH))" ]] || { echo "error: WITH wants docker, got '$(WITH)'" >&2; exit 2; }
+	@$(if $(WITH),,scripts/setup.sh run)
+	@$(if $(WITH),,$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing))
+	@exec $(if $(WITH),python3 -m scripts.compose,$(PYTHON) -m scripts.local) "$(RECIPE)" --nodes "$(NODES)" \
+		--nproc-per-node "$(NPROC_PER_NODE)" -- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+image: ## Build the image of a recipe: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
+	@scripts/image.sh build "$(RECIPE)"
+
+push: ## Push it: RECIPE=ddp REGISTRY=registry.example.com/team TAG=1
+	@scripts/image.sh push "$(RECIPE)"
 
 submit: ## Submit a recipe to Slurm by submitit: RECIPE=ddp NODES=2 GPUS=8 TIME=2:00:00; LOCAL=1 without Slurm
 	@scripts/setup.sh run

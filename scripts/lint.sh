@@ -10,3 +10,4 @@ ruff check .
 mypy
 git ls-files -z --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
 yamllint --strict .
+hadolint docker/*.Dockerfile

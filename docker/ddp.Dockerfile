@@ -1,0 +1,39 @@
+# The image of every recipe on torch.distributed: single, dataparallel, ddp, spawn, pipeline, scratch, probe.
+#
+#   make image RECIPE=ddp
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/runs" cluster-recipes/ddp ddp --runs-dir /runs --epochs 3
+#
+# BASE_IMAGE is any Debian or Ubuntu with Python 3.11 or later in its packages: torch brings its own CUDA libraries.
+ARG BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+
+# --- What all images share; the lines are the same in each, so that they also share these layers -------------------
+FROM ${BASE_IMAGE} AS base
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# g++ and Python's headers are for --compile, which makes code while it trains.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        ca-certificates g++ iproute2 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/run.txt /tmp/run.txt
+RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/venv \
+    && /opt/venv/bin/python -m pip install --require-hashes --requirement /tmp/run.txt \
+    && rm /tmp/run.txt
+# An ordinary user, who may be someone else (docker run --user): what finds its way by HOME or USER finds it then, too.
+RUN useradd --uid 10001 --user-group --create-home --shell /bin/bash --password '*' trainer
+ENV PATH=/opt/venv/bin:$PATH PYTHON=/opt/venv/bin/python PYTHONUNBUFFERED=1 HOME=/tmp USER=trainer
+
+# --- The image ------------------------------------------------------------------------------------------------------
+FROM base
+WORKDIR /opt/cluster-recipes
+COPY . .
+RUN python -m compileall -q recipes scripts slurm
+ARG REVISION=unknown
+ENV SOURCE_REVISION=${REVISION}
+LABEL org.opencontainers.image.title="cluster-recipes/ddp" \
+    org.opencontainers.image.description="PyTorch training recipes on torch.distributed" \
+    org.opencontainers.image.licenses="MIT" \
+    org.opencontainers.image.revision="${REVISION}"
+USER 10001:10001
+ENTRYPOINT ["scripts/launch.sh"]
+CMD ["ddp"]

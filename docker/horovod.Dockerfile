@@ -1,0 +1,63 @@
+# The image of the Horovod recipe, with NCCL, MPI and Gloo; sshd as an ordinary user for the MPI operator.
+#
+#   make image RECIPE=horovod
+#   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/runs" cluster-recipes/horovod horovod --runs-dir /runs
+#
+# BUILD_IMAGE has the CUDA toolkit, of torch's major version, that compiles Horovod's NCCL operations; without one
+# they are left out, and the build says why. Both images have to be of one distribution: MPI is that of its packages.
+ARG BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+ARG BUILD_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+
+# --- What all images share; the lines are the same in each, so that they also share these layers -------------------
+FROM ${BASE_IMAGE} AS base
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# g++ and Python's headers are for --compile, which makes code while it trains.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        ca-certificates g++ iproute2 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/run.txt /tmp/run.txt
+RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/venv \
+    && /opt/venv/bin/python -m pip install --require-hashes --requirement /tmp/run.txt \
+    && rm /tmp/run.txt
+# An ordinary user, who may be someone else (docker run --user): what finds its way by HOME or USER finds it then, too.
+RUN useradd --uid 10001 --user-group --create-home --shell /bin/bash --password '*' trainer
+ENV PATH=/opt/venv/bin:$PATH PYTHON=/opt/venv/bin/python PYTHONUNBUFFERED=1 HOME=/tmp USER=trainer
+
+# --- Horovod's wheel ------------------------------------------------------------------------------------------------
+FROM ${BUILD_IMAGE} AS build
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        ca-certificates g++ libopenmpi-dev openmpi-bin patch python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY requirements/horovod-build.txt /build/requirements/
+COPY scripts/horovod /build/scripts/horovod
+# The packages of the first stage, and what is written among them is dropped: the wheel is in its cache, /wheels.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,from=base,source=/opt/venv,target=/opt/venv,rw \
+    PYTHON=/opt/venv/bin/python XDG_CACHE_HOME=/wheels /build/scripts/horovod/build.sh
+
+# --- The image ------------------------------------------------------------------------------------------------------
+FROM base
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+        openmpi-bin openssh-client openssh-server \
+    && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python -m pip install --no-cache-dir --no-deps --no-index /wheels/cluster-recipes/horovod/*/horovod-*.whl \
+    && python -c 'import horovod.torch as hvd; print("horovod: mpi", hvd.mpi_built(), "nccl", hvd.nccl_built())'
+WORKDIR /opt/cluster-recipes
+COPY . .
+RUN python -m compileall -q recipes scripts slurm
+ARG REVISION=unknown
+ENV SOURCE_REVISION=${REVISION}
+LABEL org.opencontainers.image.title="cluster-recipes/horovod" \
+    org.opencontainers.image.description="Horovod training recipe, with NCCL, MPI and Gloo" \
+    org.opencontainers.image.licenses="MIT" \
+    org.opencontainers.image.revision="${REVISION}"
+USER 10001:10001
+ENTRYPOINT ["scripts/launch.sh"]
+CMD ["horovod"]

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make a base image from Debian's packages, for machines that reach a package registry but no image registry.
+#
+#   docker/stand-in.sh [TAG]                                        default: cluster-recipes/stand-in
+#   make image RECIPE=ddp BASE_IMAGE=cluster-recipes/stand-in
+#
+# It stands in for nvidia/cuda: the Dockerfiles build on it as they are, without CUDA's toolkit, and tests run them so.
+# This machine's own certificate authorities come along, so that pip reaches its registry through a company's proxy.
+# Needs root, debootstrap and a Docker engine. MIRROR names another mirror of Debian.
+set -euo pipefail
+
+tag=${1:-cluster-recipes/stand-in}
+suite=bookworm
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+[[ $(id -u) == 0 ]] || refuse "debootstrap wants root: sudo docker/stand-in.sh"
+command -v debootstrap >/dev/null || refuse "there is no debootstrap: apt-get install debootstrap"
+docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker: apt-get install docker.io"
+"$docker" info >/dev/null 2>&1 || refuse "no Docker engine answers: start dockerd"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+debootstrap --variant=minbase --include=ca-certificates "$suite" "$work/root" ${MIRROR:+"$MIRROR"} >"$work/log" 2>&1 ||
+    { tail -n 5 "$work/log" >&2 && refuse "debootstrap failed; its last words are above"; }
+cp -r /usr/local/share/ca-certificates/. "$work/root/usr/local/share/ca-certificates/"
+chroot "$work/root" update-ca-certificates >/dev/null 2>&1
+rm -rf "$work"/root/var/cache/apt/archives/*.deb
+certificates=/etc/ssl/certs/ca-certificates.crt
+tar -C "$work/root" -c . | "$docker" import --change "ENV PIP_CERT=$certificates SSL_CERT_FILE=$certificates" - "$tag" >/dev/null
+echo "stand-in: $tag, $(("$("$docker" image inspect --format '{{.Size}}' "$tag")" / 1000000)) MB"

@@ -1,0 +1,257 @@
+"""Images that a real Docker engine builds, and jobs of several containers: equal losses, no rights."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require
+from tests.support import ROOT, Command, losses, newest_checkpoint, train, wait_until, words_for
+
+DOCKER = os.environ.get("DOCKER", "docker")
+STAND_IN = "cluster-recipes/stand-in"
+PREFIX = "cluster-recipes/"
+TAG = "test"
+
+
+def docker(*words, check=True):
+    """Run a docker command; return what it printed."""
+    done = subprocess.run([DOCKER, *words], capture_output=True, text=True, timeout=120)
+    assert not check or done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def has_image(name):
+    return subprocess.run([DOCKER, "image", "inspect", name], capture_output=True, timeout=60).returncode == 0
+
+
+def require_engine():
+    remedy = "install Docker and Compose, and start the engine"
+    require("docker", shutil.which(DOCKER), "there is no docker", remedy)
+    is_up = subprocess.run([DOCKER, "info"], capture_output=True, timeout=60).returncode == 0
+    require("docker", is_up, "no Docker engine answers", remedy)
+    compose = [DOCKER, "compose", "version"]
+    has_plugin = subprocess.run(compose, capture_output=True, timeout=60).returncode == 0
+    require("docker", has_plugin or shutil.which("docker-compose"), "there is no Compose", remedy)
+
+
+def base_image():
+    """Return an image to build on: BASE_IMAGE, or one made of Debian's packages."""
+    given = os.environ.get("BASE_IMAGE")
+    if given or has_image(STAND_IN):
+        return given or STAND_IN
+    can_make = os.geteuid() == 0 and shutil.which("debootstrap")
+    remedy = "BASE_IMAGE=ubuntu:24.04 make test, or apt-get install debootstrap and run as root"
+    require("docker", can_make, "there is no base image to build on", remedy)
+    subprocess.run([ROOT / "docker/stand-in.sh", STAND_IN], check=True, timeout=600)
+    return STAND_IN
+
+
+def image(recipe):
+    """Build the image of a recipe, once for all test workers, and return its name."""
+    require_engine()
+    with open(Path(tempfile.gettempdir(), f"cluster-recipes-image-{os.getuid()}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Without changes it takes no time: the engine has all layers.
+        environment = {**os.environ, "TAG": TAG, "BASE_IMAGE": base_image()}
+        build = [ROOT / "scripts/image.sh", "build", recipe]
+        done = subprocess.run(build, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.fullmatch(rf"image: {PREFIX}{recipe}:{TAG}, \d+ MB, revision \S+", done.stdout.splitlines()[-1])
+    return f"{PREFIX}{recipe}:{TAG}"
+
+
+@pytest.fixture(scope="session")
+def ddp_image():
+    return image("ddp")
+
+
+@pytest.fixture(scope="session")
+def horovod_image():
+    return image("horovod")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that also other users can reach, as a user's own is."""
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent == Path(tempfile.gettempdir()):
+            break
+        parent.chmod(0o755)
+    return tmp_path
+
+
+def run_nodes(image, recipe, nodes, folder, name, *options, processes=1):
+    """Start a job as `make run WITH=docker` does."""
+    words = [recipe, "--nodes", str(nodes), "--nproc-per-node", str(processes), "--"]
+    words += words_for(folder, name, *options)
+    return Command(sys.executable, "-m", "scripts.compose", *words, IMAGE=image, OMP_NUM_THREADS="1")
+
+
+def left():
+    """Return the containers and networks of jobs."""
+    containers = docker("ps", "--all", "--format", "{{.Names}}").split()
+    networks = docker("network", "ls", "--format", "{{.Name}}").split()
+    return [name for name in containers + networks if name.startswith("cluster-recipes-")]
+
+
+def containers_of(command):
+    """Return the ids of a job's containers by their hosts' names, once all of them run."""
+    [project] = {
+        process.environ()["COMPOSE_PROJECT_NAME"]
+        for process in command.processes()
+        if "COMPOSE_PROJECT_NAME" in process.environ()
+    }
+    label = f"label=com.docker.compose.project={project}"
+    ids = docker("ps", "--quiet", "--filter", label).split()
+    return {docker("inspect", "--format", "{{.Config.Hostname}}", number): number for number in ids}
+
+
+@pytest.mark.timeout(1500)
+def test_two_containers_give_the_losses_of_single(ddp_image, folder):
+    options = ("--epochs", "2")
+    command = run_nodes(ddp_image, "ddp", 2, folder, "two", *options, processes=2)
+    done = command.wait(timeout_s=120, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    assert re.match(r"result recipe=ddp world_size=4 test_accuracy=0\.\d{4} ", done.stdout.splitlines()[-1])
+    assert losses(folder / "two") == pytest.approx(losses(train("single", folder, 1, *options)), rel=1e-4)
+    config = json.loads((folder / "two/config.json").read_text())
+    assert [line.split(":")[0] for line in config["launches"][0]["ranks"]] == [
+        "ranks 0-1 on node0",
+        "ranks 2-3 on node1",
+    ]
+    revision = docker(
+        "inspect", "--format", '{{index .Config.Labels "org.opencontainers.image.revision"}}', ddp_image
+    )
+    assert config["revision"] == revision
+    assert left() == []
+
+
+@pytest.mark.timeout(1500)
+def test_horovod_in_two_containers_gives_the_losses_of_single(horovod_image, folder):
+    options = ("--epochs", "2")
+    command = run_nodes(horovod_image, "horovod", 2, folder, "two", *options, "--compression", "none")
+    done = command.wait(timeout_s=120, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("result recipe=horovod world_size=2 ")
+    assert losses(folder / "two") == pytest.approx(losses(train("single", folder, 1, *options)), rel=1e-4)
+    assert left() == []
+
+
+def test_horovod_has_mpi_gloo_and_an_sshd_that_an_ordinary_user_can_start(horovod_image):
+    script = (
+        "import horovod.torch as hvd; assert hvd.mpi_built() and hvd.gloo_built(); "
+        "import shutil; assert all(map(shutil.which, ('mpirun', 'orted', 'ssh', 'setpriv')))"
+    )
+    docker("run", "--rm", "--entrypoint", "python", horovod_image, "-c", script)
+    key = "ssh-keygen -q -N '' -f /tmp/key"
+    daemon = "/usr/sbin/sshd -t -f /dev/null -o HostKey=/tmp/key"
+    bare = ("--rm", "--cap-drop", "ALL", "--read-only", "--tmpfs", "/tmp", "--entrypoint", "bash")
+    shown = docker("run", *bare, horovod_image, "-c", f"{key} && {daemon} && getent passwd 10001")
+    assert shown.endswith(":/bin/bash")
+
+
+@pytest.mark.timeout(1500)
+def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
+    """A job whose node is killed ends everywhere at once; a stop signal writes a checkpoint."""
+    options = ("--epochs", "40", "--deterministic")
+    command = run_nodes(ddp_image, "ddp", 3, folder, "three", *options, "--checkpoint-every", "20")
+    command.wait_for_step(folder / "three", 60)
+    running = containers_of(command)
+    assert sorted(running) == ["node0", "node1", "node2"]
+    docker("kill", running["node2"])
+    done = command.wait(timeout_s=30, gone_within_s=15)
+    assert done.status not in (0, 2)
+    assert "error: node 2 ended with status 137; all nodes are stopped" in done.errors
+    assert left() == []
+
+    command = run_nodes(ddp_image, "ddp", 2, folder, "three", *options, "--resume", "auto")
+    command.wait_for_step(folder / "three", 150)
+    assert "resumed from" in command.text
+    command.process.send_signal(signal.SIGUSR1)
+    done = command.wait(timeout_s=60, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    assert "stopped by SIGUSR1: wrote" in done.stdout
+
+    command = run_nodes(ddp_image, "ddp", 2, folder, "three", *options, "--resume", "auto")
+    assert command.wait(timeout_s=120, gone_within_s=15).status == 0
+    undisturbed = train("ddp", folder, 2, *options)
+    assert losses(folder / "three") == pytest.approx(losses(undisturbed), rel=1e-4)
+    assert left() == []
+
+
+@pytest.mark.timeout(1500)
+def test_nothing_is_left_of_a_job_whose_starter_was_killed(ddp_image, folder):
+    command = run_nodes(ddp_image, "ddp", 2, folder, "killed", "--epochs", "400", "--deterministic")
+    command.wait_for_step(folder / "killed", 30)
+    command.process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not left(), 60, f"nothing left: {left()}")
+    assert newest_checkpoint(folder / "killed")["position"]["step"] >= 30  # TERM came first
+
+
+@pytest.mark.timeout(1500)
+def test_what_is_in_an_image_and_what_its_user_may_do(ddp_image):
+    listed = docker(
+        "run", "--rm", "--entrypoint", "find", ddp_image, ".", "-maxdepth", "1", "-printf", "%f\n"
+    ).split()
+    wanted = ["LICENSE", "README.md", "docker", "pyproject.toml", "recipes", "requirements", "scripts", "slurm"]
+    assert sorted(name for name in listed if name != ".") == sorted(wanted)
+    shown = docker(
+        *("run", "--rm", "--entrypoint", "bash", "--read-only", "--cap-drop", "ALL", ddp_image),
+        "-c", "id -u; grep CapEff /proc/self/status; touch /opt/x /tmp/x 2>&1 | grep -c Read-only; which git sudo",
+        check=False,
+    )  # fmt: skip
+    assert shown.splitlines() == ["10001", "CapEff:\t0000000000000000", "2"]
+
+
+@pytest.mark.timeout(1500)
+def test_a_job_s_containers_have_no_rights(ddp_image, folder):
+    command = run_nodes(ddp_image, "ddp", 2, folder, "rights", "--epochs", "400")
+    command.wait_for_step(folder / "rights", 5)
+    for number in containers_of(command).values():
+        [facts] = json.loads(docker("inspect", number))
+        settings = facts["HostConfig"]
+        assert settings["ReadonlyRootfs"]
+        assert settings["CapDrop"] == ["ALL"]
+        assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+        assert settings["PidsLimit"] == 4096
+        assert facts["Config"]["User"] == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
+        assert settings["ShmSize"] == 1 << 30
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(timeout_s=60, gone_within_s=15).status == 130
+    assert left() == []
+
+
+@pytest.mark.timeout(1500)
+def test_refusals(ddp_image, folder):
+    for env, words, message in (
+        (
+            {"IMAGE": "nobody/has-this"},
+            ["ddp"],
+            "there is no image nobody/has-this; make image RECIPE=ddp builds it",
+        ),
+        ({"DOCKER": "no-docker"}, ["ddp"], "there is no docker; install Docker"),
+        ({"DOCKER_HOST": "unix:///nowhere"}, ["ddp"], "no Docker engine answers "),
+        (
+            {"IMAGE": ddp_image},
+            ["ddp", "--", "--name", "a/b"],
+            "NAME wants a plain name, without folders, got 'a/b'",
+        ),
+        ({"IMAGE": ddp_image}, ["single", "--nodes", "2"], "single is one process; "),
+    ):
+        words += [] if "--" in words else ["--"]
+        words += ["--runs-dir", str(folder / "runs")]
+        done = Command(sys.executable, "-m", "scripts.compose", *words, **env).wait(timeout_s=60)
+        assert (done.status, done.stdout) == (2, ""), done.stderr
+        [error] = done.errors
+        assert error.startswith(f"error: {message}")
+    assert left() == []
+    assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
