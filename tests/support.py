@@ -7,6 +7,7 @@ milliseconds. `run_ranks` plays the launcher: it sets the variables that torchru
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -307,6 +308,11 @@ class Result:
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
 
+def _heed_ctrl_c() -> None:
+    """Be as a command on a terminal: one in the background of a script would ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A command line as a user types it, and all processes that come of it, wherever they end up in the tree.
 
@@ -331,6 +337,7 @@ class Command:
             stdout=self._out,
             stderr=self._err,
             start_new_session=True,
+            preexec_fn=_heed_ctrl_c,
         )
 
     def processes(self) -> list[psutil.Process]:
@@ -391,7 +398,8 @@ class Command:
     def kill(self) -> None:
         """Kill what still runs."""
         for process in [self.process, *self.processes()]:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
         if self in self.alive:
             self.alive.remove(self)
