@@ -22,6 +22,9 @@ refuse() {
 if [[ ! $recipe =~ ^[a-z0-9_]+$ || ! -f recipes/$recipe/train.py ]]; then
     refuse "there is no recipe '$recipe'; make list shows all"
 fi
+if [[ $recipe =~ ^(single|dataparallel)$ && (${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1) ]]; then
+    refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
+fi
 python=${PYTHON:-.venv/bin/python}
 if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
@@ -38,9 +41,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 case $recipe in
 single | dataparallel)
-    if [[ ${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1 ]]; then
-        refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
-    fi
     exec "$python" -m scripts.hold "recipes.$recipe.train" "$@"
     ;;
 spawn)

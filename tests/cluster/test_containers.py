@@ -251,7 +251,7 @@ def test_refusals(ddp_image, folder):
         words += ["--runs-dir", str(folder / "runs")]
         done = Command(sys.executable, "-m", "scripts.compose", *words, **env).wait(timeout_s=60)
         assert (done.status, done.stdout) == (2, ""), done.stderr
-        [error] = done.errors
-        assert error.startswith(f"error: {message}")
+        assert done.stderr.startswith(f"error: {message}")
+        assert done.stderr.count("\n") == 1
     assert left() == []
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
