@@ -255,3 +255,29 @@ def test_refusals(ddp_image, folder):
         assert done.stderr.count("\n") == 1
     assert left() == []
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+
+
+@pytest.mark.timeout(1500)
+def test_a_slurm_cluster_in_a_container(ddp_image, folder):
+    plugin = subprocess.run([DOCKER, "compose", "version"], capture_output=True, timeout=60).returncode == 0
+    program = [DOCKER, "compose"] if plugin else ["docker-compose"]
+    command = [*program, "-f", str(ROOT / "docker/slurm.compose.yaml")]
+    own = {"COMPOSE_PROJECT_NAME": "cluster-recipes-slurm", "IMAGE": ddp_image, "NODES": "2", "RUNS": str(folder)}
+
+    def compose(*words):
+        environment = {**os.environ, **own}
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        compose("up", "--build", "--detach")
+        wait_until(lambda: "is up" in compose("logs", "slurm"), 60, "the cluster")
+        words = ("--name", "mine", "--epochs", "1", "--no-tensorboard")
+        compose("exec", "-T", "slurm", "sbatch", "--gpus-per-node=0", "slurm/ddp.sbatch", *words)
+        wait_until((folder / "mine/result.json").exists, 60, f"a result in {folder}")
+        assert json.loads((folder / "mine/result.json").read_text())["world_size"] == 2
+        assert sorted(path.name for path in folder.glob("mine/slurm/*.txt")) == ["n1.txt", "n2.txt"]
+    finally:
+        compose("down", "--timeout", "5")
+    assert left() == []

@@ -1,0 +1,18 @@
+# A test cluster of Slurm in a container, with the recipes in it: docker/slurm.compose.yaml says how to use it.
+#
+# IMAGE is a recipe's image: ddp's for all but slurm/horovod.sbatch, horovod's for all but slurm/apex.sbatch's backend.
+ARG IMAGE=cluster-recipes/ddp:latest
+FROM ${IMAGE}
+# munge, slurmd and the nodes' namespaces want root.
+# hadolint ignore=DL3002
+USER 0
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends iproute2 munge slurm-wlm \
+    && rm -rf /var/lib/apt/lists/*
+# What `source .../activate` would set, so that Slurm's commands go as they stand in any shell of the container.
+ENV SLURM_CLUSTER_DIR=/run/cluster-recipes-slurm \
+    PATH=/run/cluster-recipes-slurm/bin:$PATH \
+    GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+ENTRYPOINT []
+CMD ["bash", "-c", "scripts/slurm_cluster.sh up \"${NODES:-2}\" && exec sleep infinity"]
