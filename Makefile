@@ -84,7 +84,7 @@ k8s-delete: ## Delete a job from the cluster, NAME=mine; its record stays on the
 	@scripts/setup.sh run
 	@exec $(PYTHON) -m scripts.k8s --namespace "$(NAMESPACE)" --delete "$(NAME)"
 
-test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip for want of these into a failure
+test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip into a failure; COVERAGE=1 tells what they have run
 	@scripts/setup.sh dev
 	@scripts/test.sh $(ARGS)
 
