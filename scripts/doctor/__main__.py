@@ -13,6 +13,7 @@ talked to. RDZV_TIMEOUT_S bounds the wait for the other nodes (60 s here).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -39,7 +40,10 @@ WAIT_S = 60
 
 FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
 SILENCE_S = 150.0
-"""How long a node may hear nothing from node 0 between two orders: the longest of them, and some."""
+"""How long a node may hear nothing from node 0: longer than the whole examination."""
+
+EXAMINATION_S = 115.0
+"""For everything from the moment that all nodes are there; what does not fit is left out, and that is said."""
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
@@ -148,11 +152,20 @@ class Patient:
 
 def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     """Ask all nodes what there is to ask, and write it into the case; what cannot work is left out."""
-    case.facts = met.ask_all({"do": "facts"}, FACTS_TIMEOUT_S + 10)
+    deadline = time.monotonic() + EXAMINATION_S
+
+    def ask(order: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
+        left = deadline - time.monotonic()
+        if left < min(10.0, timeout_s):
+            case.skipped.append(order["do"])
+            return {}
+        return met.ask_all(order, min(timeout_s, left))
+
+    case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S)
     case.clocks = met.clock_offsets()
-    case.written = met.ask_all({"do": "write"}, 30)
+    case.written = ask({"do": "write"}, 20)
     writers = [rank for rank, answer in case.written.items() if not answer["error"]]
-    seen = met.ask_all({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 20)
+    seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10)
     case.seen = {rank: answer["seen"] for rank, answer in seen.items()}
     peers = [
         {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}
@@ -161,15 +174,16 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     ]
     # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S.
     bound = 20 + network.CONNECT_TIMEOUT_S * (1 + len(peers) / network.PARALLEL)
-    case.peers = met.ask_all({"do": "peers", "peers": peers}, bound)
+    case.peers = ask({"do": "peers", "peers": peers}, bound)
     if args.quick or not can_meet(case):
         return
     address = case.facts[0]["network"]["address"]
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
         free.bind((address, 0))
         port = free.getsockname()[1]
-    order = {"do": "ranks", "address": address, "port": port, "timeout_s": args.timeout_s}
-    case.ranks = met.ask_all(order, args.timeout_s + 2 * node.COMMAND_TIMEOUT_S)
+    bound = min(args.timeout_s, deadline - time.monotonic() - 5)
+    order = {"do": "ranks", "address": address, "port": port, "timeout_s": bound}
+    case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S)
 
 
 def can_meet(case: Case) -> bool:
@@ -198,7 +212,8 @@ def lead(place: Node, args: Namespace, word: str) -> int:
             return 1
     examine(case, met, args)
     case.lost, case.refused = met.lost, met.refused
-    case.words = folder.words_left(args.runs_dir, word)
+    with contextlib.suppress(TimeoutError):
+        case.words = network.call_within(lambda: folder.words_left(args.runs_dir, word), 5)
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0
     for line in report.lines(case, findings, time.monotonic() - begin):
@@ -211,8 +226,14 @@ def lead(place: Node, args: Namespace, word: str) -> int:
             status = 1
     met.ask_end(status)
     patient.close()
-    folder.remove(args.runs_dir, word)
+    clean_up(args, word)
     return status
+
+
+def clean_up(args: Namespace, word: str) -> None:
+    """Remove what the probe has left in the runs folder."""
+    with contextlib.suppress(TimeoutError):
+        network.call_within(lambda: folder.remove(args.runs_dir, word), 5)
 
 
 def listening_address(place: Node) -> str:
@@ -240,7 +261,7 @@ def follow(place: Node, args: Namespace, word: str) -> int:
         )
         end = meeting.serve(channel, patient.carry_out, SILENCE_S)
         patient.close()
-        folder.remove(args.runs_dir, word)
+        clean_up(args, word)
         say(f"doctor: {here} is done; node 0 has the report (status {end['status']})")
         return int(end["status"])
     except PermissionError as error:
@@ -250,7 +271,8 @@ def follow(place: Node, args: Namespace, word: str) -> int:
     except (OSError, ValueError, KeyError) as error:
         hint = "is it up, is MASTER_ADDR right, does a firewall drop the port"
         why = f"node 0 does not answer at {at}: {error}; {hint}"
-    folder.leave_word(args.runs_dir, word, place.node_rank, why)
+    with contextlib.suppress(TimeoutError):
+        network.call_within(lambda: folder.leave_word(args.runs_dir, word, place.node_rank, why), 5)
     say(f"error: {here}: {why}")
     return 1
 

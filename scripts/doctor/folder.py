@@ -88,7 +88,5 @@ def words_left(runs_dir: Path, word: str) -> dict[int, str]:
 
 
 def remove(runs_dir: Path, word: str) -> None:
-    """Remove the probe's folder, and the runs folder if nothing else is in it."""
+    """Remove the probe's folder."""
     shutil.rmtree(probe_folder(runs_dir, word), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        runs_dir.rmdir()

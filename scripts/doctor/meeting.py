@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from scripts.doctor.network import CONNECT_TIMEOUT_S, mac
+from scripts.doctor.network import CONNECT_TIMEOUT_S, call_within, mac
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """An answer holds a node's facts, some kilobytes a node."""
@@ -189,7 +189,7 @@ class Meeting:
         """Return a node's answer, None once it is lost."""
         try:
             if rank == 0:
-                return self.local(order)
+                return cast(Answer, call_within(lambda: self.local(order), timeout_s))
             channel = self.channels[rank]
             channel.send(order)
             return channel.receive(timeout_s)
@@ -244,4 +244,4 @@ def serve(channel: Channel, carry_out: Callable[[Answer], Answer], timeout_s: fl
         order = channel.receive(timeout_s)
         if order["do"] == "end":
             return order
-        channel.send(carry_out(order))
+        channel.send(call_within(lambda: carry_out(order), timeout_s))  # noqa: B023 (it ends before the next)

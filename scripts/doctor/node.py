@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from scripts.doctor.network import call_within
 from scripts.interface import interface_to, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TORCH_TIMEOUT_S = 60.0
 """The import of torch from a slow shared file system can take most of it."""
+
+PART_TIMEOUT_S = 20.0
 
 COMMAND_TIMEOUT_S = 15.0
 """For nvidia-smi and git; a driver that is stuck lets nvidia-smi hang."""
@@ -55,8 +58,10 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         "variables": {name: os.environ.get(name) for name in ("NNODES", "NPROC_PER_NODE", "FABRIC")},
     }
     for name, part in parts.items():
+        # A file system or driver that hangs must not hold up the rest.
+        bound = name_timeout_s + PART_TIMEOUT_S if name == "network" else PART_TIMEOUT_S
         try:
-            facts[name] = part()
+            facts[name] = call_within(part, bound)
         except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
             facts[name], facts["errors"][name] = None, one_line(error)
     facts["torch"] = None if is_quick else torch_facts()

@@ -69,6 +69,8 @@ class Case:
     words: dict[int, str] = field(default_factory=dict)
     """What nodes that never came have left in the shared folder."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Orders for which there was no time left."""
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """By how many seconds a node is ahead of node 0, and how far off that may be."""
     written: dict[int, Facts] = field(default_factory=dict)
@@ -128,6 +130,10 @@ def attendance(case: Case) -> Findings:
                 f"node {rank} never came to {case.master} within {case.wait_s:.0f} s",
                 "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port",
             )
+    for order in case.skipped:
+        yield case.error(
+            (), f"there was no time left to ask for {order}", "mend what took so long, and run it again"
+        )
     for rank, (order, why) in sorted(case.lost.items()):
         yield case.error(
             (rank,),
@@ -441,43 +447,50 @@ def gpu_health(case: Case) -> Findings:
 
 
 def collectives(case: Case) -> Findings:
-    """Ranks that did not come to their end, and sums that are wrong."""
-    stuck: dict[str, list[int]] = {}
+    """Ranks that were not started, that did not come to their end, and sums that are wrong."""
+    stuck: dict[tuple[str, str], list[int]] = {}
     for node, found in sorted(case.ranks.items()):
         if found.get("error"):
             yield case.error(
-                (node,), f"{case.name(node)}: its ranks were not started: {found['error']}", "mend that first"
+                (node,), f"{case.name(node)}: no ranks were started: {found['error']}", "mend that first"
             )
         for rank in found["ranks"]:
-            what = f"{case.name(node)}: rank {rank.get('rank', '?')} (local rank {rank['local_rank']})"
-            if rank.get("wrong_elements"):
-                yield case.error(
-                    (node,),
-                    f"{what}: {rank['wrong_elements']} elements of the all-reduce are wrong",
-                    "its memory, GPU or link is broken, or its torch is not that of the others: take it out",
-                )
             if rank["stage"] != "done":
-                stuck.setdefault(f"{rank['stage']}: {rank.get('error', 'no end')}", []).append(node)
-    for why, nodes in stuck.items():
-        stage = why.split(":")[0]
+                stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
+    for (stage, why), nodes in stuck.items():
+        count = f"{len(nodes)} ranks" if len(nodes) > 1 else "a rank"
         yield case.error(
             sorted(set(nodes)),
-            f"{len(nodes)} ranks on {case.names(sorted(set(nodes)))} did not get past {why}",
-            "the findings above may be the cause; else NCCL_DEBUG=INFO shows the connection that fails"
-            if stage != "starting"
-            else "the findings above may be the cause; else start the probe there by hand",
+            f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}",
+            "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails",
         )
-    sums = {
-        (rank["map"]["world_size"], rank["map"]["sum"])
-        for found in case.ranks.values()
-        for rank in found["ranks"]
-        if rank.get("map")
+    yield from sums(case)
+
+
+def sums(case: Case) -> Findings:
+    """All-reduces that gave another sum than they must."""
+    wrong = {
+        node: [r["rank"] for r in found["ranks"] if r.get("wrong_elements")] for node, found in case.ranks.items()
     }
-    for size, total in sorted(sums):
-        if total != size * (size + 1) // 2:
+    everywhere = len(wrong) > 1 and all(wrong.values())
+    if everywhere:
+        yield case.error(
+            sorted(wrong),
+            "all nodes have got a wrong sum from the all-reduce: one of them sends wrong values",
+            "run the doctor on halves of the nodes until one is left, and take that out",
+        )
+    for node, ranks in sorted(wrong.items()):
+        if ranks and not everywhere:
             yield case.error(
-                (), f"the all-reduce of 1..{size} gave {total}", "the ranks are not one group; see the launcher"
+                (node,),
+                f"{case.name(node)}: rank {', '.join(map(str, ranks))} has got a wrong sum from the all-reduce",
+                "its memory, GPU or link is broken, or its torch is not that of the others: take it out",
             )
+    maps = [rank["map"] for found in case.ranks.values() for rank in found["ranks"] if rank.get("map")]
+    for size, total in sorted({(one["world_size"], one["sum"]) for one in maps}):
+        if total != size * (size + 1) // 2:
+            what = f"the all-reduce of 1..{size} gave {total}: the ranks are not one group"
+            yield case.error((), what, "see the launcher's variables: NNODES, NODE_RANK, NPROC_PER_NODE")
 
 
 def links(case: Case) -> dict[tuple[int, int], float]:
