@@ -224,9 +224,9 @@ def lead(place: Node, args: Namespace, word: str) -> int:
         except OSError as error:
             say(f"error: cannot write {args.json}: {error.strerror}; choose another --json")
             status = 1
+    clean_up(args, word)
     met.ask_end(status)
     patient.close()
-    clean_up(args, word)
     return status
 
 
@@ -254,27 +254,50 @@ def follow(place: Node, args: Namespace, word: str) -> int:
     patient = Patient(place, args, word)
     here = f"node {place.node_rank} ({socket.gethostname()})"
     at = f"{place.master_addr}:{place.master_port}"
+
+    def no_answer(why: str) -> str:
+        return (
+            f"node 0 does not answer at {at}: {why}; is it up, is MASTER_ADDR right, does a firewall drop the port"
+        )
+
+    def worry(why: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            network.call_within(lambda: folder.leave_word(args.runs_dir, word, place.node_rank, why), 5)
+
+    # Node 0 gives up first and reports: a launcher would end it with the first node that fails.
+    wait_s = patience(place.rdzv_timeout_s)
     try:
-        _, address = node.resolve(place.master_addr, place.rdzv_timeout_s)
+        try:
+            _, address = node.resolve(place.master_addr, wait_s // 2)
+        except UserError as error:
+            worry(str(error))
+            _, address = node.resolve(place.master_addr, wait_s - wait_s // 2)
         channel = meeting.connect(
-            (address[0], place.master_port), word, place.node_rank, place.nnodes, place.rdzv_timeout_s
+            (address[0], place.master_port),
+            word,
+            place.node_rank,
+            place.nnodes,
+            wait_s,
+            lambda why: worry(no_answer(why)),
         )
         end = meeting.serve(channel, patient.carry_out, SILENCE_S)
         patient.close()
         clean_up(args, word)
         say(f"doctor: {here} is done; node 0 has the report (status {end['status']})")
         return int(end["status"])
-    except PermissionError as error:
-        why = f"node 0 at {at} has turned it away: {error}; give all nodes the same RDZV_ID and NNODES"
+    except meeting.TurnedAwayError as error:
+        why = f"node 0 at {at} has turned it away: {error}; see the RDZV_ID, NNODES and NODE_RANK of all nodes"
     except UserError as error:
         why = str(error)
     except (OSError, ValueError, KeyError) as error:
-        hint = "is it up, is MASTER_ADDR right, does a firewall drop the port"
-        why = f"node 0 does not answer at {at}: {error}; {hint}"
-    with contextlib.suppress(TimeoutError):
-        network.call_within(lambda: folder.leave_word(args.runs_dir, word, place.node_rank, why), 5)
+        why = no_answer(str(error))
     say(f"error: {here}: {why}")
     return 1
+
+
+def patience(wait_s: int) -> int:
+    """Return how long another node waits where node 0 waits wait_s: longer, also if it has started earlier."""
+    return wait_s + wait_s // 4 + 2
 
 
 class LocalNodes(local.LocalJob):

@@ -23,6 +23,9 @@ SEEN_TIMEOUT_S = 10.0
 """NFS keeps what it knows of a folder for seconds before it looks again."""
 
 
+STALE_S = 3600.0
+
+
 def probe_folder(runs_dir: Path, word: str) -> Path:
     """Return the folder of this job's probe: the same on all nodes, another for each job."""
     return runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
@@ -88,5 +91,8 @@ def words_left(runs_dir: Path, word: str) -> dict[int, str]:
 
 
 def remove(runs_dir: Path, word: str) -> None:
-    """Remove the probe's folder."""
-    shutil.rmtree(probe_folder(runs_dir, word), ignore_errors=True)
+    """Remove the probe's folder, and those that earlier doctors were kept from removing."""
+    for folder in runs_dir.glob(".doctor-*"):
+        with contextlib.suppress(OSError):
+            if folder == probe_folder(runs_dir, word) or time.time() - folder.stat().st_mtime > STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,10 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 Answer = dict[str, Any]
 
 
+class TurnedAwayError(Exception):
+    """Node 0 refuses this node; the message is its reason."""
+
+
 class Channel:
     """Lines of JSON to and from one node."""
 
@@ -75,7 +79,8 @@ def prove(channel: Channel, word: str, rank: int, nnodes: int) -> None:
     """As a node, introduce yourself to node 0, which has to prove itself as well.
 
     Raises:
-        OSError, ValueError, KeyError: whoever answers is not node 0 of this job; PermissionError with its reason.
+        OSError, ValueError, KeyError: whoever answers is not node 0 of this job.
+        TurnedAwayError: it is, and refuses this node.
     """
     nonce = channel.receive(CONNECT_TIMEOUT_S)["nonce"]
     own = os.urandom(16).hex()
@@ -83,26 +88,31 @@ def prove(channel: Channel, word: str, rank: int, nnodes: int) -> None:
     channel.send({"rank": rank, "nnodes": nnodes, "nonce": own, "mac": proof})
     reply = channel.receive(CONNECT_TIMEOUT_S)
     if "refusal" in reply:
-        raise PermissionError(str(reply["refusal"]))
+        raise TurnedAwayError(str(reply["refusal"]))
     if not hmac.compare_digest(reply["mac"], mac(word, f"head {own}".encode()).hex()):
         raise ValueError("it does not know this job's word")
 
 
-def connect(address: tuple[str, int], word: str, rank: int, nnodes: int, timeout_s: float) -> Channel:
-    """Return a channel to node 0, which may come up within the bound.
+def connect(
+    address: tuple[str, int], word: str, rank: int, nnodes: int, timeout_s: float, worry: Callable[[str], None]
+) -> Channel:
+    """Return a channel to node 0, which may come up within the bound; call worry(why) at half of it.
 
     Raises:
         ConnectionError: nobody came, or somebody else did; the message says what was the last try's fate.
-        PermissionError: node 0 refuses this node; the message is its reason.
+        TurnedAwayError: node 0 refuses this node, and has made its report now.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, half = time.monotonic() + timeout_s, time.monotonic() + timeout_s / 2
     while True:
         channel = None
         try:
             channel = Channel(socket.create_connection(address, timeout=CONNECT_TIMEOUT_S))
             prove(channel, word, rank, nnodes)
             return channel
-        except PermissionError:
+        except TurnedAwayError:
+            assert channel
+            with contextlib.suppress(OSError, ValueError):
+                channel.receive(timeout_s)
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             if channel:
@@ -110,8 +120,12 @@ def connect(address: tuple[str, int], word: str, rank: int, nnodes: int, timeout
             why = getattr(error, "strerror", None) or "no answer"
             if channel:
                 why = "another program answers there"
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise ConnectionError(why)
+        if now > half:
+            worry(why)
+            half = deadline
         time.sleep(0.2)
 
 
@@ -126,8 +140,10 @@ class Meeting:
     channels: dict[int, Channel] = field(default_factory=dict)
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: the order during which a node was lost, and why."""
-    refused: list[str] = field(default_factory=list)
-    """Who was turned away at the door, and why."""
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """Who was turned away at the door: the rank that it claims, and why."""
+    waiting: list[Channel] = field(default_factory=list)
+    """Those who were turned away stay until the report is out: a launcher would end node 0 with them."""
 
     @property
     def present(self) -> list[int]:
@@ -179,8 +195,10 @@ class Meeting:
                 channel.send({"mac": mac(self.word, f"head {own}".encode()).hex()})
                 self.channels[rank] = channel
                 return
-            self.refused.append(f"{address}: {reason}")
+            self.refused.append((int(rank), f"{address}: {reason}"))
             channel.send({"refusal": reason})
+            self.waiting.append(channel)
+            return
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a port scan or a health check: it knows nothing of us, and we nothing of it
         channel.close()
@@ -231,6 +249,8 @@ class Meeting:
         for channel in self.channels.values():
             with contextlib.suppress(OSError):
                 channel.send({"do": "end", "status": status})
+            channel.close()
+        for channel in self.waiting:
             channel.close()
 
 

@@ -50,7 +50,8 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         "gpus": gpus,
     }
     facts |= {
-        "host": socket.gethostname(),
+        # In Kubernetes a node is a pod, and what is to be mended is the machine that it is on.
+        "host": socket.gethostname() + (f" on {os.environ['NODE_NAME']}" if os.environ.get("NODE_NAME") else ""),
         "names": sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "machine": machine_id(),
         "python": platform.python_version(),

@@ -22,7 +22,7 @@ OPEN_FILES = 1024
 LOCKED_BYTES = 1024 * MIB
 FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
 CLOCK_S = 1.0
-SLOW_LINK = 0.4
+SLOW_LINK = 1 / 3
 """Part of the median below which a link or a node is slow; what else runs on a node can halve a measurement."""
 
 SLOW_GPU = 0.75
@@ -65,7 +65,8 @@ class Case:
     wait_s: float = 0.0
     facts: dict[int, Facts] = field(default_factory=dict)
     """By rank, what node.gather returned."""
-    refused: list[str] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """By the rank that they claim, nodes that were turned away."""
     words: dict[int, str] = field(default_factory=dict)
     """What nodes that never came have left in the shared folder."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -110,19 +111,19 @@ Findings = Iterator[Finding]
 
 def attendance(case: Case) -> Findings:
     """Nodes that never came, were turned away, or were lost on the way."""
-    for line in case.refused:
+    for rank, line in case.refused:
         yield case.error(
-            (),
-            f"node 0 has turned away {line}",
+            (rank,),
+            f"node 0 has turned away node {rank} at {line}",
             "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK",
         )
     for rank in range(1, case.nnodes):
-        if rank in case.facts or rank in case.lost:
+        if rank in case.facts or rank in case.lost or rank in dict(case.refused):
             continue
         own = case.words.get(rank)
         if own:
             yield case.error(
-                (rank,), f"node {rank} never came to {case.master}; it says: {own}", "mend that first"
+                (rank,), f"node {rank} never came to {case.master}; it says: {own}", "its own log has more"
             )
         else:
             yield case.error(
@@ -213,28 +214,42 @@ def links_up(case: Case) -> Findings:
 
 def ports(case: Case) -> Findings:
     """Ports that do not answer, one way or both, and paths that lose large packets."""
-    for viewer, seen in sorted(case.peers.items()):
-        for other, found in sorted(seen.items()):
-            rank, stage = int(other), found["stage"]
-            if stage == "done":
+    broken = {
+        (viewer, int(other)): found
+        for viewer, seen in sorted(case.peers.items())
+        for other, found in sorted(seen.items())
+        if found["stage"] != "done"
+    }
+    mend_path = "the path carries less than its MTU of {mtu}: lower that on all nodes, or mend what lies between"
+    mend_port = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
+    # A node that is cut off from all others is one finding, not two with each of them.
+    for rank in sorted(case.peers):
+        others = [other for other in case.peers if other != rank]
+        for is_large in (True, False):
+            mine = {pair: f for pair, f in broken.items() if rank in pair and (f["stage"] == "large") == is_large}
+            if len(others) < 2 or not all((rank, o) in mine or (o, rank) in mine for o in others):
                 continue
-            address = case.facts[rank]["network"]["address"]
-            way = f"{case.name(viewer)} to {case.name(rank)} at {address}"
-            if stage == "large":
-                mtu = case.facts[viewer]["network"]["mtu"]
-                yield case.error(
-                    (viewer, rank),
-                    f"{way}: small packets arrive and large ones do not ({found['why']})",
-                    f"the path carries less than the MTU of {mtu}: lower that on both, or mend what lies between",
-                )
-                continue
+            why = next(iter(mine.values()))["why"]
+            network = case.facts[rank]["network"]
+            what = "small packets pass and large ones do not" if is_large else "ports do not answer"
+            ways = {pair[0] == rank for pair in mine}
+            way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
+            yield case.error(
+                (rank, *others),
+                f"{case.name(rank)} at {network['address']}: {way} all other nodes {what} ({why})",
+                mend_path.format(mtu=network["mtu"]) if is_large else mend_port,
+            )
+            broken = {pair: found for pair, found in broken.items() if pair not in mine}
+    for (viewer, rank), found in broken.items():
+        network = case.facts[rank]["network"]
+        way = f"{case.name(viewer)} to {case.name(rank)} at {network['address']}"
+        if found["stage"] == "large":
+            what = f"{way}: small packets pass and large ones do not ({found['why']})"
+            yield case.error((viewer, rank), what, mend_path.format(mtu=network["mtu"]))
+        else:
             back = case.peers.get(rank, {}).get(str(viewer), {}).get("stage")
             both = "; the other way works" if back == "done" else ""
-            yield case.error(
-                (viewer, rank),
-                f"{way}, port {found['port']}: {found['why']}{both}",
-                "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route",
-            )
+            yield case.error((viewer, rank), f"{way}, port {found['port']}: {found['why']}{both}", mend_port)
 
 
 def clocks(case: Case) -> Findings:
