@@ -203,7 +203,11 @@ def lead(place: Node, args: Namespace, word: str) -> int:
     say(f"doctor: {place.nnodes} nodes meet at {case.master}")
     if place.nnodes > 1:
         try:
-            met.gather(met.listen(listening_address(place), place.master_port), place.rdzv_timeout_s, say)
+            met.gather(
+                met.listen(node.listening_address(place.master_addr, place.rdzv_timeout_s), place.master_port),
+                place.rdzv_timeout_s,
+                say,
+            )
         except (OSError, UserError) as error:
             why = getattr(error, "strerror", None) or error
             here = f"node 0 ({socket.gethostname()})"
@@ -234,19 +238,6 @@ def clean_up(args: Namespace, word: str) -> None:
     """Remove what the probe has left in the runs folder."""
     with contextlib.suppress(TimeoutError):
         network.call_within(lambda: folder.remove(args.runs_dir, word), 5)
-
-
-def listening_address(place: Node) -> str:
-    """Return the one address of this node at which the others look for it; raises UserError."""
-    found = node.network(place.master_addr, place.rdzv_timeout_s)
-    return str(
-        found["master"] if found["master"] in found["addresses"] and not is_odd(place, found) else found["address"]
-    )
-
-
-def is_odd(place: Node, found: dict[str, Any]) -> bool:
-    """Whether a name leads to the loopback here and elsewhere to this node, as Debian sets up a host's own."""
-    return found["master"].startswith("127.") and found["interface"] != "lo" and place.master_addr != "localhost"
 
 
 def follow(place: Node, args: Namespace, word: str) -> int:

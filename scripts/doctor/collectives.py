@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.probe.train import TorchWorld, gather_map
+from scripts.doctor.rules import SLOW_LINK
 
 SUM_ELEMENTS = 1 << 20
 """4 MiB of float32: several pieces of every algorithm and protocol that gloo and NCCL choose among."""
@@ -31,6 +33,9 @@ LINK_TIME_S = 0.1
 MAX_REPEATS = 64
 BATCHES = 3
 """The fastest counts: what else runs on a node slows one down now and then, a bad link slows all."""
+
+SECOND_LOOKS, SECOND_LINKS = 2, 8
+"""At links that seem slow: a node may have been busy with something else for a moment."""
 
 MAX_ROUNDS = 31
 """In each round every node talks to another one. With more nodes than this not all links are measured, but each
@@ -91,29 +96,62 @@ def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) ->
     return (time.perf_counter() - begin) / repeats
 
 
-def measure_links(world: TorchWorld, diary: Diary) -> None:
-    """Measure the link of each two nodes, between their first ranks; call it on all ranks."""
-    ranks = world.ranks
-    nodes, node = ranks.world_size // ranks.local_world_size, ranks.rank // ranks.local_world_size
-    data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
-    into = torch.empty_like(data)
-    links: dict[str, float] = {}
-    control = cast(dist.ProcessGroup, world.control)
-    for number, pairs in enumerate(rounds_of(nodes)[:MAX_ROUNDS]):
-        other = next((a + b - node for a, b in pairs if node in (a, b)), None) if ranks.local_rank == 0 else None
-        diary.note(stage=f"bandwidth, round {number + 1}" + ("" if other is None else f", with node {other}"))
-        peer = None if other is None else other * ranks.local_world_size
+class Links:
+    """The links of this rank's node, measured between the first ranks of nodes; every method wants all ranks."""
+
+    def __init__(self, world: TorchWorld, diary: Diary) -> None:
+        self.ranks, self.diary = world.ranks, diary
+        self.control = cast(dist.ProcessGroup, world.control)
+        self.nodes = self.ranks.world_size // self.ranks.local_world_size
+        self.node = self.ranks.rank // self.ranks.local_world_size
+        self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
+        self.into = torch.empty_like(self.data)
+        self.found: dict[int, float] = {}
+        """Gbit/s by the other node."""
+
+    def measure(self, pairs: list[tuple[int, int]], what: str) -> None:
+        """Measure some links at once, no two of the same node; the best that a link has shown counts."""
+        is_first = self.ranks.local_rank == 0
+        other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_first else None
+        self.diary.note(stage=what if other is None else f"{what}, with node {other}")
+        peer = None if other is None else other * self.ranks.local_world_size
         once = torch.zeros(1)
         if peer is not None:
-            exchange(peer, data, into, 1)  # makes the connection
-            once[0] = exchange(peer, data, into, 1)
+            exchange(peer, self.data, self.into, 1)  # makes the connection
+            once[0] = exchange(peer, self.data, self.into, 1)
         # Doctor: 4 bytes a rank; both ends have to repeat as often, and all begin together.
-        dist.all_reduce(once, op=dist.ReduceOp.MAX, group=control)
+        dist.all_reduce(once, op=dist.ReduceOp.MAX, group=self.control)
         repeats = int(min(MAX_REPEATS, max(1.0, LINK_TIME_S / max(float(once), 1e-6))))
-        if peer is not None:
-            seconds = min(exchange(peer, data, into, repeats) for _ in range(BATCHES))
-            links[str(other)] = round(data.nbytes * 8 / seconds / 1e9, 4)
-            diary.note(links_gbit_s=links)
+        if peer is not None and other is not None:
+            batches = BATCHES if repeats > 1 else 1  # a link that is as slow as that is known by one
+            seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
+            speed = self.data.nbytes * 8 / seconds / 1e9
+            self.found[other] = max(round(speed, 4), self.found.get(other, 0.0))
+            self.diary.note(links_gbit_s=self.found)
+
+    def slow(self) -> list[tuple[int, int]]:
+        """Return the links that are much slower than most."""
+        rows: list[dict[int, float]] = [{}] * self.ranks.world_size
+        # Doctor: some bytes a link from every rank.
+        dist.all_gather_object(rows, self.found, group=self.control)
+        speeds: dict[tuple[int, int], float] = {}
+        for rank, row in enumerate(rows):
+            node = rank // self.ranks.local_world_size
+            for other, speed in row.items():
+                pair = (min(node, other), max(node, other))
+                speeds[pair] = min(speed, speeds.get(pair, speed))
+        usual = median(speeds.values()) if speeds else 0.0
+        return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
+
+
+def measure_links(world: TorchWorld, diary: Diary) -> None:
+    """Measure the link of each two nodes, and again those that seem slow; call it on all ranks."""
+    links = Links(world, diary)
+    for number, pairs in enumerate(rounds_of(links.nodes)[:MAX_ROUNDS]):
+        links.measure(pairs, f"bandwidth, round {number + 1}")
+    for _ in range(SECOND_LOOKS):
+        for pair in links.slow()[:SECOND_LINKS]:
+            links.measure([pair], "bandwidth, a second look")
 
 
 def main() -> None:

@@ -129,6 +129,24 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     }
 
 
+def listening_address(master_addr: str, name_timeout_s: int) -> str:
+    """Return the one address of node 0 at which the others look for it, whatever variables say of interfaces.
+
+    Raises:
+        UserError: MASTER_ADDR is unknown, or no route leads there.
+    """
+    import psutil
+
+    family, target = resolve(master_addr, name_timeout_s)
+    interface = interface_to(master_addr)
+    addresses = [
+        entry.address.split("%")[0] for entry in psutil.net_if_addrs().get(interface, []) if entry.family == family
+    ]
+    # It is on that interface, unless the name leads to the loopback here (as Debian sets up a host's own) or to a
+    # service's address that is not this node's.
+    return target[0] if target[0] in addresses or interface == "lo" else addresses[0]
+
+
 def interface_matches(wanted: str, name: str) -> bool:
     """Whether a name fits NCCL's list of interfaces: prefixes, exact after =, all but those after ^."""
     if wanted.startswith("^"):

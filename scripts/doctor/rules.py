@@ -543,7 +543,7 @@ def bandwidth(case: Case) -> Findings:
     usual = median(found.values())
     for (a, b), speed in sorted(found.items()):
         if not slow & {a, b} and speed < SLOW_LINK * usual:
-            yield case.error(
+            yield case.warning(
                 (a, b),
                 f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}",
                 "see the switches and routes between these two",
