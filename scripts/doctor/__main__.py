@@ -200,7 +200,7 @@ def lead(place: Node, args: Namespace, word: str) -> int:
     patient = Patient(place, args, word)
     case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
     met = meeting.Meeting(word, place.nnodes, patient.carry_out)
-    say(f"doctor: {place.nnodes} nodes meet at {case.master}")
+    say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
     if place.nnodes > 1:
         try:
             met.gather(

@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from scripts.doctor.network import CONNECT_TIMEOUT_S, call_within, mac
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """An answer holds a node's facts, some kilobytes a node."""
+
+MAX_REFUSED = 64
 
 Answer = dict[str, Any]
 
@@ -145,6 +148,9 @@ class Meeting:
     waiting: list[Channel] = field(default_factory=list)
     """Those who were turned away stay until the report is out: a launcher would end node 0 with them."""
 
+    door: threading.Lock = field(default_factory=threading.Lock)
+    is_closed: bool = False
+
     @property
     def present(self) -> list[int]:
         """Return the nodes that still answer, node 0 among them."""
@@ -169,13 +175,17 @@ class Meeting:
                 missing = [str(rank) for rank in range(1, self.nnodes) if rank not in self.channels]
                 say(f"waiting for node {', '.join(missing)}, {begin + timeout_s - now:.0f} s more at most")
                 said_at = now
-            listener.settimeout(min(1.0, max(0.05, begin + timeout_s - now)))
+            listener.settimeout(min(0.2, max(0.05, begin + timeout_s - now)))
             try:
                 connection, address = listener.accept()
             except TimeoutError:
                 continue
-            self.welcome(Channel(connection), str(address[0]))
+            # A stranger that connects and says nothing must not keep the others at the door.
+            arguments = (Channel(connection), str(address[0]))
+            threading.Thread(target=self.welcome, args=arguments, daemon=True).start()
         listener.close()
+        with self.door:
+            self.is_closed = True
 
     def welcome(self, channel: Channel, address: str) -> None:
         """Let a node in that knows the word and has a number of its own; give others the reason why not."""
@@ -185,19 +195,22 @@ class Meeting:
             hello = channel.receive(CONNECT_TIMEOUT_S)
             rank, nnodes, own = hello["rank"], hello["nnodes"], hello["nonce"]
             expected = mac(self.word, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
-            if not hmac.compare_digest(str(hello["mac"]), expected):
-                reason = "it has another RDZV_ID: it belongs to another job"
-            elif nnodes != self.nnodes:
-                reason = f"it has NNODES {nnodes}, node 0 has {self.nnodes}"
-            elif rank in self.channels or rank == 0:
-                reason = f"NODE_RANK {rank} is taken by another node"
-            else:
-                channel.send({"mac": mac(self.word, f"head {own}".encode()).hex()})
-                self.channels[rank] = channel
-                return
-            self.refused.append((int(rank), f"{address}: {reason}"))
+            with self.door:
+                if self.is_closed or len(self.refused) >= MAX_REFUSED:
+                    raise ConnectionAbortedError
+                if not hmac.compare_digest(str(hello["mac"]), expected):
+                    reason = "it has another RDZV_ID: it belongs to another job"
+                elif nnodes != self.nnodes:
+                    reason = f"it has NNODES {nnodes}, node 0 has {self.nnodes}"
+                elif rank in self.channels or not 0 < rank < nnodes:
+                    reason = f"NODE_RANK {rank} is taken by another node"
+                else:
+                    channel.send({"mac": mac(self.word, f"head {own}".encode()).hex()})
+                    self.channels[rank] = channel
+                    return
+                self.refused.append((int(rank), f"{address}: {reason}"))
+                self.waiting.append(channel)
             channel.send({"refusal": reason})
-            self.waiting.append(channel)
             return
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a port scan or a health check: it knows nothing of us, and we nothing of it

@@ -9,6 +9,11 @@ from typing import Any
 from scripts.doctor.rules import Case, Finding, links, tally
 
 
+def count(number: int, what: str) -> str:
+    """Return "1 node", "2 nodes", and nothing for none."""
+    return f"{number} {what}{'s' if number != 1 else ''}" if number else ""
+
+
 def node_line(case: Case, rank: int) -> str:
     """Return what a node is, in a line."""
     facts = case.facts[rank]
@@ -46,11 +51,13 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
         text.append(f"probe {json.dumps(probe)}")
     text += [str(finding) for finding in findings]
     counts = tally(findings)
-    warnings = f", {counts['warning']} warnings" if counts["warning"] else ""
+    warnings = count(counts["warning"], "warning")
     if counts["error"]:
-        text.append(f"doctor: {counts['error']} errors{warnings} on {case.nnodes} nodes, {seconds:.0f} s")
+        what = ", ".join(filter(None, [count(counts["error"], "error"), warnings]))
+        text.append(f"doctor: {what} on {count(case.nnodes, 'node')}, {seconds:.0f} s")
     else:
-        text.append(f"doctor: all is well on {case.nnodes} nodes{warnings}, {seconds:.0f} s")
+        what = ", ".join(filter(None, [f"all is well on {count(case.nnodes, 'node')}", warnings]))
+        text.append(f"doctor: {what}, {seconds:.0f} s")
     return text
 
 

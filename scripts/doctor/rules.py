@@ -97,6 +97,18 @@ class Case:
             if facts.get(part) is not None:
                 yield rank, facts[part]
 
+    def machine(self, rank: int) -> str:
+        """Return what tells machines apart; an answer of its own for a node that has given none."""
+        return str(self.facts.get(rank, {}).get("machine", f"node {rank}"))
+
+    def network(self, rank: int) -> Facts:
+        """Return a node's network, with question marks where it does not know it itself."""
+        return self.facts.get(rank, {}).get("network") or dict.fromkeys(("address", "interface", "mtu"), "?")
+
+    def runs_dir(self, rank: int) -> str:
+        """Return where a node's runs folder is."""
+        return str((self.facts.get(rank, {}).get("disk") or {}).get("runs", "the runs folder"))
+
     def error(self, nodes: Sequence[int], what: str, remedy: str) -> Finding:
         """Return an error."""
         return Finding("error", tuple(nodes), what, remedy)
@@ -161,8 +173,8 @@ def names(case: Case) -> Findings:
     wrong: dict[tuple[int, str, str], list[int]] = {}
     for viewer, seen in sorted(case.peers.items()):
         for other, found in sorted(seen.items()):
-            facts = case.facts[int(other)]
-            if facts["machine"] == case.facts[viewer]["machine"]:
+            facts = case.facts[int(other)]  # those of whoever is looked for are there, or it would not be
+            if facts["machine"] == case.machine(viewer):
                 continue  # its name is the viewer's own
             own = set((facts.get("network") or {}).get("addresses", []))
             results: dict[str, Any] = found["names"]
@@ -183,7 +195,7 @@ def names(case: Case) -> Findings:
         yield case.error(
             (rank, *viewers),
             f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
-            f"which is no address of it ({case.facts[rank]['network']['address']} is)",
+            f"which is no address of it ({case.network(rank)['address']} is)",
             "mend DNS or /etc/hosts",
         )
 
@@ -199,12 +211,12 @@ def links_up(case: Case) -> Findings:
                 f"{case.name(rank)}: {network['interface']} is down",
                 f"ip link set {network['interface']} up",
             )
-    if len({case.facts[rank]["machine"] for ranks in mtus.values() for rank in ranks}) < 2 or len(mtus) < 2:
+    if len({case.machine(rank) for ranks in mtus.values() for rank in ranks}) < 2 or len(mtus) < 2:
         return
     usual = max(mtus, key=lambda mtu: (len(mtus[mtu]), mtu))
     for mtu, ranks in sorted(mtus.items()):
         if mtu != usual:
-            interface = case.facts[ranks[0]]["network"]["interface"]
+            interface = case.network(ranks[0])["interface"]
             yield case.error(
                 ranks,
                 f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(mtus[usual])} {usual}",
@@ -230,7 +242,7 @@ def ports(case: Case) -> Findings:
             if len(others) < 2 or not all((rank, o) in mine or (o, rank) in mine for o in others):
                 continue
             why = next(iter(mine.values()))["why"]
-            network = case.facts[rank]["network"]
+            network = case.network(rank)
             what = "small packets pass and large ones do not" if is_large else "ports do not answer"
             ways = {pair[0] == rank for pair in mine}
             way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
@@ -241,7 +253,7 @@ def ports(case: Case) -> Findings:
             )
             broken = {pair: found for pair, found in broken.items() if pair not in mine}
     for (viewer, rank), found in broken.items():
-        network = case.facts[rank]["network"]
+        network = case.network(rank)
         way = f"{case.name(viewer)} to {case.name(rank)} at {network['address']}"
         if found["stage"] == "large":
             what = f"{way}: small packets pass and large ones do not ({found['why']})"
@@ -305,7 +317,7 @@ def disks(case: Case) -> Findings:
                 )
     for rank, written in sorted(case.written.items()):
         if written.get("error"):
-            place = case.facts[rank]["disk"]["runs"] if case.facts[rank].get("disk") else "the runs folder"
+            place = case.runs_dir(rank)
             yield case.error(
                 (rank,),
                 f"{case.name(rank)} cannot write {place}: {written['error']}",
@@ -318,11 +330,10 @@ def shared_folder(case: Case) -> Findings:
     writers = [rank for rank, written in case.written.items() if not written.get("error")]
     for rank, seen in sorted(case.seen.items()):
         missing = [writer for writer in writers if writer not in seen and writer < rank]
-        if missing and case.facts[rank].get("disk"):
+        if missing:
             yield case.error(
                 (rank, *missing),
-                f"{case.name(rank)} does not see what {case.names(missing)} wrote to "
-                f"{case.facts[rank]['disk']['runs']}",
+                f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}",
                 "mount the same file system there on every node, or choose a --runs-dir on one",
             )
 
@@ -479,7 +490,6 @@ def collectives(case: Case) -> Findings:
             f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}",
             "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails",
         )
-    yield from sums(case)
 
 
 def sums(case: Case) -> Findings:
@@ -524,7 +534,7 @@ def bandwidth(case: Case) -> Findings:
     found = {
         pair: speed
         for pair, speed in links(case).items()
-        if case.facts[pair[0]]["machine"] != case.facts[pair[1]]["machine"]  # no link, but memory
+        if case.machine(pair[0]) != case.machine(pair[1])  # no link, but memory
     }
     if len(found) < 3:
         return
@@ -565,6 +575,7 @@ RULES: tuple[Callable[[Case], Findings], ...] = (
     gpus_visible,
     gpu_health,
     collectives,
+    sums,
     bandwidth,
 )
 
