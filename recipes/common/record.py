@@ -276,9 +276,9 @@ def _hardware() -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    """Return the git revision of the code, with "-dirty" where tracked files differ from it."""
+    """Return the git revision of the code, with "-dirty" where tracked files differ from it; in an image, its own."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("SOURCE_REVISION")  # set by docker/*.Dockerfile, which leave git out

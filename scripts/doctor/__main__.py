@@ -215,7 +215,7 @@ def lead(place: Node, args: Namespace, word: str) -> int:
             say(f"error: {here} cannot listen at {case.master}: {why}; {mend}")
             return 1
     examine(case, met, args)
-    case.lost, case.refused = met.lost, met.refused
+    case.lost, case.refused = met.lost, sorted(met.refused)
     with contextlib.suppress(TimeoutError):
         case.words = network.call_within(lambda: folder.words_left(args.runs_dir, word), 5)
     findings = judge(case)

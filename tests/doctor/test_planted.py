@@ -131,7 +131,7 @@ def test_a_node_that_never_comes():
 
 
 def test_a_node_that_does_not_find_node_0_says_so_by_the_shared_folder():
-    report = examine(2, "--quick", planted={1: "export MASTER_ADDR=nowhere"}, wait_s=4)
+    report = examine(2, "--quick", planted={1: "export MASTER_ADDR=nowhere"}, wait_s=3)
     assert report.rules() == [("attendance", 1)]
     assert "node 1 never came to n0:29500; it says: n1 cannot resolve nowhere" in report.findings[0]
     assert "mend DNS or /etc/hosts" in report.findings[0]
