@@ -276,7 +276,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    """Return the git revision of the code, with "-dirty" where tracked files differ from it; in an image, its own."""
+    """Return the code's git revision, with "-dirty" where tracked files differ from it; else the image's."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
