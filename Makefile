@@ -29,7 +29,7 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 	$(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QOS),--qos "$(QOS)") $(if $(NAME),--name "$(NAME)") \
 	$(if $(SWEEP),--sweep "$(SWEEP)") $(if $(filter-out 0,$(LOCAL)),--local)
 
-.PHONY: help list setup run image push submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
+.PHONY: help list setup run doctor image push submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -46,6 +46,10 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 	@$(if $(WITH),,$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing))
 	@exec $(if $(WITH),python3 -m scripts.compose,$(PYTHON) -m scripts.local) "$(RECIPE)" --nodes "$(NODES)" \
 		--nproc-per-node "$(NPROC_PER_NODE)" -- $(if $(NAME),--name "$(NAME)") $(ARGS)
+
+doctor: ## Check nodes before training, and name what is wrong with its remedy: NODES=2 NPROC_PER_NODE=1 ARGS="--json FILE"
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.doctor --nodes "$(NODES)" $(if $(NPROC_PER_NODE),--nproc-per-node "$(NPROC_PER_NODE)") $(ARGS)
 
 image: ## Build the image of a recipe: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
 	@scripts/image.sh build "$(RECIPE)"

@@ -252,6 +252,8 @@ def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers:
 
 def arguments(request: Request, words: Sequence[str]) -> list[str]:
     """Return a container's arguments: the manifest's with this recipe and name, then the user's options."""
+    if request.kind == "doctor":
+        return [*words, *request.options]
     starts_with_recipe = not words[0].startswith("-")
     kept = [word for word in words if word.startswith("-") and not word.startswith("--name=")]
     if request.recipe == "probe":

@@ -49,7 +49,7 @@ class Cluster:
     def submit(self, folder: Path, file: str, *options: str, flags: tuple[str, ...] = (), **env: str) -> Job:
         """Submit a file of slurm/ from another folder, with its record and logs there."""
         words = ["sbatch", "--parsable", *flags, str(ROOT / "slurm" / file)]
-        own = [] if file.startswith("doctor") else ["--runs-dir", str(folder), "--no-tensorboard"]
+        own = ["--runs-dir", str(folder), *([] if file.startswith("doctor") else ["--no-tensorboard"])]
         number = self.run(*words, *options, *own, cwd=folder, **env).strip()
         return Job(self, number, folder)
 

@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from scripts.doctor import __main__ as doctor
 from scripts.k8s import KINDS, Request, load, render
 from tests.conftest import require
 from tests.k8s import simulation
@@ -151,7 +152,7 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
     if is_rendered:
         documents = render(Request(kind, recipe, "my-job", nodes=2, options=["--timeout-s", "60"]))
     pods = simulation.pods(kind, documents)
-    options = importlib.import_module(f"recipes.{recipe}.train").options
+    options = doctor.parse_args if kind == "doctor" else importlib.import_module(f"recipes.{recipe}.train").options
     checked = 0
     for pod in pods:
         args = pod.spec["containers"][0].get("args")
@@ -160,8 +161,9 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
             continue
         if kind not in ("mpijob", "pytorchjob-elastic"):
             assert what_starts(pod, fake_python)["argv"][-len(args) :] == args
-            assert args[0] == recipe
-            args = args[1:]
+            if kind != "doctor":
+                assert args[0] == recipe
+                args = args[1:]
         parsed = options(args)
         if recipe != "probe":
             assert parsed.name == ("my-job" if is_rendered else documents[-1]["metadata"]["name"])
@@ -211,10 +213,12 @@ def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     documents = render(Request("doctor", "probe", "doctor", nodes=2, gpus=2))
     results = [command.wait() for command in start("doctor", documents, tmp_path, "--device=cpu")]
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
-    for rank, result in enumerate(results):
-        assert f"node {rank} is machine-a: " in result.stdout
-        assert re.search(r"/dev/shm +\S+", result.stdout)
-    seen = json.loads(results[0].stdout.splitlines()[-1].removeprefix("probe "))
+    lines = results[0].stdout.splitlines()
+    for rank in range(2):
+        assert any(re.match(rf"node {rank} \(\S+ on machine-a\): .*/dev/shm [\d.]+ GiB", line) for line in lines)
+    assert lines[-1].startswith("doctor: all is well on 2 nodes")
+    (probe,) = [line for line in lines if line.startswith("probe ")]
+    seen = json.loads(probe.removeprefix("probe "))
     assert (seen["world_size"], seen["sum"]) == (4, 10)
     ranks = [(row["rank"], row["node_rank"], row["local_rank"]) for row in seen["ranks"]]
     assert ranks == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]

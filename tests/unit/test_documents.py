@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
+from scripts.doctor import __main__ as doctor
 from slurm import submit
 from tests.support import ROOT
 
@@ -86,14 +87,14 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser or slurm/submit.py's has."""
+    """Return every --flag that a recipe's parser, slurm/submit.py's or the doctor's has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
         pass
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
-    for parse in [*parsers, submit.parse_args]:
+    for parse in [*parsers, submit.parse_args, doctor.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())
@@ -145,7 +146,7 @@ def test_every_flag_exists(name):
 
 
 def test_the_flags_of_the_parsers_are_found():
-    assert {"--zero", "--no-zero", "--global-batch-size", "--resume", "--max-requeues"} <= known_flags()
+    assert {"--zero", "--no-zero", "--global-batch-size", "--resume", "--max-requeues", "--quick"} <= known_flags()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

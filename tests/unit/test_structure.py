@@ -100,6 +100,7 @@ def test_every_collective_of_a_recipe_says_what_crosses_the_wire(recipe):
         ("recipes.single.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "pandas")),
         ("recipes.ddp.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "torch._dynamo")),
         ("scripts.local", ("torch", "numpy", "yaml", "psutil")),
+        ("scripts.doctor.__main__", ("torch", "numpy", "yaml", "psutil")),
         ("scripts.agent", ("torch", "numpy", "yaml", "psutil")),
         ("scripts.sweep", ("torch", "numpy", "yaml", "psutil")),
         ("slurm.submit", ("torch", "numpy", "yaml", "psutil", "submitit")),

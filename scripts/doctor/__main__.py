@@ -1,0 +1,350 @@
+"""Look at a cluster before training on it, and name what is wrong with its remedy, a line each.
+
+    make doctor NODES=2                                   nodes on this machine
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a MASTER_PORT=29500 python -m scripts.doctor      on each node
+
+Success: the last line of node 0 is `doctor: all is well on 2 nodes, 12 s`, and the status 0; it is 1 where
+something is wrong and 2 for bad usage. It takes two minutes at most from the moment that all nodes are there. Each
+wait has a bound. docs/doctor.md tells what each finding means.
+
+It reads the node-level variables of scripts/launch.sh. RDZV_ID is also the job's word: who does not know it is not
+talked to. RDZV_TIMEOUT_S bounds the wait for the other nodes (60 s here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError, nearest
+from recipes.common.node import Node, read_master, read_number
+from recipes.common.options import Parser, one_of, positive_float, positive_int
+from scripts import local
+from scripts.doctor import folder, meeting, network, node, ranks, report
+from scripts.doctor.rules import Case, judge, tally
+
+WAIT_S = 60
+"""For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
+
+FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
+SILENCE_S = 150.0
+"""How long a node may hear nothing from node 0: longer than the whole examination."""
+
+EXAMINATION_S = 115.0
+"""For everything from the moment that all nodes are there; what does not fit is left out, and that is said."""
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options; raises UserError."""
+    parser = Parser("python -m scripts.doctor", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
+    parser.add_argument("--nproc-per-node", type=positive_int, metavar="P", help="with --nodes: processes a node")
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder to be shared"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="node 0 writes all it has found out")
+    parser.add_argument(
+        "--quick", action="store_true", help="leave torch out: no GPU, all-reduce and bandwidth checks"
+    )
+    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
+    parser.add_argument(
+        "--timeout-s",
+        type=positive_float,
+        default=60.0,
+        metavar="S",
+        help="longest time for the all-reduce checks",
+    )
+    args, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    if args.nproc_per_node and not args.nodes:
+        raise UserError("--nproc-per-node belongs to --nodes; else NPROC_PER_NODE says it")
+    return args
+
+
+def read_node() -> Node:
+    """Return what the node-level variables say; raises UserError for what makes no sense."""
+    nnodes = read_number("NNODES", 1, at_least=1)
+    node_rank = read_number("NODE_RANK", 0, at_least=0)
+    if node_rank >= nnodes:
+        raise UserError(f"NODE_RANK {node_rank} of NNODES {nnodes}: node ranks count from 0")
+    addr, port = read_master(nnodes)
+    nproc = read_number("NPROC_PER_NODE", 1, at_least=1)
+    return Node(nnodes, node_rank, nproc, addr, port, read_number("RDZV_TIMEOUT_S", WAIT_S, at_least=1))
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+class Patient:
+    """This node: it finds out about itself from the start on, and carries out node 0's orders."""
+
+    def __init__(self, place: Node, args: Namespace, word: str) -> None:
+        self.place, self.args, self.word = place, args, word
+        self.pool = ThreadPoolExecutor(1)
+        self.own = self.pool.submit(self.gather)
+        self.echo: network.Echo | None = None
+        self.facts: dict[str, Any] = {}
+
+    def gather(self) -> dict[str, Any]:
+        """Return what this node knows of itself."""
+        place = self.place
+        return node.gather(place.master_addr, place.rdzv_timeout_s, self.args.runs_dir, self.args.quick)
+
+    def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to one of node 0's orders."""
+        orders = {
+            "clock": lambda: {"time": time.time()},
+            "facts": self.answer_facts,
+            "write": lambda: folder.write(self.args.runs_dir, self.word, self.place.node_rank),
+            "see": lambda: {"seen": folder.see(self.args.runs_dir, self.word, order["writers"])},
+            "peers": lambda: network.look_at_peers(self.others(order), self.word, os.urandom(16)),
+            "ranks": lambda: self.run_ranks(order),
+        }
+        return orders[order["do"]]()
+
+    def answer_facts(self) -> dict[str, Any]:
+        """Return what this node knows of itself, and the port at which it answers from now on."""
+        self.facts = self.own.result(FACTS_TIMEOUT_S)
+        if self.facts["network"]:
+            self.echo = network.Echo(self.facts["network"]["address"], self.word)
+            self.facts["echo_port"] = self.echo.port
+        return self.facts
+
+    def others(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the peers of an order without this node."""
+        return [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank]
+
+    def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return what this node's ranks of the doctor's own job have found."""
+        place, interface = self.place, self.facts["network"]["interface"]
+        address = (order["address"], order["port"])
+        return ranks.run_ranks(
+            place.nnodes,
+            place.node_rank,
+            place.nproc_per_node,
+            address,
+            interface,
+            self.args.device,
+            order["timeout_s"],
+        )
+
+    def close(self) -> None:
+        """Stop answering."""
+        if self.echo:
+            self.echo.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
+    """Ask all nodes what there is to ask, and write it into the case; what cannot work is left out."""
+    deadline = time.monotonic() + EXAMINATION_S
+
+    def ask(order: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
+        left = deadline - time.monotonic()
+        if left < min(10.0, timeout_s):
+            case.skipped.append(order["do"])
+            return {}
+        return met.ask_all(order, min(timeout_s, left))
+
+    case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S)
+    case.clocks = met.clock_offsets()
+    case.written = ask({"do": "write"}, 20)
+    writers = [rank for rank, answer in case.written.items() if not answer["error"]]
+    seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10)
+    case.seen = {rank: answer["seen"] for rank, answer in seen.items()}
+    peers = [
+        {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}
+        for rank, facts in case.facts.items()
+        if facts["network"]
+    ]
+    # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S.
+    bound = 20 + network.CONNECT_TIMEOUT_S * (1 + len(peers) / network.PARALLEL)
+    case.peers = ask({"do": "peers", "peers": peers}, bound)
+    if args.quick or not can_meet(case):
+        return
+    address = case.facts[0]["network"]["address"]
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+        free.bind((address, 0))
+        port = free.getsockname()[1]
+    bound = min(args.timeout_s, deadline - time.monotonic() - 5)
+    order = {"do": "ranks", "address": address, "port": port, "timeout_s": bound}
+    case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S)
+
+
+def can_meet(case: Case) -> bool:
+    """Whether all nodes are there, reach one another and have a torch: else an all-reduce would only time out."""
+    has_all = len(case.facts) == case.nnodes and not case.lost
+    reach = all(found["stage"] == "done" for seen in case.peers.values() for found in seen.values())
+    torch = all("error" not in (facts["torch"] or {}) for facts in case.facts.values())
+    return has_all and reach and torch and all(facts["network"] for facts in case.facts.values())
+
+
+def lead(place: Node, args: Namespace, word: str) -> int:
+    """Be node 0: gather the nodes, examine them, report; return the status."""
+    begin = time.monotonic()
+    patient = Patient(place, args, word)
+    case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
+    met = meeting.Meeting(word, place.nnodes, patient.carry_out)
+    say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
+    if place.nnodes > 1:
+        try:
+            met.gather(
+                met.listen(node.listening_address(place.master_addr, place.rdzv_timeout_s), place.master_port),
+                place.rdzv_timeout_s,
+                say,
+            )
+        except (OSError, UserError) as error:
+            why = getattr(error, "strerror", None) or error
+            here = f"node 0 ({socket.gethostname()})"
+            mend = "choose another MASTER_PORT, or mend MASTER_ADDR"
+            say(f"error: {here} cannot listen at {case.master}: {why}; {mend}")
+            return 1
+    examine(case, met, args)
+    case.lost, case.refused = met.lost, sorted(met.refused)
+    with contextlib.suppress(TimeoutError):
+        case.words = network.call_within(lambda: folder.words_left(args.runs_dir, word), 5)
+    findings = judge(case)
+    status = 1 if tally(findings)["error"] else 0
+    for line in report.lines(case, findings, time.monotonic() - begin):
+        say(line)
+    if args.json:
+        try:
+            report.write_json(args.json, case, findings, time.monotonic() - begin)
+        except OSError as error:
+            say(f"error: cannot write {args.json}: {error.strerror}; choose another --json")
+            status = 1
+    clean_up(args, word)
+    met.ask_end(status)
+    patient.close()
+    return status
+
+
+def clean_up(args: Namespace, word: str) -> None:
+    """Remove what the probe has left in the runs folder."""
+    with contextlib.suppress(TimeoutError):
+        network.call_within(lambda: folder.remove(args.runs_dir, word), 5)
+
+
+def follow(place: Node, args: Namespace, word: str) -> int:
+    """Be another node: find node 0, do what it asks; return the status that it gives."""
+    patient = Patient(place, args, word)
+    here = f"node {place.node_rank} ({socket.gethostname()})"
+    at = f"{place.master_addr}:{place.master_port}"
+
+    def no_answer(why: str) -> str:
+        return (
+            f"node 0 does not answer at {at}: {why}; is it up, is MASTER_ADDR right, does a firewall drop the port"
+        )
+
+    def worry(why: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            network.call_within(lambda: folder.leave_word(args.runs_dir, word, place.node_rank, why), 5)
+
+    # Node 0 gives up first and reports: a launcher would end it with the first node that fails.
+    wait_s = patience(place.rdzv_timeout_s)
+    try:
+        try:
+            _, address = node.resolve(place.master_addr, wait_s // 2)
+        except UserError as error:
+            worry(str(error))
+            _, address = node.resolve(place.master_addr, wait_s - wait_s // 2)
+        channel = meeting.connect(
+            (address[0], place.master_port),
+            word,
+            place.node_rank,
+            place.nnodes,
+            wait_s,
+            lambda why: worry(no_answer(why)),
+        )
+        end = meeting.serve(channel, patient.carry_out, SILENCE_S)
+        patient.close()
+        clean_up(args, word)
+        say(f"doctor: {here} is done; node 0 has the report (status {end['status']})")
+        return int(end["status"])
+    except meeting.TurnedAwayError as error:
+        why = f"node 0 at {at} has turned it away: {error}; see the RDZV_ID, NNODES and NODE_RANK of all nodes"
+    except UserError as error:
+        why = str(error)
+    except (OSError, ValueError, KeyError) as error:
+        why = no_answer(str(error))
+    say(f"error: {here}: {why}")
+    return 1
+
+
+def patience(wait_s: int) -> int:
+    """Return how long another node waits where node 0 waits wait_s: longer, also if it has started earlier."""
+    return wait_s + wait_s // 4 + 2
+
+
+class LocalNodes(local.LocalJob):
+    """The doctor's nodes on this machine: node 0 says all there is to say."""
+
+    def report(self, failed: list[int]) -> int:
+        """Return the worst status of the nodes."""
+        if self.interrupted_by:
+            return 128 + self.interrupted_by
+        return max((abs(self.nodes[number].returncode) for number in failed), default=0)
+
+
+def run_local(args: Namespace, words: Sequence[str]) -> int:
+    """Start the nodes on this machine; return their status."""
+    job = LocalNodes()
+    signal.signal(signal.SIGINT, job.interrupt)
+    signal.signal(signal.SIGTERM, job.interrupt)
+    shares = local.share_out(local.visible_gpus(), args.nodes)
+    nproc = args.nproc_per_node or max(1, len(shares[0]))
+    port, word = local.free_port(), secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
+        for rank in range(args.nodes):
+            environment = local.node_environment(rank, args.nodes, nproc, shares[rank], port)
+            environment |= {"RDZV_ID": word, "TMPDIR": scratch}
+            job.start([sys.executable, "-m", "scripts.doctor", *words], environment)
+        return job.wait()
+
+
+def without(words: Sequence[str], *flags: str) -> list[str]:
+    """Return the words without some flags and their values."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word in flags:
+            skip = True
+        elif not word.startswith(tuple(f"{flag}=" for flag in flags)):
+            kept.append(word)
+    return kept
+
+
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status."""
+    args = parse_args(argv)
+    if args.nodes:
+        return run_local(args, without(argv, "--nodes", "--nproc-per-node"))
+    place = read_node()
+    word = os.environ.get("RDZV_ID") or "none"
+    return lead(place, args, word) if place.node_rank == 0 else follow(place, args, word)
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        status = USAGE_STATUS
+    sys.stdout.flush()
+    os._exit(status)  # a look-up that never answers would keep its thread, and the thread the interpreter

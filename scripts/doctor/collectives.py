@@ -1,0 +1,189 @@
+"""One rank of the doctor's own short job: the map of ranks, an all-reduce of known sum, the bandwidth of links.
+
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
+        python -m scripts.doctor.collectives --result result.json --device auto --timeout-s 30
+
+scripts/doctor/ranks.py starts it. The result file always says how far this rank has come: of a rank that hangs and
+is killed it is the last word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from recipes.common.ranks import Ranks, read_ranks
+from recipes.probe.train import TorchWorld, gather_map
+from scripts.doctor.rules import SLOW_LINK
+
+SUM_ELEMENTS = 1 << 20
+"""4 MiB of float32: several pieces of every algorithm and protocol that gloo and NCCL choose among."""
+
+LINK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Of one exchange: 1 MiB over gloo, 64 MiB over NCCL, whose links are some hundred times as fast."""
+
+LINK_TIME_S = 0.1
+MAX_REPEATS = 64
+BATCHES = 3
+"""The fastest counts: what else runs on a node slows one down now and then, a bad link slows all."""
+
+SECOND_LOOKS, SECOND_LINKS = 2, 8
+"""At links that seem slow: a node may have been busy with something else for a moment."""
+
+MAX_ROUNDS = 31
+"""In each round every node talks to another one. With more nodes than this not all links are measured, but each
+node is, often enough."""
+
+
+class Diary:
+    """What this rank has found out so far, in a file that is whole at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: dict[str, Any] = {}
+
+    def note(self, **entries: Any) -> None:
+        """Add entries."""
+        self.entries |= entries
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.entries))
+        temporary.replace(self.path)
+
+
+def check_sum(world: TorchWorld, diary: Diary) -> None:
+    """Compare an all-reduce with the sum that it has to be; call it on all ranks.
+
+    Element i of rank r is (r + 1) x (i mod 7 + 1): whole numbers, which float32 adds exactly in any order.
+    """
+    size = world.ranks.world_size
+    pattern = torch.arange(SUM_ELEMENTS, device=world.device).remainder(7).add(1).to(torch.float32)
+    values = pattern * (world.ranks.rank + 1)
+    # Doctor: 4 MiB a rank, over the connections that gradients take.
+    dist.all_reduce(values)
+    wrong = int((values != pattern * (size * (size + 1) // 2)).sum())
+    diary.note(wrong_elements=wrong)
+
+
+def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return a tournament: in each round each node meets another, and after all rounds every other one once."""
+    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) -> float:
+    """Send and receive at once, as each link of a ring all-reduce does; return the seconds of one exchange."""
+    if data.is_cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        operations = [dist.P2POp(dist.isend, data, peer), dist.P2POp(dist.irecv, into, peer)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+    if data.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / repeats
+
+
+class Links:
+    """The links of this rank's node, measured between the first ranks of nodes; every method wants all ranks."""
+
+    def __init__(self, world: TorchWorld, diary: Diary) -> None:
+        self.ranks, self.diary = world.ranks, diary
+        self.control = cast(dist.ProcessGroup, world.control)
+        self.nodes = self.ranks.world_size // self.ranks.local_world_size
+        self.node = self.ranks.rank // self.ranks.local_world_size
+        self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
+        self.into = torch.empty_like(self.data)
+        self.found: dict[int, float] = {}
+        """Gbit/s by the other node."""
+
+    def measure(self, pairs: list[tuple[int, int]], what: str) -> None:
+        """Measure some links at once, no two of the same node; the best that a link has shown counts."""
+        is_first = self.ranks.local_rank == 0
+        other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_first else None
+        self.diary.note(stage=what if other is None else f"{what}, with node {other}")
+        peer = None if other is None else other * self.ranks.local_world_size
+        once = torch.zeros(1)
+        if peer is not None:
+            exchange(peer, self.data, self.into, 1)  # makes the connection
+            once[0] = exchange(peer, self.data, self.into, 1)
+        # Doctor: 4 bytes a rank; both ends have to repeat as often, and all begin together.
+        dist.all_reduce(once, op=dist.ReduceOp.MAX, group=self.control)
+        repeats = int(min(MAX_REPEATS, max(1.0, LINK_TIME_S / max(float(once), 1e-6))))
+        if peer is not None and other is not None:
+            batches = BATCHES if repeats > 1 else 1  # a link that is as slow as that is known by one
+            seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
+            speed = self.data.nbytes * 8 / seconds / 1e9
+            self.found[other] = max(round(speed, 4), self.found.get(other, 0.0))
+            self.diary.note(links_gbit_s=self.found)
+
+    def slow(self) -> list[tuple[int, int]]:
+        """Return the links that are much slower than most."""
+        rows: list[dict[int, float]] = [{}] * self.ranks.world_size
+        # Doctor: some bytes a link from every rank.
+        dist.all_gather_object(rows, self.found, group=self.control)
+        speeds: dict[tuple[int, int], float] = {}
+        for rank, row in enumerate(rows):
+            node = rank // self.ranks.local_world_size
+            for other, speed in row.items():
+                pair = (min(node, other), max(node, other))
+                speeds[pair] = min(speed, speeds.get(pair, speed))
+        usual = median(speeds.values()) if speeds else 0.0
+        return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
+
+
+def measure_links(world: TorchWorld, diary: Diary) -> None:
+    """Measure the link of each two nodes, and again those that seem slow; call it on all ranks."""
+    links = Links(world, diary)
+    for number, pairs in enumerate(rounds_of(links.nodes)[:MAX_ROUNDS]):
+        links.measure(pairs, f"bandwidth, round {number + 1}")
+    for _ in range(SECOND_LOOKS):
+        for pair in links.slow()[:SECOND_LINKS]:
+            links.measure([pair], "bandwidth, a second look")
+
+
+def main() -> None:
+    """Be one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--timeout-s", type=float, default=30.0)
+    args = parser.parse_args()
+    diary = Diary(args.result)
+    ranks: Ranks = read_ranks("probe")
+    diary.note(rank=ranks.rank, stage="meeting the other ranks")
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    try:
+        # rendezvous, process groups and connections, each with the bound
+        world = TorchWorld(args, ranks)  # type: ignore[arg-type]
+        dist.barrier(group=cast(dist.ProcessGroup, world.control))
+        diary.note(
+            stage="the map of ranks", device=str(world.device), joined_s=round(time.monotonic() - started, 2)
+        )
+        rows, total = gather_map(world), world.add_up(ranks.rank + 1)
+        diary.note(stage="all-reduce", map={"world_size": len(rows), "sum": total, "ranks": rows})
+        check_sum(world, diary)
+        measure_links(world, diary)
+        diary.note(stage="leaving")
+        world.leave()
+        diary.note(stage="done")
+    except (RuntimeError, ValueError) as error:
+        diary.note(error=" ".join(str(error).split())[:400])
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

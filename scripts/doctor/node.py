@@ -1,0 +1,262 @@
+"""What one node knows of itself, without any other node and without importing torch.
+
+`gather` returns plain values that travel as JSON. What cannot be found out is None, or stands under "errors":
+that, too, is for the rules to judge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipes.common.errors import UserError
+from scripts.doctor.network import call_within
+from scripts.interface import interface_to, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TORCH_TIMEOUT_S = 60.0
+"""The import of torch from a slow shared file system can take most of it."""
+
+PART_TIMEOUT_S = 20.0
+
+COMMAND_TIMEOUT_S = 15.0
+"""For nvidia-smi and git; a driver that is stuck lets nvidia-smi hang."""
+
+Facts = dict[str, Any]
+
+
+def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool) -> Facts:
+    """Return what this node knows of itself; no part of it waits without a bound."""
+    facts: Facts = {"errors": {}}
+    parts: dict[str, Callable[[], Any]] = {
+        "network": lambda: network(master_addr, name_timeout_s),
+        "limits": limits,
+        "disk": lambda: disks(runs_dir),
+        "rdma": rdma_devices,
+        "revision": revision,
+        "code": code_digest,
+        "gpus": gpus,
+    }
+    facts |= {
+        # In Kubernetes a node is a pod, and what is to be mended is the machine that it is on.
+        "host": socket.gethostname() + (f" on {os.environ['NODE_NAME']}" if os.environ.get("NODE_NAME") else ""),
+        "names": sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
+        "machine": machine_id(),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "variables": {name: os.environ.get(name) for name in ("NNODES", "NPROC_PER_NODE", "FABRIC")},
+    }
+    for name, part in parts.items():
+        # A file system or driver that hangs must not hold up the rest.
+        bound = name_timeout_s + PART_TIMEOUT_S if name == "network" else PART_TIMEOUT_S
+        try:
+            facts[name] = call_within(part, bound)
+        except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
+            facts[name], facts["errors"][name] = None, one_line(error)
+    facts["torch"] = None if is_quick else torch_facts()
+    return facts
+
+
+def one_line(error: BaseException | str) -> str:
+    """Return an error's text without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def machine_id() -> str:
+    """Return what two nodes have in common only if they share kernel and network: no link is between them then."""
+    parts = []
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),
+        lambda: str(Path("/proc/self/ns/net").readlink()),
+    ):
+        try:
+            parts.append(read().strip())
+        except OSError:
+            parts.append(socket.gethostname())
+    return " ".join(parts)
+
+
+def network(master_addr: str, name_timeout_s: int) -> Facts:
+    """Return the interface that gloo and NCCL take, its address and MTU, and where MASTER_ADDR leads from here.
+
+    Raises:
+        UserError: MASTER_ADDR is unknown or no route leads there, or a variable names an interface that is not.
+    """
+    import psutil
+
+    family, target = resolve(master_addr, name_timeout_s)
+    chosen = interface_to(master_addr)
+    interfaces = psutil.net_if_addrs()
+    by = f"the way to {master_addr}"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        wanted = os.environ.get(name, "")
+        if name == "GLOO_SOCKET_IFNAME" and wanted:
+            chosen, by = wanted, name
+        matches = [known for known in interfaces if interface_matches(wanted, known)]
+        if wanted and not matches:
+            raise UserError(f"{name}={wanted} is no interface of this node (there are {', '.join(interfaces)})")
+    addresses = [entry.address.split("%")[0] for entry in interfaces[chosen] if entry.family == family]
+    if not addresses:
+        raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
+    # An interface may hold several: the one that the kernel would send from.
+    own = own_address(family, target)
+    state = psutil.net_if_stats()[chosen]
+    return {
+        "interface": chosen,
+        "by": by,
+        "address": own if own in addresses else addresses[0],
+        "mtu": state.mtu,
+        "is_up": state.isup,
+        "master": target[0],
+        "addresses": sorted(
+            entry.address.split("%")[0]
+            for entries in interfaces.values()
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+        ),
+    }
+
+
+def listening_address(master_addr: str, name_timeout_s: int) -> str:
+    """Return the one address of node 0 at which the others look for it, whatever variables say of interfaces.
+
+    Raises:
+        UserError: MASTER_ADDR is unknown, or no route leads there.
+    """
+    import psutil
+
+    family, target = resolve(master_addr, name_timeout_s)
+    interface = interface_to(master_addr)
+    addresses = [
+        entry.address.split("%")[0] for entry in psutil.net_if_addrs().get(interface, []) if entry.family == family
+    ]
+    # It is on that interface, unless the name leads to the loopback here (as Debian sets up a host's own) or to a
+    # service's address that is not this node's.
+    return target[0] if target[0] in addresses or interface == "lo" else addresses[0]
+
+
+def interface_matches(wanted: str, name: str) -> bool:
+    """Whether a name fits NCCL's list of interfaces: prefixes, exact after =, all but those after ^."""
+    if wanted.startswith("^"):
+        return not any(name.startswith(prefix.lstrip("=")) for prefix in wanted[1:].split(","))
+    if wanted.startswith("="):
+        return name in wanted[1:].split(",")
+    return any(name.startswith(prefix) for prefix in wanted.split(",") if prefix)
+
+
+def own_address(family: socket.AddressFamily, target: tuple[str, int]) -> str:
+    """Return the local end of the way to an address; nothing is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0].split("%")[0])
+
+
+def limits() -> Facts:
+    """Return open files and locked memory as a process of this job has them; -1 is unlimited."""
+    return {
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        if hasattr(resource, "RLIMIT_MEMLOCK")
+        else -1,
+    }
+
+
+def disks(runs_dir: Path) -> Facts:
+    """Return the size of /dev/shm, and what is free in the runs folder (or where it would be) and for files."""
+    existing = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
+    shm = Path("/dev/shm")
+    return {
+        "shm_bytes": shutil.disk_usage(shm).total if shm.exists() else None,
+        "runs": str(runs_dir.absolute()),
+        "runs_free_bytes": shutil.disk_usage(existing).free,
+        "tmp": tempfile.gettempdir(),
+        "tmp_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
+    }
+
+
+def rdma_devices() -> list[str]:
+    """Return the devices that want locked memory (SYSFS: as in scripts/fabric.sh)."""
+    folder = Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def revision() -> str | None:
+    """Return the git revision, "-dirty" where files differ from it; that of the image where there is no git."""
+    if os.environ.get("SOURCE_REVISION"):
+        return os.environ["SOURCE_REVISION"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    return done.stdout.strip() or None
+
+
+def code_digest() -> str:
+    """Return a digest of the code: it tells copies apart that git calls equal, or knows nothing of."""
+    digest = hashlib.sha256()
+    for folder in ("recipes", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "temperature.gpu")
+GPU_HEALTH = (
+    "ecc.errors.uncorrected.volatile.total",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown",
+)
+
+
+def gpus() -> list[Facts] | None:
+    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi.
+
+    Raises:
+        ValueError: it fails; subprocess.TimeoutExpired: it hangs.
+    """
+    if not shutil.which("nvidia-smi"):
+        return None
+    found = query_gpus(GPU_FIELDS)
+    if isinstance(found, str):
+        raise ValueError(found)
+    health = query_gpus(GPU_HEALTH)
+    if isinstance(health, str):  # a driver that does not know one of the fields refuses all
+        return found
+    return [{**gpu, **state} for gpu, state in zip(found, health, strict=False)]
+
+
+def query_gpus(fields: tuple[str, ...]) -> list[Facts] | str:
+    """Return a dict for each GPU, or what nvidia-smi complains of."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    if done.returncode:
+        return one_line(f"nvidia-smi ended with status {done.returncode}: {done.stdout} {done.stderr}")
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+    return [dict(zip(fields, row, strict=False)) for row in rows]
+
+
+def torch_facts() -> Facts:
+    """Return what a fresh process finds with torch; {"error": ...} where it breaks or does not end."""
+    command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"import torch did not end within {TORCH_TIMEOUT_S:.0f} s"}
+    try:
+        found: Facts = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return {"error": one_line(last)}

@@ -1,0 +1,90 @@
+"""What the doctor prints on node 0, and the JSON file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts.doctor.rules import Case, Finding, links, tally
+
+
+def count(number: int, what: str) -> str:
+    """Return "1 node", "2 nodes", and nothing for none."""
+    return f"{number} {what}{'s' if number != 1 else ''}" if number else ""
+
+
+def node_line(case: Case, rank: int) -> str:
+    """Return what a node is, in a line."""
+    facts = case.facts[rank]
+    parts = [f"{facts['cores']} cores"]
+    if network := facts.get("network"):
+        parts.insert(0, f"{network['address']} by {network['interface']} (mtu {network['mtu']})")
+    if disk := facts.get("disk"):
+        parts.append(f"/dev/shm {(disk['shm_bytes'] or 0) / 2**30:.1f} GiB")
+    parts.append("RDMA " + (", ".join(facts.get("rdma") or []) or "none"))
+    torch = facts.get("torch") or {}
+    names = [device["name"] for device in torch.get("devices", []) if device["device"] != "cpu"]
+    listed = facts.get("gpus") or []
+    if names or listed:
+        parts.append(f"{len(names) or len(listed)} x {names[0] if names else listed[0]['name']}")
+    else:
+        parts.append("no GPU")
+    if "version" in torch:
+        parts.append(f"torch {torch['version']}" + (f", NCCL {torch['nccl']}" if torch["nccl"] else ""))
+    if listed:
+        parts.append(f"driver {listed[0]['driver_version']}")
+    parts.append(f"revision {(facts.get('revision') or 'unknown')[:12]}")
+    return f"{case.name(rank)}: " + ", ".join(parts)
+
+
+def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
+    """Return the report: the nodes, the links, the map of ranks, the findings, and the verdict last."""
+    text = [node_line(case, rank) for rank in sorted(case.facts)]
+    measured = links(case)
+    for (a, b), speed in sorted(measured.items())[:28]:
+        text.append(f"{case.name(a)} - {case.name(b)}: {speed:.2f} Gbit/s each way")
+    if len(measured) > 28:
+        slowest = min(measured, key=lambda pair: measured[pair])
+        text.append(f"... {len(measured)} links in all, the slowest {measured[slowest]:.2f} Gbit/s: {slowest}")
+    if probe := probe_map(case):
+        text.append(f"probe {json.dumps(probe)}")
+    text += [str(finding) for finding in findings]
+    counts = tally(findings)
+    warnings = count(counts["warning"], "warning")
+    if counts["error"]:
+        what = ", ".join(filter(None, [count(counts["error"], "error"), warnings]))
+        text.append(f"doctor: {what} on {count(case.nnodes, 'node')}, {seconds:.0f} s")
+    else:
+        what = ", ".join(filter(None, [f"all is well on {count(case.nnodes, 'node')}", warnings]))
+        text.append(f"doctor: {what}, {seconds:.0f} s")
+    return text
+
+
+def probe_map(case: Case) -> dict[str, Any] | None:
+    """Return the map of ranks, as recipes/probe prints it."""
+    for found in case.ranks.values():
+        for rank in found["ranks"]:
+            if rank.get("map"):
+                probe: dict[str, Any] = rank["map"]
+                return probe
+    return None
+
+
+def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) -> None:
+    """Write all that was found; raises OSError."""
+    content = {
+        "ok": not tally(findings)["error"],
+        "nnodes": case.nnodes,
+        "master": case.master,
+        "seconds": round(seconds, 1),
+        "findings": [finding.as_dict() for finding in findings],
+        "links_gbit_s": {f"{a}-{b}": speed for (a, b), speed in sorted(links(case).items())},
+        "probe": probe_map(case),
+        "clocks_s": {rank: round(offset, 6) for rank, (offset, _) in sorted(case.clocks.items())},
+        "peers": case.peers,
+        "nodes": case.facts,
+    }
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)

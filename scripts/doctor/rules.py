@@ -1,0 +1,591 @@
+"""What is wrong, and what to do about it: pure functions of what the nodes have found out.
+
+Each rule takes a Case and returns findings; RULES lists them in the order of a report, causes before what they
+cause. A finding names the nodes and is one line. "error" makes the doctor end with status 1, "warning" does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+Facts = dict[str, Any]
+
+MIB = 1024 * 1024
+SHM_BYTES = 512 * MIB
+"""Docker's and Kubernetes's default is 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
+
+OPEN_FILES = 1024
+LOCKED_BYTES = 1024 * MIB
+FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
+CLOCK_S = 1.0
+SLOW_LINK = 1 / 3
+"""Part of the median below which a link or a node is slow; what else runs on a node can halve a measurement."""
+
+SLOW_GPU = 0.75
+HOT_FIELDS = {
+    "clocks_throttle_reasons.hw_slowdown": "hardware slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown": "too hot (hardware)",
+    "clocks_throttle_reasons.hw_power_brake_slowdown": "power brake",
+    "clocks_throttle_reasons.sw_thermal_slowdown": "too hot (driver)",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    severity: str
+    """error or warning."""
+    nodes: tuple[int, ...]
+    what: str
+    """With the nodes' names and the offending values."""
+    remedy: str
+    rule: str = ""
+
+    def __str__(self) -> str:
+        """Return the line that is printed."""
+        return f"{self.severity}: {self.what}; {self.remedy}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "nodes": list(self.nodes)}
+
+
+@dataclass
+class Case:
+    """What the nodes have found out; a part that was not reached is empty."""
+
+    nnodes: int
+    master: str = ""
+    """MASTER_ADDR:MASTER_PORT."""
+    wait_s: float = 0.0
+    facts: dict[int, Facts] = field(default_factory=dict)
+    """By rank, what node.gather returned."""
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    """By the rank that they claim, nodes that were turned away."""
+    words: dict[int, str] = field(default_factory=dict)
+    """What nodes that never came have left in the shared folder."""
+    lost: dict[int, tuple[str, str]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    """Orders for which there was no time left."""
+    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By how many seconds a node is ahead of node 0, and how far off that may be."""
+    written: dict[int, Facts] = field(default_factory=dict)
+    seen: dict[int, list[int]] = field(default_factory=dict)
+    peers: dict[int, dict[str, Facts]] = field(default_factory=dict)
+    """What node a sees of node b: peers[a][str(b)]."""
+    ranks: dict[int, Facts] = field(default_factory=dict)
+    """By node, what ranks.run_ranks returned."""
+
+    def name(self, rank: int) -> str:
+        """Return what to call a node."""
+        host = self.facts.get(rank, {}).get("host")
+        return f"node {rank} ({host})" if host else f"node {rank}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Return what to call several nodes, a few by name."""
+        text = ", ".join(self.name(rank) for rank in list(ranks)[:4])
+        return f"{text} and {len(ranks) - 4} more" if len(ranks) > 4 else text
+
+    def each(self, part: str) -> Iterator[tuple[int, Any]]:
+        """Yield each node's value of a part of the facts, where it has one."""
+        for rank, facts in sorted(self.facts.items()):
+            if facts.get(part) is not None:
+                yield rank, facts[part]
+
+    def machine(self, rank: int) -> str:
+        """Return what tells machines apart; an answer of its own for a node that has given none."""
+        return str(self.facts.get(rank, {}).get("machine", f"node {rank}"))
+
+    def network(self, rank: int) -> Facts:
+        """Return a node's network, with question marks where it does not know it itself."""
+        return self.facts.get(rank, {}).get("network") or dict.fromkeys(("address", "interface", "mtu"), "?")
+
+    def runs_dir(self, rank: int) -> str:
+        """Return where a node's runs folder is."""
+        return str((self.facts.get(rank, {}).get("disk") or {}).get("runs", "the runs folder"))
+
+    def error(self, nodes: Sequence[int], what: str, remedy: str) -> Finding:
+        """Return an error."""
+        return Finding("error", tuple(nodes), what, remedy)
+
+    def warning(self, nodes: Sequence[int], what: str, remedy: str) -> Finding:
+        """Return a warning."""
+        return Finding("warning", tuple(nodes), what, remedy)
+
+
+Findings = Iterator[Finding]
+
+
+def attendance(case: Case) -> Findings:
+    """Nodes that never came, were turned away, or were lost on the way."""
+    for rank, line in case.refused:
+        yield case.error(
+            (rank,),
+            f"node 0 has turned away node {rank} at {line}",
+            "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK",
+        )
+    for rank in range(1, case.nnodes):
+        if rank in case.facts or rank in case.lost or rank in dict(case.refused):
+            continue
+        own = case.words.get(rank)
+        if own:
+            yield case.error(
+                (rank,), f"node {rank} never came to {case.master}; it says: {own}", "its own log has more"
+            )
+        else:
+            yield case.error(
+                (rank,),
+                f"node {rank} never came to {case.master} within {case.wait_s:.0f} s",
+                "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port",
+            )
+    for order in case.skipped:
+        yield case.error(
+            (), f"there was no time left to ask for {order}", "mend what took so long, and run it again"
+        )
+    for rank, (order, why) in sorted(case.lost.items()):
+        yield case.error(
+            (rank,),
+            f"{case.name(rank)} came and was lost while it was asked for {order}: {why}",
+            "see its own log; was it stopped, or has it no memory left",
+        )
+
+
+def node_errors(case: Case) -> Findings:
+    """What a node could not find out about itself."""
+    remedies = {
+        "network": "mend the name in DNS or /etc/hosts, or the variable",
+        "gpus": "see nvidia-smi and dmesg there; reset the GPU or restart the node",
+        "disk": "mount the folder there, or choose another --runs-dir",
+    }
+    for rank, errors in case.each("errors"):
+        for part, why in errors.items():
+            yield case.error((rank,), f"{case.name(rank)}: {part}: {why}", remedies.get(part, "mend that"))
+
+
+def names(case: Case) -> Findings:
+    """Names of nodes that do not lead to them."""
+    unknown: dict[tuple[int, str], list[int]] = {}
+    wrong: dict[tuple[int, str, str], list[int]] = {}
+    for viewer, seen in sorted(case.peers.items()):
+        for other, found in sorted(seen.items()):
+            facts = case.facts[int(other)]  # those of whoever is looked for are there, or it would not be
+            if facts["machine"] == case.machine(viewer):
+                continue  # its name is the viewer's own
+            own = set((facts.get("network") or {}).get("addresses", []))
+            results: dict[str, Any] = found["names"]
+            if any(isinstance(result, list) and set(result) & own for result in results.values()):
+                continue
+            for name, result in results.items():
+                if isinstance(result, list):
+                    wrong.setdefault((int(other), name, ", ".join(result)), []).append(viewer)
+                else:
+                    unknown.setdefault((int(other), f"{name} ({result})"), []).append(viewer)
+    for (rank, name), viewers in unknown.items():
+        yield case.error(
+            (rank, *viewers),
+            f"{case.names(viewers)} cannot resolve the name of {case.name(rank)}: {name}",
+            "add it to DNS or to /etc/hosts of every node",
+        )
+    for (rank, name, addresses), viewers in wrong.items():
+        yield case.error(
+            (rank, *viewers),
+            f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
+            f"which is no address of it ({case.network(rank)['address']} is)",
+            "mend DNS or /etc/hosts",
+        )
+
+
+def links_up(case: Case) -> Findings:
+    """Interfaces that are down, and MTUs that differ."""
+    mtus: dict[int, list[int]] = {}
+    for rank, network in case.each("network"):
+        mtus.setdefault(network["mtu"], []).append(rank)
+        if not network["is_up"]:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: {network['interface']} is down",
+                f"ip link set {network['interface']} up",
+            )
+    if len({case.machine(rank) for ranks in mtus.values() for rank in ranks}) < 2 or len(mtus) < 2:
+        return
+    usual = max(mtus, key=lambda mtu: (len(mtus[mtu]), mtu))
+    for mtu, ranks in sorted(mtus.items()):
+        if mtu != usual:
+            interface = case.network(ranks[0])["interface"]
+            yield case.error(
+                ranks,
+                f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(mtus[usual])} {usual}",
+                f"ip link set {interface} mtu {usual} there, and the same on the switch's ports",
+            )
+
+
+def ports(case: Case) -> Findings:
+    """Ports that do not answer, one way or both, and paths that lose large packets."""
+    broken = {
+        (viewer, int(other)): found
+        for viewer, seen in sorted(case.peers.items())
+        for other, found in sorted(seen.items())
+        if found["stage"] != "done"
+    }
+    mend_path = "the path carries less than its MTU of {mtu}: lower that on all nodes, or mend what lies between"
+    mend_port = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
+    # A node that is cut off from all others is one finding, not two with each of them.
+    for rank in sorted(case.peers):
+        others = [other for other in case.peers if other != rank]
+        for is_large in (True, False):
+            mine = {pair: f for pair, f in broken.items() if rank in pair and (f["stage"] == "large") == is_large}
+            if len(others) < 2 or not all((rank, o) in mine or (o, rank) in mine for o in others):
+                continue
+            why = next(iter(mine.values()))["why"]
+            network = case.network(rank)
+            what = "small packets pass and large ones do not" if is_large else "ports do not answer"
+            ways = {pair[0] == rank for pair in mine}
+            way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
+            yield case.error(
+                (rank, *others),
+                f"{case.name(rank)} at {network['address']}: {way} all other nodes {what} ({why})",
+                mend_path.format(mtu=network["mtu"]) if is_large else mend_port,
+            )
+            broken = {pair: found for pair, found in broken.items() if pair not in mine}
+    for (viewer, rank), found in broken.items():
+        network = case.network(rank)
+        way = f"{case.name(viewer)} to {case.name(rank)} at {network['address']}"
+        if found["stage"] == "large":
+            what = f"{way}: small packets pass and large ones do not ({found['why']})"
+            yield case.error((viewer, rank), what, mend_path.format(mtu=network["mtu"]))
+        else:
+            back = case.peers.get(rank, {}).get(str(viewer), {}).get("stage")
+            both = "; the other way works" if back == "done" else ""
+            yield case.error((viewer, rank), f"{way}, port {found['port']}: {found['why']}{both}", mend_port)
+
+
+def clocks(case: Case) -> Findings:
+    """Clocks that differ by more than can be explained."""
+    middle = median(offset for offset, _ in case.clocks.values()) if len(case.clocks) > 2 else 0.0
+    for rank, (offset, error) in sorted(case.clocks.items()):
+        ahead = offset - middle
+        if abs(ahead) - error > CLOCK_S:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} "
+                f"{'most other nodes' if len(case.clocks) > 2 else 'node 0'}",
+                "start chrony or systemd-timesyncd there (chronyc makestep)",
+            )
+
+
+def limits(case: Case) -> Findings:
+    """Limits that are too low: open files, and locked memory where there is RDMA."""
+    for rank, found in case.each("limits"):
+        files, locked = found["open_files"], found["locked_bytes"]
+        if 0 <= files < OPEN_FILES:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: a process may open {files} files only",
+                f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}",
+            )
+        rdma = case.facts[rank].get("rdma")
+        if rdma and 0 <= locked < LOCKED_BYTES:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}",
+                "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)",
+            )
+
+
+def disks(case: Case) -> Findings:
+    """Too little shared memory or disk, and a runs folder that cannot be written."""
+    for rank, disk in case.each("disk"):
+        shm = disk["shm_bytes"]
+        if shm is not None and shm < SHM_BYTES:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: /dev/shm has {shm // MIB} MiB",
+                "docker run --shm-size 8g; in Kubernetes a Memory emptyDir; mount -o remount,size=8G /dev/shm",
+            )
+        for place, what in (("runs", "where records and checkpoints go"), ("tmp", "for temporary files")):
+            free = disk[f"{place}_free_bytes"]
+            if free < FREE_BYTES[place]:
+                yield case.error(
+                    (rank,),
+                    f"{case.name(rank)}: {disk[place]}, {what}, has {free // MIB} MiB free",
+                    "make room, or choose " + ("another --runs-dir" if place == "runs" else "another TMPDIR"),
+                )
+    for rank, written in sorted(case.written.items()):
+        if written.get("error"):
+            place = case.runs_dir(rank)
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)} cannot write {place}: {written['error']}",
+                "make room, mend the folder's rights or its mount, or choose another --runs-dir",
+            )
+
+
+def shared_folder(case: Case) -> Findings:
+    """Nodes whose runs folder is not that of node 0."""
+    writers = [rank for rank, written in case.written.items() if not written.get("error")]
+    for rank, seen in sorted(case.seen.items()):
+        missing = [writer for writer in writers if writer not in seen and writer < rank]
+        if missing:
+            yield case.error(
+                (rank, *missing),
+                f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}",
+                "mount the same file system there on every node, or choose a --runs-dir on one",
+            )
+
+
+def versions(case: Case) -> Findings:
+    """Versions that differ between nodes."""
+
+    def value(facts: Facts, what: str) -> Any:
+        torch = facts.get("torch") or {}
+        if what in ("torch", "NCCL"):
+            return torch.get("version" if what == "torch" else "nccl")
+        if what == "driver":
+            return ", ".join(sorted({gpu["driver_version"] for gpu in facts.get("gpus") or []})) or None
+        return facts.get({"our revision": "revision", "our code": "code", "python": "python"}[what])
+
+    remedies = {
+        "torch": "make setup on each node, or the same image everywhere",
+        "NCCL": "make setup on each node, or the same image everywhere",
+        "python": "use the same Python on each node, or the same image",
+        "driver": "install the same NVIDIA driver on each node",
+        "our revision": "check out the same revision, or use the same image (give a new build a new tag)",
+        "our code": "files of recipes/ or scripts/ differ: check out the same revision, or use the same image",
+    }
+    differing = []
+    for what, remedy in remedies.items():
+        found: dict[Any, list[int]] = {}
+        for rank, facts in sorted(case.facts.items()):
+            if value(facts, what) is not None:
+                found.setdefault(value(facts, what), []).append(rank)
+        if len(found) < 2 or (what == "our code" and "our revision" in differing):
+            continue
+        differing.append(what)
+        usual = max(found, key=lambda one: (len(found[one]), -found[one][0]))
+        for one, ranks in found.items():
+            if one != usual:
+                yield case.error(
+                    ranks, f"{case.names(ranks)}: {what} is {one}, on {case.names(found[usual])} {usual}", remedy
+                )
+
+
+def torch_works(case: Case) -> Findings:
+    """A torch that does not import, devices that calculate wrongly, GPUs that are slower than their like."""
+    speeds: dict[str, list[tuple[float, int, str]]] = {}
+    for rank, torch in case.each("torch"):
+        if "error" in torch:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: torch does not work: {torch['error']}",
+                "make setup there, or mend PYTHON",
+            )
+            continue
+        if not torch["gloo"]:
+            yield case.error(
+                (rank,), f"{case.name(rank)}: torch has no gloo", "install torch from PyPI: make setup"
+            )
+        for device in torch["devices"]:
+            if not device["is_right"]:
+                why = device.get("error") or "a product of matrices is wrong"
+                yield case.error(
+                    (rank,),
+                    f"{case.name(rank)}: {device['device']} ({device['name']}): {why}",
+                    "take the device out of service",
+                )
+            elif device["tflops"]:
+                speeds.setdefault(device["name"], []).append((device["tflops"], rank, device["device"]))
+    for name, found in speeds.items():
+        usual = median(speed for speed, _, _ in found)
+        for speed, rank, device in found:
+            if speed < SLOW_GPU * usual:
+                yield case.error(
+                    (rank,),
+                    f"{case.name(rank)}: {device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}",
+                    "see its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and who else uses it",
+                )
+
+
+def gpus_visible(case: Case) -> Findings:
+    """GPUs that torch does not see, that are too few, or that differ between nodes."""
+    counts: dict[tuple[int, str], list[int]] = {}
+    for rank, torch in case.each("torch"):
+        if "error" in torch:
+            continue
+        devices = [device for device in torch["devices"] if device["device"] != "cpu"]
+        counts.setdefault((len(devices), ", ".join(sorted({d["name"] for d in devices}))), []).append(rank)
+        listed = case.facts[rank].get("gpus")
+        nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
+        if listed and not devices:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none",
+                f"is CUDA_VISIBLE_DEVICES empty, or the driver too old for CUDA {torch['cuda']}",
+            )
+        elif devices and len(devices) < nproc:
+            yield case.error(
+                (rank,),
+                f"{case.name(rank)}: {nproc} processes for {len(devices)} GPUs: all would use the CPU",
+                f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs",
+            )
+    if len(counts) > 1:
+        usual = max(counts, key=lambda one: (len(counts[one]), one))
+        for (count, names_), ranks in counts.items():
+            if (count, names_) != usual:
+                yield case.error(
+                    ranks,
+                    f"{case.names(ranks)}: {count} GPUs {names_}".rstrip()
+                    + f", other nodes {usual[0]} {usual[1]}".rstrip(),
+                    "ask for nodes of one kind (a constraint, a node selector), or see why some are missing",
+                )
+
+
+def gpu_health(case: Case) -> Findings:
+    """What nvidia-smi says of ECC errors, throttling, and memory that somebody else holds."""
+    for rank, gpus in case.each("gpus"):
+        for gpu in gpus:
+            name = f"{case.name(rank)}: GPU {gpu.get('index')} ({gpu.get('name')})"
+            errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
+            if errors.isdigit() and int(errors):
+                yield case.error(
+                    (rank,),
+                    f"{name} has {errors} uncorrected ECC errors",
+                    "reset it or replace it (nvidia-smi -q -d ECC)",
+                )
+            hot = [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]
+            if hot:
+                yield case.error(
+                    (rank,),
+                    f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C",
+                    "see to its cooling and power (nvidia-smi -q -d PERFORMANCE)",
+                )
+            used, total = gpu.get("memory.used", ""), gpu.get("memory.total", "")
+            if used.isdigit() and total.isdigit() and int(used) > 0.1 * int(total):
+                yield case.warning(
+                    (rank,),
+                    f"{name}: {used} of {total} MiB are in use already",
+                    "see nvidia-smi for the processes that hold it",
+                )
+
+
+def collectives(case: Case) -> Findings:
+    """Ranks that were not started, that did not come to their end, and sums that are wrong."""
+    stuck: dict[tuple[str, str], list[int]] = {}
+    for node, found in sorted(case.ranks.items()):
+        if found.get("error"):
+            yield case.error(
+                (node,), f"{case.name(node)}: no ranks were started: {found['error']}", "mend that first"
+            )
+        for rank in found["ranks"]:
+            if rank["stage"] != "done":
+                stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
+    for (stage, why), nodes in stuck.items():
+        count = f"{len(nodes)} ranks" if len(nodes) > 1 else "a rank"
+        yield case.error(
+            sorted(set(nodes)),
+            f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}",
+            "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails",
+        )
+
+
+def sums(case: Case) -> Findings:
+    """All-reduces that gave another sum than they must."""
+    wrong = {
+        node: [r["rank"] for r in found["ranks"] if r.get("wrong_elements")] for node, found in case.ranks.items()
+    }
+    everywhere = len(wrong) > 1 and all(wrong.values())
+    if everywhere:
+        yield case.error(
+            sorted(wrong),
+            "all nodes have got a wrong sum from the all-reduce: one of them sends wrong values",
+            "run the doctor on halves of the nodes until one is left, and take that out",
+        )
+    for node, ranks in sorted(wrong.items()):
+        if ranks and not everywhere:
+            yield case.error(
+                (node,),
+                f"{case.name(node)}: rank {', '.join(map(str, ranks))} has got a wrong sum from the all-reduce",
+                "its memory, GPU or link is broken, or its torch is not that of the others: take it out",
+            )
+    maps = [rank["map"] for found in case.ranks.values() for rank in found["ranks"] if rank.get("map")]
+    for size, total in sorted({(one["world_size"], one["sum"]) for one in maps}):
+        if total != size * (size + 1) // 2:
+            what = f"the all-reduce of 1..{size} gave {total}: the ranks are not one group"
+            yield case.error((), what, "see the launcher's variables: NNODES, NODE_RANK, NPROC_PER_NODE")
+
+
+def links(case: Case) -> dict[tuple[int, int], float]:
+    """Return the Gbit/s between each two nodes that were measured, the lower of what both saw."""
+    found: dict[tuple[int, int], float] = {}
+    for node, result in case.ranks.items():
+        for rank in result["ranks"]:
+            for other, speed in (rank.get("links_gbit_s") or {}).items():
+                pair = (min(node, int(other)), max(node, int(other)))
+                found[pair] = min(speed, found.get(pair, speed))
+    return found
+
+
+def bandwidth(case: Case) -> Findings:
+    """A node, or a link between two, that is much slower than the others."""
+    found = {
+        pair: speed
+        for pair, speed in links(case).items()
+        if case.machine(pair[0]) != case.machine(pair[1])  # no link, but memory
+    }
+    if len(found) < 3:
+        return
+    best: dict[int, float] = {}
+    for pair, speed in found.items():
+        for node in pair:
+            best[node] = max(speed, best.get(node, 0.0))
+    usual = median(best.values())
+    slow = {node for node, speed in best.items() if speed < SLOW_LINK * usual}
+    for node in sorted(slow):
+        yield case.error(
+            (node,),
+            f"{case.name(node)} is slow: at best {best[node]:.2f} Gbit/s to another node, the others {usual:.2f}",
+            "see its cable, port, duplex (ethtool), the interface chosen, and what else sends there",
+        )
+    usual = median(found.values())
+    for (a, b), speed in sorted(found.items()):
+        if not slow & {a, b} and speed < SLOW_LINK * usual:
+            yield case.warning(
+                (a, b),
+                f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}",
+                "see the switches and routes between these two",
+            )
+
+
+RULES: tuple[Callable[[Case], Findings], ...] = (
+    attendance,
+    node_errors,
+    names,
+    links_up,
+    ports,
+    clocks,
+    limits,
+    disks,
+    shared_folder,
+    versions,
+    torch_works,
+    gpus_visible,
+    gpu_health,
+    collectives,
+    sums,
+    bandwidth,
+)
+
+
+def judge(case: Case) -> list[Finding]:
+    """Return all findings, errors first, in the order of RULES."""
+    found = [Finding(f.severity, f.nodes, f.what, f.remedy, rule.__name__) for rule in RULES for f in rule(case)]
+    return sorted(found, key=lambda finding: finding.severity != "error")
+
+
+def tally(findings: Sequence[Finding]) -> Counter[str]:
+    """Return how many findings there are of each severity."""
+    return Counter(finding.severity for finding in findings)

@@ -1,0 +1,76 @@
+"""Print what torch knows of this node as one line of JSON: versions, GPUs, a product of matrices on each device.
+
+    python -m scripts.doctor.torch_facts
+
+The factors are small whole numbers, so that every product is exact in any precision: another result is a broken
+device, not rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+SIZE = 256
+"""Of the product that is compared with the CPU's."""
+
+TIMED_SIZE, TIMED_REPEATS = 4096, 10
+"""Of the products that are timed on a GPU: 10 x 2 x 4096^3 = 1.4 Tflop, a fraction of a second."""
+
+
+def main() -> None:
+    """Print the facts."""
+    import torch
+    import torch.distributed as dist
+
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
+        "gloo": dist.is_gloo_available(),
+        "devices": [],
+    }
+    count = torch.cuda.device_count()
+    for device in [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]:
+        facts["devices"].append(check_device(device))
+    print(json.dumps(facts))
+
+
+def check_device(device: Any) -> dict[str, Any]:
+    """Return a device's name, whether its product is right, and its speed (GPUs only)."""
+    import torch
+
+    found: dict[str, Any] = {"device": str(device), "name": "cpu", "is_right": False, "tflops": None}
+    try:
+        if device.type == "cuda":
+            found["name"] = torch.cuda.get_device_name(device)
+        i, j = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
+        a, b = ((i + 2 * j) % 3 - 1), ((2 * i + j) % 3 - 1)
+        # Row sums of a product: a (b 1), which takes two products of a matrix and a vector in whole numbers.
+        expected = a @ (b @ torch.ones(SIZE, 1, dtype=torch.int64))
+        product = (a.to(device, torch.float32) @ b.to(device, torch.float32)).sum(1, keepdim=True)
+        found["is_right"] = bool((product.cpu().to(torch.int64) == expected).all())
+        if device.type == "cuda":
+            found["tflops"] = round(speed(device), 1)
+    except RuntimeError as error:
+        found["error"] = " ".join(str(error).split())[:300]
+    return found
+
+
+def speed(device: Any) -> float:
+    """Return a GPU's 10^12 operations a second in bfloat16."""
+    import torch
+
+    a = torch.ones(TIMED_SIZE, TIMED_SIZE, device=device, dtype=torch.bfloat16)
+    a @ a
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(TIMED_REPEATS):
+        a @ a
+    torch.cuda.synchronize(device)
+    return TIMED_REPEATS * 2 * TIMED_SIZE**3 / (time.perf_counter() - begin) / 1e12
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The doctor as a user types it: nodes on this machine, refusals, and nothing that hangs or is left behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from scripts.doctor import meeting, network
+from tests.support import Command, free_port
+
+DOCTOR = (sys.executable, "-m", "scripts.doctor")
+
+
+def test_two_nodes_of_this_machine(tmp_path):
+    words = ("--nodes", "2", "--nproc-per-node", "2", "--json", str(tmp_path / "report.json"), "--device", "cpu")
+    result = Command(*DOCTOR, *words, "--runs-dir", str(tmp_path / "runs"), FABRIC="tcp").wait(100)
+    assert result.status == 0, result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("doctor: 2 nodes at 127.0.0.1:")
+    assert re.match(r"doctor: all is well on 2 nodes, \d+ s$", lines[-1])
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["ok"]
+    assert content["findings"] == []
+    assert list(content["links_gbit_s"]) == ["0-1"]
+    assert content["nodes"]["1"]["torch"]["devices"][0]["is_right"]
+    seen = [(row["rank"], row["node_rank"], row["local_rank"]) for row in content["probe"]["ranks"]]
+    assert seen == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        (("--nodes", "0"), {}, "--nodes: wants a whole number of at least 1, got '0'"),
+        (("--node", "1"), {}, "unknown option --node; did you mean '--nodes'?"),
+        (("--nproc-per-node", "2"), {}, "--nproc-per-node belongs to --nodes; else NPROC_PER_NODE says it"),
+        ((), {"NNODES": "2"}, "NNODES is 2 and MASTER_ADDR is not set"),
+        ((), {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK 2 of NNODES 2: node ranks count from 0"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(words, env, said):
+    clean = dict.fromkeys(("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"), "")
+    result = Command(*DOCTOR, *words, **{**clean, **env}).wait(30)
+    assert result.status == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path), **env).wait(30)
+    assert result.status == 1
+    assert (
+        f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another MASTER_PORT" in result.stdout
+    )
+
+
+def test_ctrl_c_leaves_no_process(tmp_path):
+    command = Command(*DOCTOR, "--nodes", "2", "--runs-dir", str(tmp_path))
+    while len(command.find("scripts.doctor")) < 3:
+        time.sleep(0.05)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(20).status == 130
+
+
+# ---- strangers
+
+
+def serve(handle):
+    """Let a server handle its connections in a thread; return its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def run():
+        with contextlib.suppress(OSError), server:
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    handle(connection)
+
+    threading.Thread(target=run, daemon=True).start()
+    return server.getsockname()[1]
+
+
+def test_who_does_not_know_the_word_gets_no_echo():
+    echo = network.Echo("127.0.0.1", "the word")
+    greeting = os.urandom(16)
+    assert network.try_port("127.0.0.1", echo.port, "the word", greeting)["stage"] == "done"
+    assert network.try_port("127.0.0.1", echo.port, "another", greeting)["stage"] == "greet"
+    echo.close()
+
+
+def test_the_echo_is_on_one_address_only():
+    echo = network.Echo("127.0.0.1", "the word")
+    assert echo.listener.getsockname()[0] == "127.0.0.1"
+    echo.close()
+
+
+def test_the_word_itself_is_never_sent():
+    sent = []
+
+    def record(connection):
+        connection.sendall(b'{"nonce": "00"}\n')
+        sent.append(connection.recv(65536))
+
+    port = serve(record)
+    with pytest.raises(ConnectionError, match="another program answers there"):
+        meeting.connect(("127.0.0.1", port), "the-secret-word", 1, 2, 0.1, lambda _: None)
+    assert sent
+    assert b"the-secret-word" not in sent[0]
+
+
+def test_a_stranger_cannot_be_node_0():
+    def pretend(connection):
+        connection.sendall(b'{"nonce": "00"}\n')
+        connection.recv(65536)
+        connection.sendall(b'{"mac": "00"}\n{"do": "ranks"}\n')
+
+    with pytest.raises(ConnectionError, match="another program answers there"):
+        meeting.connect(("127.0.0.1", serve(pretend)), "word", 1, 2, 0.1, lambda _: None)
+
+
+def test_strangers_do_not_hold_up_the_meeting():
+    met = meeting.Meeting("word", 2, lambda order: order)
+    listener = met.listen("127.0.0.1", port := free_port())
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        with socket.create_connection(("127.0.0.1", port)) as rude:
+            rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            begin = time.monotonic()
+            met.gather(listener, 0.5, lambda _: None)
+            assert time.monotonic() - begin < 2
+        silent.close()
+    assert met.present == [0]
+    assert met.refused == []
+
+
+def test_a_node_that_falls_silent_is_lost_within_the_bound():
+    one, other = socket.socketpair()
+    met = meeting.Meeting("word", 2, lambda order: {"time": 0.0}, channels={1: meeting.Channel(one)})
+    begin = time.monotonic()
+    assert met.ask_all({"do": "facts"}, 0.5) == {0: {"time": 0.0}}
+    assert time.monotonic() - begin < 3
+    assert met.lost == {1: ("facts", "no answer within 0 s")}
+    assert met.present == [0]
+    other.close()
+
+
+def test_an_own_part_that_hangs_is_lost_within_the_bound():
+    met = meeting.Meeting("word", 1, lambda order: time.sleep(2) or {})
+    assert met.ask_all({"do": "write"}, 0.2) == {}
+    assert met.lost[0][0] == "write"

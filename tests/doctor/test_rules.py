@@ -1,0 +1,378 @@
+"""The rules on facts: what each finds, what it leaves alone, and that every finding is one line with its remedy.
+
+GPUs, drivers, ECC errors, heat and a torch that breaks are planted here only: no machine has such faults to give.
+"""
+
+import copy
+
+import pytest
+
+from scripts.doctor import collectives, node, report
+from scripts.doctor.rules import RULES, Case, Finding, judge, tally
+
+GIB = 2**30
+
+GPU = {
+    "index": "0",
+    "name": "NVIDIA H100",
+    "driver_version": "580.1",
+    "memory.total": "81559",
+    "memory.used": "4",
+    "temperature.gpu": "30",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "clocks_throttle_reasons.hw_slowdown": "Not Active",
+}
+
+
+def facts(rank, gpus=0):
+    """Return what a healthy node knows of itself."""
+    device = {"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}
+    cuda = [{"device": f"cuda:{i}", "name": "NVIDIA H100", "is_right": True, "tflops": 700.0} for i in range(gpus)]
+    return {
+        "errors": {},
+        "host": f"n{rank}",
+        "names": [f"n{rank}"],
+        "machine": f"machine {rank}",
+        "python": "3.11.7",
+        "cores": 8,
+        "variables": {"NNODES": "3", "NPROC_PER_NODE": str(gpus or 1), "FABRIC": "auto"},
+        "network": {
+            "interface": "eth0",
+            "by": "the way to n0",
+            "address": f"10.0.0.{rank}",
+            "mtu": 9000,
+            "is_up": True,
+            "master": "10.0.0.0",
+            "addresses": ["127.0.0.1", f"10.0.0.{rank}"],
+        },
+        "limits": {"open_files": 65536, "locked_bytes": -1},
+        "disk": {
+            "shm_bytes": 8 * GIB,
+            "runs": "/runs",
+            "runs_free_bytes": 100 * GIB,
+            "tmp": "/tmp",
+            "tmp_free_bytes": 10 * GIB,
+        },
+        "rdma": ["mlx5_0"],
+        "revision": "abc",
+        "code": "123",
+        "gpus": [{**GPU, "index": str(i)} for i in range(gpus)] if gpus else None,
+        "torch": {
+            "version": "2.14.1",
+            "cuda": "13.0",
+            "nccl": "2.30.7",
+            "gloo": True,
+            "devices": cuda or [device],
+        },
+    }
+
+
+def healthy(nodes=3, gpus=0):
+    """Return a case in which nothing is wrong."""
+    ranks = range(nodes)
+    case = Case(nodes, "n0:29500", 60.0, facts={rank: facts(rank, gpus) for rank in ranks})
+    case.clocks = {rank: (0.01 * rank, 0.001) for rank in ranks}
+    case.written = {rank: {"error": None} for rank in ranks}
+    case.seen = {rank: list(ranks) for rank in ranks}
+    case.peers = {
+        a: {str(b): {"names": {f"n{b}": [f"10.0.0.{b}"]}, "port": 4000, "stage": "done"} for b in ranks if b != a}
+        for a in ranks
+    }
+    size = nodes
+    one = {"world_size": size, "sum": size * (size + 1) // 2, "ranks": []}
+    case.ranks = {
+        a: {
+            "ranks": [
+                {
+                    "rank": a,
+                    "local_rank": 0,
+                    "stage": "done",
+                    "wrong_elements": 0,
+                    "map": one,
+                    "links_gbit_s": {str(b): 10.0 for b in ranks if b != a},
+                }
+            ]
+        }
+        for a in ranks
+    }
+    return case
+
+
+def slow_node(case):
+    for a in (0, 1):
+        case.ranks[a]["ranks"][0]["links_gbit_s"]["2"] = 1.0
+
+
+def slow_link(case):
+    case.ranks[0]["ranks"][0]["links_gbit_s"]["1"] = 1.0
+
+
+def set_in(*path, value):
+    """Return a fault: a value of the facts of node 1."""
+
+    def plant(case):
+        place = case.facts[1]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return plant
+
+
+FAULTS = {
+    "attendance": (
+        lambda case: case.facts.pop(2),
+        "node 2 never came to n0:29500 within 60 s",
+    ),
+    "attendance, lost": (
+        lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
+        "node 1 (n1) came and was lost while it was asked for ranks: no answer within 60 s; see its own log",
+    ),
+    "attendance, late": (lambda case: case.skipped.append("ranks"), "there was no time left to ask for ranks"),
+    "node_errors": (
+        set_in("errors", value={"gpus": "nvidia-smi ended with status 9: no devices"}),
+        "node 1 (n1): gpus: nvidia-smi ended with status 9: no devices; see nvidia-smi and dmesg",
+    ),
+    "names": (
+        lambda case: case.peers[0]["1"].update(names={"n1": "Name or service not known"}),
+        "node 0 (n0) cannot resolve the name of node 1 (n1): n1 (Name or service not known); add it to DNS",
+    ),
+    "names, wrong": (
+        lambda case: case.peers[0]["1"].update(names={"n1": ["10.0.0.77"]}),
+        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is no address of it (10.0.0.1 is); mend DNS",
+    ),
+    "links_up": (
+        set_in("network", "mtu", value=1500),
+        "node 1 (n1): the MTU of eth0 is 1500, on node 0 (n0), node 2",
+    ),
+    "links_up, down": (set_in("network", "is_up", value=False), "eth0 is down; ip link set eth0 up"),
+    "ports": (
+        lambda case: case.peers[0]["1"].update(stage="connect", why="Connection refused"),
+        "node 0 (n0) to node 1 (n1) at 10.0.0.1, port 4000: Connection refused; the other way works; let all TCP",
+    ),
+    "ports, large": (
+        lambda case: case.peers[0]["1"].update(stage="large", why="no answer"),
+        "small packets pass and large ones do not (no answer); the path carries less than its MTU of 9000",
+    ),
+    "clocks": (
+        lambda case: case.clocks.update({1: (-7.0, 0.1)}),
+        "its clock is 7.0 s behind most other nodes; start",
+    ),
+    "limits": (set_in("limits", "open_files", value=256), "may open 256 files only; ulimit -n 65536"),
+    "limits, locked": (
+        set_in("limits", "locked_bytes", value=65536),
+        "64 KiB of memory, too little for mlx5_0; ulimit",
+    ),
+    "disks": (set_in("disk", "shm_bytes", value=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
+    "disks, tmp": (
+        set_in("disk", "tmp_free_bytes", value=2**20),
+        "/tmp, for temporary files, has 1 MiB free; make room",
+    ),
+    "disks, readonly": (
+        lambda case: case.written.update({1: {"error": "Read-only file system"}}),
+        "node 1 (n1) cannot write /runs: Read-only file system; make room, mend",
+    ),
+    "shared_folder": (
+        lambda case: case.seen.update({1: [1]}),
+        "node 1 (n1) does not see what node 0 (n0) wrote to /runs; mount the same file system",
+    ),
+    "versions, torch": (
+        set_in("torch", "version", value="2.11.0"),
+        "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2",
+    ),
+    "versions, nccl": (
+        set_in("torch", "nccl", value="2.20.0"),
+        "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7",
+    ),
+    "versions, revision": (
+        set_in("revision", value="def"),
+        "our revision is def, on node 0 (n0), node 2 (n2) abc",
+    ),
+    "versions, code": (set_in("code", value="456"), "our code is 456, on node 0 (n0), node 2 (n2) 123; files of"),
+    "torch_works": (
+        set_in("torch", value={"error": "libcudart.so.13: cannot open"}),
+        "torch does not work: libcudart",
+    ),
+    "torch_works, device": (
+        lambda case: case.facts[1]["torch"]["devices"][0].update(is_right=False),
+        "node 1 (n1): cpu (cpu): a product of matrices is wrong; take the device out of service",
+    ),
+    "collectives": (
+        lambda case: case.ranks[1]["ranks"][0].update(stage="all-reduce", error="it did not come to an end"),
+        "node 1 (n1): a rank did not get past all-reduce: it did not come to an end; ",
+    ),
+    "collectives, fabric": (
+        lambda case: case.ranks.update({1: {"error": "FABRIC wants auto", "ranks": []}}),
+        "node 1 (n1): no ranks were started: FABRIC wants auto; mend that first",
+    ),
+    "sums": (
+        lambda case: case.ranks[1]["ranks"][0].update(wrong_elements=7),
+        "node 1 (n1): rank 1 has got a wrong sum from the all-reduce; its memory",
+    ),
+    "sums, everywhere": (
+        lambda case: [found["ranks"][0].update(wrong_elements=7) for found in case.ranks.values()],
+        "all nodes have got a wrong sum from the all-reduce: one of them sends wrong values; run the",
+    ),
+    "sums, two groups": (
+        lambda case: case.ranks[1]["ranks"][0].update(map={"world_size": 3, "sum": 3, "ranks": []}),
+        "the all-reduce of 1..3 gave 3: the ranks are not one group; see the launcher's variables",
+    ),
+    "bandwidth": (
+        slow_node,
+        "node 2 (n2) is slow: at best 1.00 Gbit/s to another node, the others 10.00; see its cable",
+    ),
+    "bandwidth, link": (
+        slow_link,
+        "between node 0 (n0) and node 1 (n1) only 1.00 Gbit/s, elsewhere 10.00; see the",
+    ),
+}
+
+GPU_FAULTS = {
+    "gpu_health, ecc": (
+        lambda case: case.facts[1]["gpus"][0].update({"ecc.errors.uncorrected.volatile.total": "3"}),
+        "node 1 (n1): GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it",
+    ),
+    "gpu_health, heat": (
+        lambda case: case.facts[1]["gpus"][0].update({"clocks_throttle_reasons.hw_slowdown": "Active"}),
+        "GPU 0 (NVIDIA H100) is throttled: hardware slowdown, 30 C; see to its cooling",
+    ),
+    "gpu_health, taken": (
+        lambda case: case.facts[1]["gpus"][0].update({"memory.used": "40000"}),
+        "GPU 0 (NVIDIA H100): 40000 of 81559 MiB are in use already; see nvidia-smi",
+    ),
+    "gpus_visible": (
+        set_in("torch", "devices", value=[{"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}]),
+        "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; is CUDA_VISIBLE_DEVICES empty",
+    ),
+    "gpus_visible, few": (
+        lambda case: case.facts[1]["torch"]["devices"].pop(),
+        "node 1 (n1): 2 processes for 1 GPUs: all would use the CPU; NPROC_PER_NODE=1",
+    ),
+    "torch_works, slow": (
+        lambda case: case.facts[1]["torch"]["devices"][0].update(tflops=300.0),
+        "node 1 (n1): cuda:0 (NVIDIA H100) does 300 Tflop/s, its like 700; see its clocks",
+    ),
+    "versions, driver": (
+        lambda case: [gpu.update(driver_version="470.2") for gpu in case.facts[1]["gpus"]],
+        "node 1 (n1): driver is 470.2, on node 0 (n0), node 2 (n2) 580.1; install the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_healthy_nodes_have_no_findings(nodes, gpus):
+    assert judge(healthy(nodes, gpus)) == []
+
+
+@pytest.mark.parametrize(("name", "gpus"), [*((name, 0) for name in FAULTS), *((name, 2) for name in GPU_FAULTS)])
+def test_a_fault_is_named_with_its_remedy(name, gpus):
+    plant, words = (GPU_FAULTS if gpus else FAULTS)[name]
+    case = healthy(gpus=gpus)
+    plant(case)
+    if name == "attendance":
+        case = Case(3, case.master, case.wait_s, facts=case.facts)
+    findings = judge(case)
+    (finding,) = [one for one in findings if one.rule == name.split(",")[0] and words in str(one)]
+    assert finding.nodes or "sums" in name or "late" in name
+    assert finding.remedy
+    assert "\n" not in str(finding)
+    assert finding.severity == ("warning" if name in ("gpu_health, taken", "bandwidth, link") else "error")
+
+
+def test_every_rule_is_tested():
+    assert {rule.__name__ for rule in RULES} == {name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS]}
+
+
+def test_a_node_that_is_cut_off_is_one_finding():
+    case = healthy(8)
+    for rank in range(1, 8):
+        case.peers[0][str(rank)].update(stage="connect", why="no answer")
+        case.peers[rank]["0"].update(stage="connect", why="no answer")
+    (finding,) = judge(case)
+    assert "node 0 (n0) at 10.0.0.0: to and from all other nodes ports do not answer (no answer)" in finding.what
+
+
+def test_nodes_of_one_machine_have_no_names_mtus_or_links_to_judge():
+    case = healthy()
+    for rank, one in case.facts.items():
+        one.update(machine="the same", host="laptop")
+        one["network"]["mtu"] = 1500 + rank
+    for seen in case.peers.values():
+        for found in seen.values():
+            found["names"] = {"laptop": "Name or service not known"}
+    slow_node(case)
+    assert judge(case) == []
+
+
+def test_without_rdma_little_locked_memory_is_enough():
+    case = healthy()
+    for one in case.facts.values():
+        one.update(rdma=[], limits={"open_files": 1024, "locked_bytes": 65536})
+    assert judge(case) == []
+
+
+def test_the_verdict_counts_errors_and_warnings():
+    case = healthy()
+    error, warning = Finding("error", (1,), "a", "b"), Finding("warning", (1,), "c", "d")
+    assert report.lines(case, [error, warning], 3.2)[-1] == "doctor: 1 error, 1 warning on 3 nodes, 3 s"
+    assert report.lines(case, [warning], 3.2)[-1] == "doctor: all is well on 3 nodes, 1 warning, 3 s"
+    assert tally([error, warning, warning]) == {"error": 1, "warning": 2}
+    assert "error: a; b" in report.lines(case, [error], 3.2)
+
+
+@pytest.mark.parametrize("nodes", range(2, 12))
+def test_a_tournament_has_every_pair_once_and_a_node_once_a_round(nodes):
+    rounds = collectives.rounds_of(nodes)
+    pairs = [pair for one in rounds for pair in one]
+    assert sorted(pairs) == [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
+    for one in rounds:
+        seats = [node for pair in one for node in pair]
+        assert len(seats) == len(set(seats))
+
+
+def test_facts_are_not_changed_by_the_rules():
+    case = healthy()
+    before = copy.deepcopy(case)
+    judge(case)
+    assert case == before
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "fits"),
+    [
+        ("eth", "eth0", True),
+        ("=eth", "eth0", False),
+        ("=eth0,eth1", "eth1", True),
+        ("^docker", "docker0", False),
+        ("^docker,lo", "eth0", True),
+        ("ib0", "eth0", False),
+    ],
+)
+def test_ncclss_list_of_interfaces(wanted, name, fits):
+    assert node.interface_matches(wanted, name) is fits
+
+
+def test_nvidia_smi_is_read(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        '#!/bin/sh\ncase $1 in *ecc*) echo "0, Not Active, Not Active, Not Active, Active";;\n'
+        '*) echo "0, NVIDIA H100 80GB HBM3, 580.1, 81559, 4, 31";; esac\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (gpu,) = node.gpus()
+    assert gpu["driver_version"] == "580.1"
+    assert gpu["clocks_throttle_reasons.sw_thermal_slowdown"] == "Active"
+    case = healthy(gpus=1)
+    case.facts[0]["gpus"] = [gpu]
+    assert [one.rule for one in judge(case) if "too hot (driver)" in one.what] == ["gpu_health"]
+    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    with pytest.raises(ValueError, match="status 18: Failed to initialize NVML: Driver/library version mismatch"):
+        node.gpus()
+
+
+def test_a_torch_that_does_not_import_is_a_finding(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert node.torch_facts() == {"error": "ImportError: libcudart.so.13: cannot open shared object file"}
