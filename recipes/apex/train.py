@@ -14,11 +14,11 @@ import copy
 import gc
 import importlib.util
 import inspect
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -42,6 +42,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -83,6 +84,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+    watch: Watch
 
 
 def join_world(args: Options) -> World:
@@ -101,16 +103,21 @@ def join_world(args: Options) -> World:
     if use_cuda:
         torch.cuda.set_device(device)
     # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks.rank, ranks.world_size, device, control)
+    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
@@ -118,7 +125,8 @@ def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
     # DDP: gathers one short string per rank.
     texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
+    with world.watch("agreement"):
+        dist.all_gather_object(texts, str(error) if error else None, group=world.control)
     for rank, text in enumerate(texts):
         if text:
             raise UserError(text if rank == 0 else f"rank {rank}: {text}")
@@ -409,7 +417,7 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
         for i, (some_images, some_labels) in enumerate(parts):
             # DDP: gradients are exchanged only in the last of the accumulated passes.
             is_last = i == accumulate - 1
-            with contextlib.nullcontext() if is_last else amp.no_sync():
+            with world.watch("gradients", computes=True) if is_last else amp.no_sync():
                 with amp.autocast():
                     loss = cross_entropy(amp.ddp(some_images), some_labels, reduction="sum")
                 # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
@@ -417,7 +425,8 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
                 amp.backward(loss, is_last)
             loss_sum += loss.detach()
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
@@ -427,7 +436,8 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item() / world.world_size, rate)
         if decision == STOP:
             break
@@ -442,7 +452,8 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
-        dist.broadcast(buffer, src=0)
+        with world.watch("evaluation"):
+            dist.broadcast(buffer, src=0)
     amp.ddp.eval()
     totals = new_totals(world.device)
     share = shard(torch.arange(len(job.data.test)), world)
@@ -453,7 +464,8 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
             add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
@@ -475,16 +487,19 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # DDP: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "apex", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)
     amp.refresh()
     if job.record:
         job.record.progress.say(amp.summary)
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, amp, world)
