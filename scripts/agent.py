@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
@@ -90,7 +91,11 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     processes._get_default_signal = lambda: END_SIGNAL
     # A process that is stopped, or stuck in a driver, takes no signal but KILL: torchrun would wait 30 s for it.
     close = processes.PContext.close
-    processes.PContext.close = lambda context, death_sig=None, timeout=0: close(context, death_sig, END_GRACE_S)
+
+    def close_soon(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(context, death_sig, END_GRACE_S)
+
+    processes.PContext.close = close_soon  # type: ignore[method-assign, assignment]
     arguments = [
         f"--nnodes={node.nnodes}",
         f"--node-rank={node.node_rank}",

@@ -74,6 +74,8 @@ class Interrupt:
     ranks: list[int] | None = None
     """None: all."""
     where: str = "step"
+    sleep_s: float = 0.0
+    """Sleep so long in place of the signal."""
 
 
 class Ranks:
@@ -184,7 +186,7 @@ def _send_at(interrupt: Interrupt) -> None:
         calls += 1
         result = original(first)
         if interrupt.count == (first.position.step if interrupt.where == "step" else calls):
-            os.kill(os.getpid(), interrupt.number)
+            time.sleep(interrupt.sleep_s) if interrupt.sleep_s else os.kill(os.getpid(), interrupt.number)
         return result
 
     setattr(owner, name, watched)

@@ -45,13 +45,14 @@ def exit_status(main: Callable[[], object]) -> int:
             time.sleep(REFUSAL_GRACE_S)
         return USAGE_STATUS
     except RuntimeError as error:
-        lost = next((words for words in LOST_PEER if words in str(error)), None)
+        said = _said(error)
+        lost = next((words for words in LOST_PEER if words in said), None)
         if lost is None:
             raise
-        if Watch.active and Watch.active.is_hang(str(error)):
+        if Watch.active and Watch.active.is_hang(said):
             Watch.active.end(error)
         rank, host = os.environ.get("RANK", "0"), socket.gethostname()
-        detail = " ".join(str(error)[str(error).index(lost) :].split(". ")[0].split())
+        detail = " ".join(said[said.index(lost) :].split("\n")[0].split(". ")[0].split())
         print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
         # Threads that wait for the lost rank would keep the interpreter from ending.
         os._exit(1)
@@ -62,3 +63,13 @@ def exit_status(main: Callable[[], object]) -> int:
         if Watch.active:
             Watch.active.close()
     return 0
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says, and after it what those say that it was raised from."""
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < 10:
+        texts.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    return "\n".join(texts)

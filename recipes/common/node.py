@@ -85,8 +85,8 @@ def check_head(node: Node) -> None:
 def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
     """Return a node's exit status from those of its failed ranks; name the one to blame unless that is said.
 
-    A refusal counts first, then a hang: each has printed its own line. A rank that a signal has killed counts before those
-    that ended with an error, which is mostly that they have lost it.
+    A refusal counts first, then a hang: each has printed its own line. A rank that a signal has killed counts
+    before those that ended with an error, which is mostly that they have lost it.
     """
     for spoken in (USAGE_STATUS, HANG_STATUS):
         if spoken in statuses.values():

@@ -61,7 +61,7 @@ class At(NamedTuple):
     """Where a rank's main thread stands among the collectives."""
 
     entered: int = 0
-    """How many it has entered, all with one name in a row counted once: a pipeline's stages have several or none."""
+    """How many it has entered; those of one name in a row are one: a pipeline's stages have several or none."""
     name: str = "start"
     """The last one that it has entered."""
     is_inside: bool = False
@@ -96,7 +96,9 @@ class Watch:
         self.rank, self.world_size, self.args, self.notes = rank, world_size, args, notes
         self.folder: Path | None = None
         self._job: Job | None = None
+        self._last_notes: dict[int, str] = {}
         self._at = At(since=time.monotonic())
+        self._shares_notes = notes is not None
         self._note_s = max(NOTE_S, world_size / 5000)
         self._closed = threading.Event()
         self._ending = threading.Lock()
@@ -128,14 +130,18 @@ class Watch:
         if kind is None:
             self._at = self._at._replace(is_inside=False, since=time.monotonic())
 
-    def follow(self, job: Job) -> None:
-        """Take the step, and on rank 0 the run's folder, from the job."""
+    def follow(self, job: Job, folder: Path | None = None) -> None:
+        """Take the step from the job and the run's folder from rank 0; call it on all ranks.
+
+        Without a store, the recipe hands the folder in.
+        """
         self._job = job
         if job.record:
             self.folder = job.record.folder
-            _put_away(self.folder)
             if self.notes:
                 self.notes.set("folder", str(self.folder))
+        else:
+            self.folder = Path(self.notes.get("folder").decode()) if self.notes else folder
 
     def close(self) -> None:
         """Stop watching; the store may go after this."""
@@ -153,14 +159,13 @@ class Watch:
         waited_s = time.monotonic() - self._at.since
         if "Timed out waiting" in message or waited_s > 0.8 * self.args.timeout_s:
             return True
-        return bool(self.notes and _bounded(lambda: self.notes.check(["hung"]), False))  # type: ignore[union-attr]
+        return self._ask(lambda notes: notes.check(["hung"]), False)
 
     def end(self, error: BaseException | None = None) -> NoReturn:
         """Report where this rank stands, see to it that all that is known gets into one file, and end."""
-        self._ending.acquire()  # noqa: SIM115  (a second thread waits here until the process ends)
+        self._ending.acquire()  # a second thread waits here until the process ends
         text = self._report(error)
-        if self.notes:
-            _bounded(lambda: self._call(text), None)
+        self._ask(lambda notes: self._call(notes, text), None)
         place = self.folder or self.args.runs_dir / f"hang-{socket.gethostname()}-{os.getpid()}"
         with contextlib.suppress(OSError):
             (place / "hang").mkdir(parents=True, exist_ok=True)
@@ -177,19 +182,24 @@ class Watch:
     # ---- threads
 
     def _keep_time(self) -> None:
-        while not self._closed.wait(NOTE_S):
+        """End this rank when a wait is too long; without a store, also when another rank has put a report down."""
+        while not self._closed.wait(self._note_s if self._shares_notes else 1.0):
             at = self._at
             if at.is_inside and time.monotonic() - at.since > at.limit_s:
                 self.end()
+            if not self._shares_notes and self.folder and (self.folder / "hang").exists():
+                self.end()
 
     def _keep_notes(self) -> None:
-        assert self.notes
+        """Put down where this rank stands, and see whether another one calls."""
+        notes = self.notes
+        assert notes
         with contextlib.suppress(RuntimeError):  # the store has gone, and with it whoever kept it
             while not self._closed.wait(self._note_s):
-                self.notes.set(f"note/{self.rank}", json.dumps(self._note()))
-                if self.folder is None and self.notes.check(["folder"]):
-                    self.folder = Path(self.notes.get("folder").decode())
-                if self.notes.check(["hung"]):
+                notes.set(f"note/{self.rank}", json.dumps(self._note()))
+                if self.rank == 1:  # rank 0 may keep the store, and take its own note with it
+                    self._last_notes.update(_read(notes, "note", [0]))
+                if notes.check(["hung"]):
                     self.end()
 
     # ---- the report
@@ -220,11 +230,28 @@ class Watch:
             lines.append(f"thread {names.get(ident, ident)}:\n{text}")
         return "\n".join(lines)
 
-    def _call(self, text: str) -> None:
+    def _ask(self, action: Callable[[Notes], T], otherwise: T) -> T:
+        """Return what an action on the store gives; otherwise, if there is none, or it does not answer."""
+        notes = self.notes
+        if notes is None:
+            return otherwise
+        result = [otherwise]
+
+        def act() -> None:
+            with contextlib.suppress(RuntimeError):
+                result[0] = action(notes)
+
+        thread = threading.Thread(target=act, name="watch: store", daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        if thread.is_alive():
+            self.notes = None  # no use to ask again
+        return result[0]
+
+    def _call(self, notes: Notes, text: str) -> None:
         """Call the other ranks, and show them this one's report."""
-        assert self.notes
-        self.notes.set(f"report/{self.rank}", text)
-        self.notes.set("hung", str(self.rank))
+        notes.set(f"report/{self.rank}", text)
+        notes.set("hung", str(self.rank))
 
     def _gather(self, place: Path) -> dict[int, str]:
         """Wait for the reports of all ranks, for a while; return those that came."""
@@ -238,8 +265,9 @@ class Watch:
                     if path.stat().st_mtime > began_at - self.args.timeout_s:
                         reports[rank] = path.read_text()
             missing = sorted(set(range(self.world_size)) - set(reports))
-            if missing and self.notes:
-                reports.update(_bounded(lambda: self._read("report", missing), {}))
+            if missing:
+                nothing: dict[int, str] = {}
+                reports.update(self._ask(lambda notes: _read(notes, "report", missing), nothing))
             return len(reports) == self.world_size
 
         self._wait(GATHER_S, have_all)
@@ -247,24 +275,17 @@ class Watch:
             reports[self.rank] = self._report(None)
         return reports
 
-    def _read(self, kind: str, ranks: Sequence[int]) -> dict[int, str]:
-        assert self.notes
-        keys = {rank: f"{kind}/{rank}" for rank in ranks}
-        return {rank: self.notes.get(key).decode() for rank, key in keys.items() if self.notes.check([key])}
-
     def _is_done(self, path: Path) -> bool:
-        if path.exists():
-            return True
-        return bool(self.notes and _bounded(lambda: self.notes.check(["done"]), False))  # type: ignore[union-attr]
+        return path.exists() or self._ask(lambda notes: notes.check(["done"]), False)
 
     def _is_elected(self) -> bool:
         """Whether this rank is the first to want to put the report together."""
-        return not self.notes or _bounded(lambda: self.notes.add("collectors", 1), 1) == 1  # type: ignore[union-attr]
+        return self._ask(lambda notes: notes.add("collectors", 1), 1) == 1
 
     def _collect(self, reports: dict[int, str], path: Path) -> None:
         """Write hang-report.txt and say in one line who is missing."""
         silent = sorted(set(range(self.world_size)) - set(reports))
-        last = _bounded(lambda: self._read("note", silent), {}) if self.notes and silent else {}
+        last = {**self._last_notes, **self._ask(lambda notes: _read(notes, "note", silent), self._last_notes)}
         found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
         summary = summarize(found, {rank: json.loads(text) for rank, text in last.items()}, self.world_size)
         table = [_sentence(found[rank]) for rank in sorted(found)]
@@ -277,7 +298,7 @@ class Watch:
             where = f"cannot write {path}: {error.strerror}"
         print(f"error: {summary}; {where}", file=sys.stderr, flush=True)
         if self.notes:
-            _bounded(lambda: self.notes.set("done", str(self.rank)), None)  # type: ignore[union-attr]
+            self._ask(lambda notes: notes.set("done", str(self.rank)), None)
             time.sleep(2 * self._note_s)  # the others see it before the store goes with this rank
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
@@ -294,23 +315,30 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
         last: the last notes of those that did not, as far as there are any.
         world_size: the number of ranks.
     """
-    front = max(found.values(), key=lambda note: (note["entered"], note["is_inside"]))
-    collective = f'"{front["name"]}"{_after(front)}'
-    waiting = [rank for rank, note in found.items() if note["entered"] == front["entered"] and note["is_inside"]]
     silent = sorted(set(range(world_size)) - set(found))
-    behind = sorted(set(found) - set(waiting))
-    them = "it" if len(silent or behind) == 1 else "them"
-    waited = f"{_name(waiting)} waited {front['since_s']:.0f} s for {them} in {collective}"
+    outside = sorted(rank for rank, note in found.items() if not note["is_inside"])
+    waits = _waits([note for note in found.values() if note["is_inside"]])
     if silent:
-        hosts = {str(last[rank]["host"]) for rank in silent if rank in last}
-        on = f" on {', '.join(sorted(hosts))}" if hosts else ""
+        hosts = ", ".join(sorted({str(last[rank]["host"]) for rank in silent if rank in last}))
+        verb = "does" if len(silent) == 1 else "do"
         words = _last_words(last.get(silent[0]))
-        return f"{_name(silent)}{on} {'does' if len(silent) == 1 else 'do'} not answer; {waited}; {words}"
-    if behind and waiting:
-        first = found[behind[0]]
-        verb = "does" if len(behind) == 1 else "do"
-        return f"{_name(behind)} {verb} not come; {waited}; {_sentence(first)}"
-    return f"all ranks answer, and all waited in {collective}: look for a link that is down"
+        return f"{_name(silent)}{hosts and ' on '}{hosts} {verb} not answer, {words}; {waits}"
+    if outside:
+        verb = "does" if len(outside) == 1 else "do"
+        return f"{_name(outside)} {verb} not come, {_sentence(found[outside[0]])}; {waits}"
+    return f"all ranks answer, and all wait: {waits}; is a link between them down?"
+
+
+def _waits(notes: Sequence[dict[str, Any]]) -> str:
+    """Return who waits in which collective; the first is the one that was not joined."""
+    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    for note in notes:
+        groups.setdefault((note["entered"], note["name"], _after(note)), []).append(note)
+    texts = []
+    for (_, name, after), members in sorted(groups.items()):
+        waited_s = max(note["since_s"] for note in members)
+        texts.append(f'{_name(sorted(n["rank"] for n in members))} waited {waited_s:.0f} s in "{name}"{after}')
+    return ", ".join(texts) or "nobody waits"
 
 
 def _sentence(note: dict[str, Any]) -> str:
@@ -338,21 +366,13 @@ def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _bounded(action: Callable[[], T], otherwise: T, seconds: float = ANSWER_S) -> T:
-    """Return what an action gives that may never return or fail; otherwise, what it would be without."""
-    result = [otherwise]
-
-    def act() -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            result[0] = action()
-
-    thread = threading.Thread(target=act, name="watch: store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0]
+def _read(notes: Notes, kind: str, ranks: Sequence[int]) -> dict[int, str]:
+    """Return what the store has of a kind from these ranks."""
+    keys = {rank: f"{kind}/{rank}" for rank in ranks}
+    return {rank: notes.get(key).decode() for rank, key in keys.items() if notes.check([key])}
 
 
-def _put_away(folder: Path) -> None:
+def put_away(folder: Path) -> None:
     """Keep the report of an earlier launch of the run under another name."""
     shutil.rmtree(folder / "hang", ignore_errors=True)
     path = folder / "hang-report.txt"

@@ -9,7 +9,6 @@ Source: Li et al. 2020, PyTorch Distributed, https://arxiv.org/abs/2006.15704.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import os
@@ -124,7 +123,7 @@ def join_world(args: Options) -> World:
         raise meeting_failed(ranks.rank, error) from None
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 

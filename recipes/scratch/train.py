@@ -122,7 +122,7 @@ def join_world(args: Options) -> World:
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     # Scratch: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 

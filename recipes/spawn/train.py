@@ -10,7 +10,6 @@ Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subpr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import inspect
@@ -159,7 +158,7 @@ def join_world(args: Options, ranks: Ranks) -> World:
         ) from None
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 
