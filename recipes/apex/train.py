@@ -35,6 +35,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
 from recipes.common.places import place_of
@@ -123,13 +124,11 @@ def leave_world(world: World) -> None:
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
     with world.watch("agreement"):
-        dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -242,13 +241,13 @@ class TorchAmp:
         """Add the gradients of the scaled loss to those of the step's earlier passes."""
         self.scaler.scale(loss).backward()
 
-    def step(self) -> None:
+    def step(self, allows: Callable[[Tensor], bool]) -> None:
         """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
         # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
         for master, half in self.copies():
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
-        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler)
+        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, allows)
         self.refresh()
 
     @torch.no_grad()
@@ -336,7 +335,7 @@ class ApexAmp:
         with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
             scaled_loss.backward()
 
-    def step(self) -> None:
+    def step(self, allows: Callable[[Tensor], bool]) -> None:
         """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
         if self.args.clip_grad_norm:
             nn.utils.clip_grad_norm_(self.apex_amp.master_params(self.optimizer), self.args.clip_grad_norm)
@@ -432,7 +431,7 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        amp.step()
+        amp.step(job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.

@@ -43,7 +43,7 @@ def exit_status(main: Callable[[], object]) -> int:
         else:
             # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that.
             time.sleep(REFUSAL_GRACE_S)
-        return USAGE_STATUS
+        return error.status
     except RuntimeError as error:
         said = _said(error)
         lost = next((words for words in LOST_PEER if words in said), None)

@@ -13,6 +13,7 @@ slurm/              what each node printed, where Slurm started it (not written 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -232,7 +233,9 @@ class Record:
     def _append(self, values: dict[str, float]) -> None:
         try:
             with open(self._metrics, "a") as file:
-                file.write(json.dumps(values) + "\n")
+                # JSON has no word for a loss that is not finite.
+                finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+                file.write(json.dumps(finite) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write {self._metrics}: {error.strerror}; mend this, then --resume auto"

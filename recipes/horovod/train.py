@@ -27,6 +27,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -100,10 +101,8 @@ def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
     # Horovod: gathers one short string per rank.
     with world.watch("agreement"):
-        texts: list[str | None] = hvd.allgather_object(str(error) if error else None, name="error")
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+        errors: list[UserError | None] = hvd.allgather_object(error, name="error")
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -178,7 +177,7 @@ def train_one_epoch(job: Job, world: World) -> int:
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
         with job.optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+            optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # Horovod: the ranks' mean is the global batch's loss: 4 bytes a rank, once in --log-every steps.

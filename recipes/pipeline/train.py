@@ -41,6 +41,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import norm_of, raise_first
 from recipes.common.optim import autocast, build_optimizer, build_scaler, learning_rate, set_learning_rate
 from recipes.common.options import Options, build_parser, one_of, parse, positive_int
 from recipes.common.partition import (
@@ -105,6 +106,8 @@ def check_options(args: Options) -> None:
     """Refuse options that do not combine."""
     microbatches, stages = args.num_microbatches, args.stages
     rounds = max(1, microbatches // stages)
+    if args.on_nonfinite == "skip":
+        raise UserError("--on-nonfinite skip: a stage sees its own gradients only; use stop")
     if args.amp == "fp16":
         raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
     if args.sync_batchnorm:
@@ -191,13 +194,11 @@ def leave_world(world: World) -> None:
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
     with world.watch("agreement"):
-        dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -415,7 +416,8 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
         set_learning_rate(job.optimizer, rate)
         if args.clip_grad_norm:
             clip_gradients(job, world)
-        job.optimizer.step()
+        if job.allows(loss_sum)(norm_of(job.optimizer.param_groups[0]["params"])):
+            job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
         job.count_step()
         if job.is_log_due():
@@ -475,6 +477,7 @@ def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
 
 def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    raise_everywhere(job.stop.error, world)  # a stage sees its own gradients alone, and rank 0 not those of others
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     share = pipeline.share.state(job.optimizer) if world.replica == 0 else None

@@ -29,6 +29,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -138,13 +139,11 @@ def leave_world(world: World) -> None:
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # Scratch: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
+    # Scratch: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
     with world.watch("agreement"):
-        dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -328,7 +327,7 @@ def train_one_epoch(job: Job, world: World) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # Scratch: the ranks' parts add up to the global batch's loss: 4 bytes, once in --log-every steps.
