@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
@@ -29,6 +30,9 @@ from recipes.common.signals import STOP_SIGNALS
 
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
+
+END_GRACE_S = 2
+"""How long they may take to end by it, before KILL."""
 
 
 def read_node() -> Node:
@@ -85,6 +89,13 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     # torchrun would ask the other processes to end by TERM, which recipes take for "write a checkpoint" and a
     # process that waits in a collective does not heed at all, and would kill them 30 s later.
     processes._get_default_signal = lambda: END_SIGNAL
+    # A process that is stopped, or stuck in a driver, takes no signal but KILL: torchrun would wait 30 s for it.
+    close = processes.PContext.close
+
+    def close_soon(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        close(context, death_sig, END_GRACE_S)
+
+    processes.PContext.close = close_soon  # type: ignore[method-assign, assignment]
     arguments = [
         f"--nnodes={node.nnodes}",
         f"--node-rank={node.node_rank}",

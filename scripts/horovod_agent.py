@@ -102,8 +102,8 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> None:
             failed_at = now
         if failed_at is not None and now > failed_at + ERROR_GRACE_S:
             for process in processes:
-                if process.poll() is None:
-                    os.killpg(process.pid, END_SIGNAL)
+                if process.poll() is None:  # one that is stopped takes no signal but KILL
+                    os.killpg(process.pid, END_SIGNAL if now < failed_at + 2 * ERROR_GRACE_S else signal.SIGKILL)
         time.sleep(0.1)
 
 

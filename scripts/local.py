@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import nearest
+from recipes.common.watch import HANG_STATUS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -212,8 +213,9 @@ class LocalJob:
         if statuses.get(0) == USAGE_STATUS:
             return USAGE_STATUS  # node 0 has said why
         sys.stderr.writelines(self.refusals)
-        if USAGE_STATUS in statuses.values():
-            return USAGE_STATUS
+        for spoken in (USAGE_STATUS, HANG_STATUS):
+            if spoken in statuses.values():
+                return spoken
         for number, status in statuses.items():
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
             print(f"error: node {number} {how}; all nodes are stopped", file=sys.stderr)

@@ -71,10 +71,15 @@ class Interrupt:
 
     number: signal.Signals
     count: int
-    """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it."""
+    """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it.
+
+    Not a signal but a fault: with "loss", the so manieth loss is nan; with "optimizer_step", that one is left out.
+    """
     ranks: list[int] | None = None
     """None: all."""
     where: str = "step"
+    sleep_s: float = 0.0
+    """Sleep so long in place of the signal."""
 
 
 class Ranks:
@@ -173,6 +178,23 @@ class Ranks:
         return outcome
 
 
+def _spoil(interrupt: Interrupt, module: Any) -> None:
+    """Let a loss of the recipe be nan, or an optimizer step be left out."""
+    name = "cross_entropy" if interrupt.where == "loss" else "optimizer_step"
+    original, calls = getattr(module, name), 0
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if interrupt.where == "loss":
+            return original(*args, **kwargs) * (float("nan") if calls == interrupt.count else 1.0)
+        if calls == interrupt.count:
+            return args[2].zero_grad()
+        return original(*args, **kwargs)
+
+    setattr(module, name, spoilt)
+
+
 def _send_at(interrupt: Interrupt) -> None:
     """Let this process get the signal when it comes to the place."""
     from recipes.common.job import Job
@@ -185,7 +207,7 @@ def _send_at(interrupt: Interrupt) -> None:
         calls += 1
         result = original(first)
         if interrupt.count == (first.position.step if interrupt.where == "step" else calls):
-            os.kill(os.getpid(), interrupt.number)
+            time.sleep(interrupt.sleep_s) if interrupt.sleep_s else os.kill(os.getpid(), interrupt.number)
         return result
 
     setattr(owner, name, watched)
@@ -199,7 +221,8 @@ def _run_rank(
     file_limit_bytes: int | None = None,
     interrupt: Interrupt | None = None,
 ) -> None:
-    if interrupt:
+    is_fault = interrupt is not None and interrupt.where in ("loss", "optimizer_step")
+    if interrupt and not is_fault:
         _send_at(interrupt)
     if file_limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
@@ -213,6 +236,8 @@ def _run_rank(
     from recipes.common.entry import exit_status
 
     module = importlib.import_module(f"recipes.{recipe}.train")
+    if interrupt and is_fault:
+        _spoil(interrupt, module)
     status = exit_status(lambda: module.main(argv))
     sys.stdout.flush()
     sys.exit(status)

@@ -14,11 +14,11 @@ import copy
 import gc
 import importlib.util
 import inspect
+import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +35,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
 from recipes.common.places import place_of
@@ -42,6 +43,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -83,6 +85,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+    watch: Watch
 
 
 def join_world(args: Options) -> World:
@@ -101,27 +104,31 @@ def join_world(args: Options) -> World:
     if use_cuda:
         torch.cuda.set_device(device)
     # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks.rank, ranks.world_size, device, control)
+    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
+    with world.watch("agreement"):
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -234,13 +241,13 @@ class TorchAmp:
         """Add the gradients of the scaled loss to those of the step's earlier passes."""
         self.scaler.scale(loss).backward()
 
-    def step(self) -> None:
+    def step(self, allows: Callable[[Tensor], bool]) -> None:
         """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
         # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
         for master, half in self.copies():
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
-        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler)
+        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, allows)
         self.refresh()
 
     @torch.no_grad()
@@ -328,7 +335,7 @@ class ApexAmp:
         with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
             scaled_loss.backward()
 
-    def step(self) -> None:
+    def step(self, allows: Callable[[Tensor], bool]) -> None:
         """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
         if self.args.clip_grad_norm:
             nn.utils.clip_grad_norm_(self.apex_amp.master_params(self.optimizer), self.args.clip_grad_norm)
@@ -409,7 +416,7 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
         for i, (some_images, some_labels) in enumerate(parts):
             # DDP: gradients are exchanged only in the last of the accumulated passes.
             is_last = i == accumulate - 1
-            with contextlib.nullcontext() if is_last else amp.no_sync():
+            with world.watch("gradients", computes=True) if is_last else amp.no_sync():
                 with amp.autocast():
                     loss = cross_entropy(amp.ddp(some_images), some_labels, reduction="sum")
                 # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
@@ -417,17 +424,19 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
                 amp.backward(loss, is_last)
             loss_sum += loss.detach()
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        amp.step()
+        amp.step(job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item() / world.world_size, rate)
         if decision == STOP:
             break
@@ -442,7 +451,8 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
-        dist.broadcast(buffer, src=0)
+        with world.watch("evaluation"):
+            dist.broadcast(buffer, src=0)
     amp.ddp.eval()
     totals = new_totals(world.device)
     share = shard(torch.arange(len(job.data.test)), world)
@@ -453,7 +463,8 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
             add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
@@ -475,16 +486,19 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # DDP: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "apex", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)
     amp.refresh()
     if job.record:
         job.record.progress.say(amp.summary)
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, amp, world)

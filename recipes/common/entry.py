@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from recipes.common.errors import UserError
 from recipes.common.signals import STOP_SIGNALS
+from recipes.common.watch import Watch
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""
@@ -29,7 +30,8 @@ def exit_status(main: Callable[[], object]) -> int:
     has met with all ranks before it raises it.
 
     A lost connection to another rank is one line too, with status 1. What that rank died of is its own story,
-    and a traceback through the collective that noticed it would tell nothing more.
+    and a traceback through the collective that noticed it would tell nothing more. A rank that does not answer
+    within --timeout-s is named, and where all others wait for it: see watch.py.
     """
     try:
         main()
@@ -41,13 +43,16 @@ def exit_status(main: Callable[[], object]) -> int:
         else:
             # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that.
             time.sleep(REFUSAL_GRACE_S)
-        return USAGE_STATUS
+        return error.status
     except RuntimeError as error:
-        lost = next((words for words in LOST_PEER if words in str(error)), None)
+        said = _said(error)
+        lost = next((words for words in LOST_PEER if words in said), None)
         if lost is None:
             raise
+        if Watch.active and Watch.active.is_hang(said):
+            Watch.active.end(error)
         rank, host = os.environ.get("RANK", "0"), socket.gethostname()
-        detail = " ".join(str(error)[str(error).index(lost) :].split(". ")[0].split())
+        detail = " ".join(said[said.index(lost) :].split("\n")[0].split(". ")[0].split())
         print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
         # Threads that wait for the lost rank would keep the interpreter from ending.
         os._exit(1)
@@ -55,4 +60,16 @@ def exit_status(main: Callable[[], object]) -> int:
         # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if Watch.active:
+            Watch.active.close()
     return 0
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says, and after it what those say that it was raised from."""
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < 10:
+        texts.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    return "\n".join(texts)

@@ -13,6 +13,9 @@ class UserError(ValueError):
         on_every_node: rank 0 cannot know of it, so the first rank of each node that has met it prints it.
     """
 
+    status = 2
+    """Exit status of a process that ends by it."""
+
     def __init__(self, message: str, on_every_node: bool = False) -> None:
         super().__init__(message)
         self.on_every_node = on_every_node

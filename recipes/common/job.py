@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from recipes.common.checkpoint import Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
+from recipes.common.nonfinite import Guard, NonFiniteError
 from recipes.common.options import Options
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
@@ -39,6 +40,7 @@ class Job:
     def __post_init__(self) -> None:
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self._saved = Path()
+        self.guard = Guard(self.args, self.device, self.stop)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -85,8 +87,8 @@ class Job:
 
         A recipe whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
         """
-        if not self.record:
-            return
+        if not self.record or isinstance(self.stop.error, NonFiniteError):
+            return  # what would be saved may be spoilt
         content = pack(
             self.args,
             self.position,
@@ -122,12 +124,28 @@ class Job:
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1
+        if self.is_log_due() or self.is_checkpoint_due() or self.position.step == self.epoch_end:
+            self.guard.settle()
         self.throughput.count_step()
         if self.record:
             self.record.progress.advance()
 
+    def allows(self, loss_sum: Tensor) -> Callable[[Tensor], bool]:
+        """Return what tells of the averaged gradients' norm whether the step may be done (see nonfinite.py)."""
+
+        def allows_norm(norm: Tensor) -> bool:
+            step, before = self.position.step + 1, self.guard.skipped
+            is_allowed = self.guard.allows(step, loss_sum, norm)
+            if self.record and self.guard.skipped > before:
+                self.record.progress.say(f"warning: left step {step} out: its loss or gradient is not finite")
+            return is_allowed
+
+        return allows_norm
+
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
+        self.guard.see_loss(self.position.step, loss)
+        skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
         self._record(
             "log_step",
@@ -136,6 +154,7 @@ class Job:
             loss=loss,
             lr=rate,
             samples_per_s=round(speed, 1),
+            **skipped,
         )
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
@@ -154,6 +173,7 @@ class Job:
     def finish(self, world_size: int) -> None:
         """Print the result of a completed run."""
         if self.record:
+            skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
             self.record.finish(
                 world_size=world_size,
                 test_accuracy=self.position.test_accuracy,
@@ -161,6 +181,7 @@ class Job:
                 train_s=self.throughput.seconds(),
                 sent_bytes_per_step=self.throughput.sent_per_step(),
                 peak_memory_bytes=peak_memory_bytes(self.device),
+                **skipped,
             )
 
     def _record(self, kind: str, **values: float) -> None:

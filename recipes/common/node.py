@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
+from recipes.common.watch import HANG_STATUS
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,14 @@ def check_head(node: Node) -> None:
 
 
 def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
-    """Return a node's exit status from those of its failed ranks; name the one to blame unless it refused.
+    """Return a node's exit status from those of its failed ranks; name the one to blame unless that is said.
 
-    A refusal counts first: it has printed its own line. A rank that a signal has killed counts before those
-    that ended with an error, which is mostly that they have lost it.
+    A refusal counts first, then a hang: each has printed its own line. A rank that a signal has killed counts
+    before those that ended with an error, which is mostly that they have lost it.
     """
-    if USAGE_STATUS in statuses.values():
-        return USAGE_STATUS
+    for spoken in (USAGE_STATUS, HANG_STATUS):
+        if spoken in statuses.values():
+            return spoken
     rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))
     if status < 0:
         how, status = f"was killed by {signal.Signals(-status).name}", 128 - status

@@ -230,6 +230,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--clip-grad-norm", type=positive_float, metavar="NORM", help="largest norm of the whole gradient"
     )
+    group.add_argument(
+        "--on-nonfinite",
+        type=one_of("stop", "skip"),
+        default="stop",
+        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step",
+    )
 
 
 def _add_compute_options(group: argparse._ArgumentGroup) -> None:

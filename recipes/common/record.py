@@ -3,6 +3,7 @@
 config.json         options, versions, hardware, git revision, and each launch of the run
 metrics.jsonl       a line per logged step: step, epoch, loss, lr, samples_per_s;
                     a line per epoch: epoch, step, test_loss, test_accuracy, train_s
+hang-report.txt     of a run in which a rank did not answer; with hang/, what each rank said: see watch.py
 result.json         of a completed run: what its last line says, and time, traffic and memory
 events.out.*        the same for TensorBoard
 checkpoints/        see checkpoint.py
@@ -12,6 +13,7 @@ slurm/              what each node printed, where Slurm started it (not written 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -30,6 +32,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.places import Place, describe
 from recipes.common.progress import Progress
+from recipes.common.watch import put_away
 
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
@@ -146,6 +149,7 @@ class Record:
 
     def begin(self, places: Sequence[Place], checkpoint: Path | None, step: int) -> None:
         """Write config.json and drop the lines of steps that will be done again."""
+        put_away(self.folder)
         ranks = describe(places)
         launch = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -229,7 +233,9 @@ class Record:
     def _append(self, values: dict[str, float]) -> None:
         try:
             with open(self._metrics, "a") as file:
-                file.write(json.dumps(values) + "\n")
+                # JSON has no word for a loss that is not finite.
+                finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+                file.write(json.dumps(finite) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write {self._metrics}: {error.strerror}; mend this, then --resume auto"

@@ -118,7 +118,7 @@ def train_one_epoch(job: Job, parallel: nn.Module, devices: list[torch.device]) 
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             job.log_step(loss_sum.item(), rate)

@@ -9,14 +9,12 @@ Source: Li et al. 2020, PyTorch Distributed, https://arxiv.org/abs/2006.15704.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +29,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -55,6 +54,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -98,6 +98,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+    watch: Watch
 
 
 def join_world(args: Options) -> World:
@@ -116,13 +117,16 @@ def join_world(args: Options) -> World:
     if use_cuda:
         torch.cuda.set_device(device)
     # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     except dist.DistError as error:
         raise meeting_failed(ranks.rank, error) from None
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks.rank, ranks.world_size, device, control)
+    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
 def meeting_failed(rank: int, error: dist.DistError) -> UserError:
@@ -136,18 +140,19 @@ def meeting_failed(rank: int, error: dist.DistError) -> UserError:
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
+    with world.watch("agreement"):
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -251,7 +256,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
         parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
         for i, (some_images, some_labels) in enumerate(parts):
             # DDP: gradients are exchanged only in the last of the accumulated passes.
-            with ddp.no_sync() if i < accumulate - 1 else contextlib.nullcontext():
+            with ddp.no_sync() if i < accumulate - 1 else world.watch("gradients", computes=True):
                 with autocast(args, world.device):
                     loss = cross_entropy(ddp(some_images), some_labels, reduction="sum")
                 # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
@@ -259,17 +264,19 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
                 job.scaler.scale(loss).backward()
             loss_sum += loss.detach()
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler)
+        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item() / world.world_size, rate)
         if decision == STOP:
             break
@@ -284,7 +291,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
-        dist.broadcast(buffer, src=0)
+        with world.watch("evaluation"):
+            dist.broadcast(buffer, src=0)
     job.model.eval()
     totals = new_totals(world.device)
     share = shard(torch.arange(len(job.data.test)), world)
@@ -294,7 +302,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
@@ -302,7 +311,8 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
     if job.args.zero:
         # DDP: rank 0 collects the optimizer's shards.
-        job.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+        with world.watch("checkpoint"):
+            job.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
     # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)
@@ -320,13 +330,16 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # DDP: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "ddp", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, ddp, world)

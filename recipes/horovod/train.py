@@ -27,6 +27,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -40,6 +41,7 @@ from recipes.common.places import Place, place_of
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch
 
 T = TypeVar("T")
 
@@ -64,6 +66,7 @@ class World:
     rank: int
     world_size: int
     device: torch.device
+    watch: Watch
 
 
 def join_world(args: Options) -> World:
@@ -82,22 +85,24 @@ def join_world(args: Options) -> World:
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    return World(hvd.rank(), hvd.size(), device)
+    # Horovod: it has no store for notes that ranks read; what each waits for is known on its own host alone.
+    return World(hvd.rank(), hvd.size(), device, Watch(hvd.rank(), hvd.size(), args, None))
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
-    hvd.barrier()
+    with world.watch("teardown"):
+        hvd.barrier()
+    world.watch.close()
     hvd.shutdown()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
     # Horovod: gathers one short string per rank.
-    texts: list[str | None] = hvd.allgather_object(str(error) if error else None, name="error")
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    with world.watch("agreement"):
+        errors: list[UserError | None] = hvd.allgather_object(error, name="error")
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -163,18 +168,22 @@ def train_one_epoch(job: Job, world: World) -> int:
             loss_sum += loss.detach()
 
         # Horovod: the gradients have arrived after this; clipping needs them before the step.
-        job.optimizer.synchronize()  # type: ignore[attr-defined]
-        decision = int(hvd.synchronize(voting))
+        with world.watch("gradients"):
+            job.optimizer.synchronize()  # type: ignore[attr-defined]
+        with world.watch("stop vote"):
+            decision = int(hvd.synchronize(voting))
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
         with job.optimizer.skip_synchronize():  # type: ignore[attr-defined]
-            optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+            optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # Horovod: the ranks' mean is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            job.log_step(hvd.allreduce(loss_sum, op=hvd.Average, name="loss").item(), rate)
+            with world.watch("metrics"):
+                loss_mean = hvd.allreduce(loss_sum, op=hvd.Average, name="loss").item()
+            job.log_step(loss_mean, rate)
         if decision == STOP:
             break
         if job.is_checkpoint_due():
@@ -187,7 +196,8 @@ def train_one_epoch(job: Job, world: World) -> int:
 def evaluate(job: Job, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # Horovod: each rank has batch-norm statistics of its own batches; all evaluate with rank 0's.
-    hvd.broadcast_parameters(dict(job.model.named_buffers()), root_rank=0)
+    with world.watch("evaluation"):
+        hvd.broadcast_parameters(dict(job.model.named_buffers()), root_rank=0)
     job.model.eval()
     totals = new_totals(world.device)
     share = shard(torch.arange(len(job.data.test)), world)
@@ -198,7 +208,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # Horovod: adds up sums and counts, 32 bytes a rank; the averages are taken after it. The sum is the result:
     # the argument stays as it is.
-    return averages(hvd.allreduce(totals, op=hvd.Sum, name="totals"))
+    with world.watch("evaluation"):
+        return averages(hvd.allreduce(totals, op=hvd.Sum, name="totals"))
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
@@ -218,13 +229,17 @@ def train(args: Options, stop: Stop, world: World) -> None:
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
     # Horovod: gathers a short text per rank.
-    places: list[Place] = hvd.allgather_object(place_of(world.device), name="places")
+    with world.watch("places"):
+        places: list[Place] = hvd.allgather_object(place_of(world.device), name="places")
     # Horovod: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "horovod", places) if is_first else (None, None), world)
     # (hvd.broadcast_optimizer_state would do for the optimizer, but takes a step on one that has no state yet.)
-    content = hvd.broadcast_object(content, root_rank=0, name="checkpoint")
+    with world.watch("checkpoint"):
+        content = hvd.broadcast_object(content, root_rank=0, name="checkpoint")
+        folder = hvd.broadcast_object(job.record and job.record.folder, root_rank=0, name="folder")
     together(lambda: job.restore(content), world)
+    world.watch.follow(job, folder)
 
     while not job.is_complete:
         decision = train_one_epoch(job, world)

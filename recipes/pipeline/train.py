@@ -15,10 +15,10 @@ import gc
 import inspect
 import logging
 import math
+import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -41,6 +41,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import norm_of, raise_first
 from recipes.common.optim import autocast, build_optimizer, build_scaler, learning_rate, set_learning_rate
 from recipes.common.options import Options, build_parser, one_of, parse, positive_int
 from recipes.common.partition import (
@@ -56,6 +57,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -104,6 +106,8 @@ def check_options(args: Options) -> None:
     """Refuse options that do not combine."""
     microbatches, stages = args.num_microbatches, args.stages
     rounds = max(1, microbatches // stages)
+    if args.on_nonfinite == "skip":
+        raise UserError("--on-nonfinite skip: a stage sees its own gradients only; use stop")
     if args.amp == "fp16":
         raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
     if args.sync_batchnorm:
@@ -127,6 +131,7 @@ class World:
     """That one alone, or with --split in-process one for each part of the model."""
     control: dist.ProcessGroup
     """A gloo group beside those of the tensors, for the few words that ranks exchange on the CPU."""
+    watch: Watch
     mesh: DeviceMesh
     replica: int
     replicas: int
@@ -163,33 +168,37 @@ def join_world(args: Options) -> World:
     if use_cuda:
         torch.cuda.set_device(devices[0])
     # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     # Pipeline: a group for each column of the grid (one stage's gradients) and each row (a replica's activations).
     grid = torch.arange(ranks.world_size).view(-1, stages)
     groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
     mesh = DeviceMesh.from_group(cast(Any, groups), devices[0].type, grid, mesh_dim_names=("dp", "pp"))
     replica, stage = divmod(ranks.rank, stages)
     places = (replica, len(grid), stage, stages)
-    return World(ranks.rank, ranks.world_size, devices[0], devices, control, mesh, *places)
+    return World(ranks.rank, ranks.world_size, devices[0], devices, control, watch, mesh, *places)
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
+    with world.watch("agreement"):
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -359,7 +368,7 @@ def shard(indices: Tensor, world: World) -> Tensor:
 
 
 def read_batches(
-    split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: World
+    split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: World, purpose: str
 ) -> Iterator[Batch]:
     """Yield batches of exactly batch_size samples on every stage; call it on all ranks of a replica.
 
@@ -373,7 +382,8 @@ def read_batches(
             images = pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
             labels = pad(labels, (0, missing), value=SKIPPED)
         # Pipeline: only a replica's first stage reads data; the labels go to the other stages, 8 bytes a sample.
-        dist.broadcast(labels, group=world.mesh.get_group("pp"), group_src=0)
+        with world.watch(purpose):
+            dist.broadcast(labels, group=world.mesh.get_group("pp"), group_src=0)
         yield images, labels
 
 
@@ -385,7 +395,7 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
     job.begin_epoch()
     shares = (shard(batch, world) for batch in job.global_batches())
     batch_size = args.global_batch_size // world.replicas
-    for images, labels in read_batches(job.data.train, shares, position.epoch, batch_size, world):
+    for images, labels in read_batches(job.data.train, shares, position.epoch, batch_size, world, "labels"):
         # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
         vote = torch.tensor(job.stop.vote, dtype=torch.int32)
         voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
@@ -394,9 +404,11 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
         loss_sum = torch.zeros((), device=world.device)
         parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
         for i, (some_images, some_labels) in enumerate(parts):
-            loss_sum += pipeline.forward_backward(some_images, some_labels, exchange=i == accumulate - 1)
+            with world.watch("gradients", computes=True):
+                loss_sum += pipeline.forward_backward(some_images, some_labels, exchange=i == accumulate - 1)
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
@@ -404,13 +416,15 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
         set_learning_rate(job.optimizer, rate)
         if args.clip_grad_norm:
             clip_gradients(job, world)
-        job.optimizer.step()
+        if job.allows(loss_sum)(norm_of(job.optimizer.param_groups[0]["params"])):
+            job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
         job.count_step()
         if job.is_log_due():
             # Pipeline: adds up the last stages' losses and the others' zeros, 4 bytes a rank, once in --log-every
             # steps; the mean over the replicas is the global batch's loss.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item() / world.replicas, rate)
         if decision == STOP:
             break
@@ -442,29 +456,34 @@ def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
     # DDP: each replica has batch-norm statistics of its own microbatches; all evaluate with replica 0's.
     for module in pipeline.share.modules:
         for buffer in module.buffers():
-            dist.broadcast(buffer, group=world.mesh.get_group("dp"), group_src=0)
+            with world.watch("evaluation"):
+                dist.broadcast(buffer, group=world.mesh.get_group("dp"), group_src=0)
     job.model.eval()
     totals = new_totals(world.device)
     batch_size = eval_batch_size(job.args, job.data, world)
     shares = shard(torch.arange(len(job.data.test)), world).split(batch_size)
     # Pipeline: forward passes through all stages, so that no device ever has to hold the whole model.
-    for images, labels in read_batches(job.data.test, shares, job.position.epoch, batch_size, world):
-        logits = pipeline.logits(images)
+    for images, labels in read_batches(job.data.test, shares, job.position.epoch, batch_size, world, "evaluation"):
+        with world.watch("evaluation", computes=True):
+            logits = pipeline.logits(images)
         if logits is not None:
             add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
 def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    raise_everywhere(job.stop.error, world)  # a stage sees its own gradients alone, and rank 0 not those of others
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     share = pipeline.share.state(job.optimizer) if world.replica == 0 else None
     gathered: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
-    dist.gather_object(share, gathered, dst=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.gather_object(share, gathered, dst=0, group=world.control)
     if job.record and gathered:
         # Pipeline: the file is the one-process run's: every recipe goes on from it, with any number of stages.
         job.save(is_best, merge_shares(job.model, gathered[: world.stages]))
@@ -491,16 +510,19 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # DDP: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "pipeline", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
     together(lambda: job.restore(pipeline.share.of_checkpoint(box[0])), world)
     if job.record:
         job.record.progress.say(describe(parts, args, world))
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, pipeline, world)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +29,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -51,6 +52,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -96,6 +98,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+    watch: Watch
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -116,27 +119,31 @@ def join_world(args: Options) -> World:
         torch.cuda.set_device(device)
     # Scratch: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through
     # NCCL. Both can send and receive, and that is all that is asked of them here.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks.rank, ranks.world_size, device, control)
+    # Scratch: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # Scratch: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # Scratch: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    # Scratch: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
+    with world.watch("agreement"):
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -291,7 +298,8 @@ def train_batch(job: Job, images: Tensor, labels: Tensor, world: World) -> Tenso
     # DDP sends buckets of them while backward still runs, and lets the gradients be the buckets.
     gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
     buffer = torch.cat([gradient.flatten() for gradient in gradients])
-    all_reduce(buffer, args, world)
+    with world.watch("gradients"):
+        all_reduce(buffer, args, world)
     for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
     return loss_sum
@@ -312,17 +320,19 @@ def train_one_epoch(job: Job, world: World) -> int:
         seed_step(args.seed, position.step, world.rank, world.device)
         loss_sum = train_batch(job, images, labels, world)
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler)
+        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # Scratch: the ranks' parts add up to the global batch's loss: 4 bytes, once in --log-every steps.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item(), rate)
         if decision == STOP:
             break
@@ -336,7 +346,8 @@ def train_one_epoch(job: Job, world: World) -> int:
 def evaluate(job: Job, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # Scratch: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
-    get_params(job.model.buffers(), world)
+    with world.watch("evaluation"):
+        get_params(job.model.buffers(), world)
     job.model.eval()
     totals = new_totals(world.device)
     share = split_batch(torch.arange(len(job.data.test)), world)
@@ -346,7 +357,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # Scratch: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
@@ -383,13 +395,16 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # Scratch: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # Scratch: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "scratch", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, world)

@@ -10,7 +10,6 @@ Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subpr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import inspect
@@ -23,7 +22,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from multiprocessing.synchronize import Event
 from types import FrameType
@@ -43,6 +41,7 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
 from recipes.common.node import Node, check_head, read_master, status_of
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -68,6 +67,7 @@ from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, STOP_SIGNALS, Stop
+from recipes.common.watch import Watch, bound_of_waits
 
 T = TypeVar("T")
 
@@ -125,6 +125,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
+    watch: Watch
 
 
 def join_world(args: Options, ranks: Ranks) -> World:
@@ -142,7 +143,7 @@ def join_world(args: Options, ranks: Ranks) -> World:
         torch.cuda.set_device(device)
     # Spawn: all processes meet at MASTER_ADDR:MASTER_PORT; each says there which rank of how many it is, since
     # nobody has put that into its environment. Then CPU tensors go through gloo, CUDA ones through NCCL.
-    timeout = timedelta(seconds=args.timeout_s)
+    timeout = bound_of_waits(args)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
@@ -157,24 +158,28 @@ def join_world(args: Options, ranks: Ranks) -> World:
             f"{ranks.world_size} ranks did not meet at {place}: {reason}", on_every_node=True
         ) from None
     control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    return World(ranks.rank, ranks.world_size, device, control)
+    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # DDP: models and optimizers go before the connections that they use
-    dist.barrier(group=world.control)
+    with world.watch("teardown"):
+        dist.barrier(group=world.control)
+    world.watch.close()
     dist.destroy_process_group()
 
 
 def raise_everywhere(error: UserError | None, world: World) -> None:
     """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short string per rank.
-    texts: list[str | None] = [None] * world.world_size
-    dist.all_gather_object(texts, str(error) if error else None, group=world.control)
-    for rank, text in enumerate(texts):
-        if text:
-            raise UserError(text if rank == 0 else f"rank {rank}: {text}")
+    # DDP: gathers one short message per rank.
+    errors: list[UserError | None] = [None] * world.world_size
+    with world.watch("agreement"):
+        dist.all_gather_object(errors, error, group=world.control)
+    raise_first(errors)
 
 
 def together(action: Callable[[], T], world: World) -> T:
@@ -278,7 +283,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
         parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
         for i, (some_images, some_labels) in enumerate(parts):
             # DDP: gradients are exchanged only in the last of the accumulated passes.
-            with ddp.no_sync() if i < accumulate - 1 else contextlib.nullcontext():
+            with ddp.no_sync() if i < accumulate - 1 else world.watch("gradients", computes=True):
                 with autocast(args, world.device):
                     loss = cross_entropy(ddp(some_images), some_labels, reduction="sum")
                 # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
@@ -286,17 +291,19 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
                 job.scaler.scale(loss).backward()
             loss_sum += loss.detach()
 
-        voting.wait()
+        with world.watch("stop vote"):
+            voting.wait()
         decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler)
+        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            dist.all_reduce(loss_sum)
+            with world.watch("metrics"):
+                dist.all_reduce(loss_sum)
             job.log_step(loss_sum.item() / world.world_size, rate)
         if decision == STOP:
             break
@@ -311,7 +318,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
-        dist.broadcast(buffer, src=0)
+        with world.watch("evaluation"):
+            dist.broadcast(buffer, src=0)
     job.model.eval()
     totals = new_totals(world.device)
     share = shard(torch.arange(len(job.data.test)), world)
@@ -321,7 +329,8 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
-    dist.all_reduce(totals)
+    with world.watch("evaluation"):
+        dist.all_reduce(totals)
     return averages(totals)
 
 
@@ -329,7 +338,8 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
     if job.args.zero:
         # DDP: rank 0 collects the optimizer's shards.
-        job.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+        with world.watch("checkpoint"):
+            job.optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
     # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)
@@ -347,13 +357,16 @@ def train(args: Options, stop: Stop, world: World) -> None:
 
     # DDP: gathers a short text per rank.
     places: list[Any] = [None] * world.world_size
-    dist.all_gather_object(places, place_of(world.device), group=world.control)
+    with world.watch("places"):
+        dist.all_gather_object(places, place_of(world.device), group=world.control)
     # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
     is_first = world.rank == 0
     job.record, content = together(lambda: open_run(args, "spawn", places) if is_first else (None, None), world)
     box = [content]
-    dist.broadcast_object_list(box, src=0, group=world.control)
+    with world.watch("checkpoint"):
+        dist.broadcast_object_list(box, src=0, group=world.control)
     together(lambda: job.restore(box[0]), world)
+    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, ddp, world)

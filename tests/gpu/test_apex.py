@@ -17,7 +17,7 @@ BACKENDS = ("torch", "apex")
 def require_backend(backend):
     require("gpu", torch.cuda.is_available(), "there is no GPU", "run it on a machine with an NVIDIA GPU")
     if backend == "apex":
-        world = recipe.World(0, 1, torch.device("cuda", 0), None)
+        world = recipe.World(0, 1, torch.device("cuda", 0), None, None)
         why = recipe.why_not_apex(recipe.options([]), world)
         remedy = "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05"
         require("apex", not why, why, remedy)

@@ -132,7 +132,7 @@ def test_it_says_what_runs_and_refuses_what_cannot(tmp_path):
 
 
 def on_gpu():
-    return recipe.World(0, 1, torch.device("cuda", 0), None)
+    return recipe.World(0, 1, torch.device("cuda", 0), None, None)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class TestShares:
     @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 360])
     def test_shares_are_disjoint_whole_and_even(self, world_size, count):
         indices = torch.arange(count) * 3
-        shares = [shard(indices, World(rank, world_size, CPU, None)) for rank in range(world_size)]
+        shares = [shard(indices, World(rank, world_size, CPU, None, None)) for rank in range(world_size)]
         assert torch.equal(torch.cat(shares), indices)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

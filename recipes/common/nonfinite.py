@@ -1,0 +1,114 @@
+"""A loss or gradient that is no finite number: stop, or leave the step out, on all ranks alike.
+
+What a step looks at is the norm of the averaged gradients. It is the same on all ranks, and not finite as soon as
+the loss of one of them is not: so all decide alike, and nothing more has to be exchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.errors import UserError
+from recipes.common.options import Options
+from recipes.common.signals import Stop
+
+MOST_IN_A_ROW = 10
+"""Steps that `skip` leaves out one after another before it gives up: by then the weights are at fault."""
+
+
+class NonFiniteError(UserError):
+    """The loss or a gradient is not finite, and --on-nonfinite says what to do about it.
+
+    Args:
+        step: the number of the step, from 1.
+        is_loss: whether this rank's loss is not finite, or only a gradient.
+        hint: what became of it and what to do.
+        ranks: all that have such a loss, once that is known.
+    """
+
+    status = 1
+
+    def __init__(self, step: int, is_loss: bool, hint: str, ranks: Sequence[int] = ()) -> None:
+        names = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+        super().__init__(f"{'the loss' if is_loss else 'a gradient'} of step {step} is not finite{names}; {hint}")
+        self.step, self.is_loss, self.hint = step, is_loss, hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes the same on another rank."""
+        return NonFiniteError, (self.step, self.is_loss, self.hint)
+
+
+def raise_first(errors: Sequence[UserError | None]) -> None:
+    """Raise what the first rank has met that has met something; errors holds one of each rank, or None."""
+    for rank, error in enumerate(errors):
+        if isinstance(error, NonFiniteError):
+            ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
+            raise NonFiniteError(error.step, bool(ranks), error.hint, ranks)
+        if error:
+            raise UserError(str(error) if rank == 0 else f"rank {rank}: {error}")
+
+
+class Guard:
+    """Decides on each step whether it may change the weights."""
+
+    def __init__(self, args: Options, device: torch.device, stop: Stop) -> None:
+        self.mode, self.stop = args.on_nonfinite, stop
+        self.skipped = 0
+        """Steps that were left out."""
+        self._in_a_row = 0
+        # With `stop` a GPU notes the first bad step for itself, and is asked only when it is waited for anyway.
+        self._is_lazy = device.type != "cpu" and self.mode == "stop"
+        self._first_bad = torch.full((), -1, device=device)
+        self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
+
+    def allows(self, step: int, loss: Tensor, norm: Tensor) -> bool:
+        """Whether the weights may be changed.
+
+        Args:
+            step: the number of the step, from 1.
+            loss: this rank's part of it.
+            norm: of the averaged gradients, as all ranks have them.
+        """
+        is_bad = ~torch.isfinite(norm)
+        if self._is_lazy:
+            is_first = is_bad & (self._first_bad < 0)
+            self._first_bad = torch.where(is_first, step, self._first_bad)
+            self._bad_loss = torch.where(is_first, ~torch.isfinite(loss), self._bad_loss)
+            return True
+        if not is_bad:
+            self._in_a_row = 0
+            return True
+        self._in_a_row += 1
+        if self.mode == "stop":
+            self._fail(step, not bool(torch.isfinite(loss)), "the weights are those before it")
+        elif self._in_a_row > MOST_IN_A_ROW:
+            self._fail(
+                step, not bool(torch.isfinite(loss)), f"so were the {MOST_IN_A_ROW} before it: skipped those"
+            )
+        else:
+            self.skipped += 1
+        return False
+
+    def settle(self) -> None:
+        """Ask a GPU what it has noted; the caller waits for it anyway."""
+        if self._is_lazy and (step := int(self._first_bad)) >= 0:
+            self._fail(step, bool(self._bad_loss), "no checkpoint was written since")
+
+    def see_loss(self, step: int, loss: float) -> None:
+        """Look at the global batch's loss; with a loss scale, gradients that overflow are the scaler's affair."""
+        if self.mode == "stop" and not math.isfinite(loss) and not self.stop.error:
+            self._fail(step, False, "the loss is that of all ranks")
+
+    def _fail(self, step: int, is_loss: bool, hint: str) -> None:
+        mend = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto goes on before it"
+        self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {mend}"))
+
+
+def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the norm of the whole gradient; it is finite where all of it is."""
+    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

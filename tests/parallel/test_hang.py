@@ -1,0 +1,100 @@
+"""A rank that does not answer, or does not come, is named within the bound, with the stacks of the others."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from recipes.common.watch import HANG_STATUS
+from tests.support import Interrupt, Ranks, local, train, words_for
+
+TIMEOUT_S = 2
+WORDS = ("--timeout-s", str(TIMEOUT_S), "--epochs", "1000", "--device", "cpu")
+STEP = 7
+
+
+def assert_reported(run, line, silent, others):
+    """The one line on the terminal is that of the report, which has the stacks of all ranks but the silent one."""
+    report = (run / "hang-report.txt").read_text()
+    assert line == f"error: {report.splitlines()[0]}; stacks of the others: {run / 'hang-report.txt'}"
+    assert sorted(path.name for path in (run / "hang").iterdir()) == [f"rank-{rank}.txt" for rank in others]
+    for rank in others:
+        text = (run / "hang" / f"rank-{rank}.txt").read_text()
+        assert f"==== rank {rank}\n{text}" in report
+        assert "thread MainThread:" in text
+        assert "in train_one_epoch" in text
+    assert f"==== rank {silent}\n" not in report
+
+
+@pytest.mark.parametrize(("nodes", "nproc_per_node", "victim"), [(1, 2, 0), (2, 2, 3)])
+def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path, nodes, nproc_per_node, victim):
+    """As `make run` starts it. A process that is stopped takes no signal but KILL, and says nothing."""
+    job = local("ddp", nodes, nproc_per_node, *words_for(tmp_path, "stopped", *WORDS))
+    job.wait_for_step(tmp_path / "stopped", STEP)
+    ranks = {process.environ()["RANK"]: process for process in job.find("-m recipes.ddp.train")}
+    assert len(ranks) == nodes * nproc_per_node
+    ranks[str(victim)].suspend()
+    stopped_at = time.monotonic()
+    result = job.wait(timeout_s=30, gone_within_s=1)
+    assert time.monotonic() - stopped_at < TIMEOUT_S + 8
+    assert result.status == HANG_STATUS
+    others = sorted(set(range(nodes * nproc_per_node)) - {victim})
+    lines = re.findall(r"error: .*", result.stderr)
+    assert len(lines) == 1, "one line, and nothing from launchers that adds nothing"
+    assert_reported(tmp_path / "stopped", lines[0], victim, others)
+    assert f"error: rank {victim} on " in lines[0]
+    assert " does not answer, last seen " in lines[0]
+    assert re.search(r'waited [23] s in "(gradients|stop vote|metrics)" after step \d+', lines[0])
+    assert "Traceback" not in result.stderr
+
+
+def interrupted(recipe, folder, world_size, interrupt, *argv):
+    """Start ranks of which some stop or sleep; return the statuses and outputs of the others, and the run."""
+    words = words_for(folder, "hung", *WORDS, *argv)
+    ranks = Ranks(recipe, words, world_size, folder / "output", interrupt=interrupt)
+    awake = [rank for rank in range(world_size) if rank not in interrupt.ranks or interrupt.sleep_s]
+    deadline = time.monotonic() + 40
+    for rank in awake:
+        ranks.processes[rank].join(max(0.1, deadline - time.monotonic()))
+    statuses = {rank: ranks.processes[rank].exitcode for rank in awake}
+    outputs = {rank: ranks.output(rank) for rank in awake}
+    ranks.kill()
+    return statuses, outputs, folder / "hung"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "victim"),
+    [("spawn", 2, 0), ("scratch", 3, 1), ("pipeline", 4, 2), ("apex", 2, 1)],
+)
+def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim):
+    """Here rank 0 keeps the store, so that nobody can ask what it was doing once it has stopped."""
+    stop = Interrupt(signal.SIGSTOP, STEP, [victim])
+    statuses, outputs, run = interrupted(recipe, tmp_path, world_size, stop, "--log-every", "1000")
+    assert set(statuses.values()) == {HANG_STATUS}, outputs
+    lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
+    assert len(lines) == 1, outputs
+    assert re.match(f"error: rank {victim} (on .* )?does not answer, ", lines[0])
+    assert f" after step {STEP}" in lines[0]
+    assert_reported(run, lines[0], victim, sorted(statuses))
+
+
+def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_path):
+    sleep = Interrupt(signal.SIGCONT, STEP, [1], sleep_s=600)
+    statuses, outputs, run = interrupted("ddp", tmp_path, 3, sleep)
+    assert set(statuses.values()) == {HANG_STATUS}, outputs
+    lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
+    assert len(lines) == 1, outputs
+    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"stop vote\" ", lines[0])
+    assert re.search(r'; ranks 0, 2 waited 2 s in "metrics" after step 7; ', lines[0])
+    assert "time.sleep(interrupt.sleep_s)" in (run / "hang" / "rank-1.txt").read_text()
+    assert_reported(run, lines[0], None, [0, 1, 2])
+
+
+def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):
+    run = train("ddp", tmp_path, 2, "--max-steps", "4")
+    assert not list(run.glob("*hang*"))
+    (run / "hang").mkdir()
+    (run / "hang-report.txt").write_text("old")
+    train("ddp", tmp_path, 2, "--max-steps", "6", "--resume", "auto")
+    assert [path.name for path in run.glob("*hang*")] == ["hang-report-1.txt"]

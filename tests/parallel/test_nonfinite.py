@@ -1,0 +1,100 @@
+"""A loss that is not finite, on one rank: all stop after the same step, or all leave that step out."""
+
+import re
+import signal
+
+import pytest
+
+from tests.support import (
+    Interrupt,
+    Ranks,
+    is_equal,
+    largest_difference,
+    metrics,
+    newest_checkpoint,
+    weights,
+    words_for,
+)
+
+WORDS = ("--max-steps", "30", "--seed", "1", "--deterministic", "--device", "cpu", "--checkpoint-every", "1")
+BAD = 13
+
+
+def spoilt(recipe, folder, world_size, where, ranks, *argv, name="run"):
+    """Train with a fault at step BAD; return what the ranks did, and the run."""
+    fault = Interrupt(signal.SIGCONT, BAD, ranks, where)
+    words = words_for(folder, name, *WORDS, *argv)
+    return Ranks(recipe, words, world_size, folder / f"out-{name}", interrupt=fault).wait(60), folder / name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "victims"),
+    [("ddp", 3, [1]), ("scratch", 2, [0, 1]), ("single", 1, [0]), ("apex", 2, [1]), ("pipeline", 2, None)],
+)
+def test_stop_names_step_and_ranks_and_saves_nothing_bad(tmp_path, recipe, world_size, victims):
+    outcome, run = spoilt(recipe, tmp_path, world_size, "loss", victims)
+    assert set(outcome.statuses) == {1}, outcome.text
+    names = {"ddp": " on rank 1", "apex": " on rank 1", "scratch": " on ranks 0, 1"}.get(recipe, "")
+    step = (
+        rf"the loss of step {BAD} is not finite{names}"
+        if recipe != "pipeline"
+        else r"the loss of step \d+ is not finite"
+    )
+    assert re.search(f"^error: {step}", outcome.outputs[0], re.MULTILINE), outcome.text
+    assert outcome.text.count("error: ") == 1
+    content = newest_checkpoint(run)
+    last = content["position"]["step"]
+    assert last == (BAD - 1 if recipe != "pipeline" else last)
+    assert all(tensor.isfinite().all() for tensor in content["model"].values())
+    assert max(line["step"] for line in metrics(run)) - last == 1
+    assert [line["loss"] is None for line in metrics(run)] == [False] * last + [True]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "victims"), [("ddp", 3, [2]), ("scratch", 2, [1]), ("single", 1, [0])]
+)
+def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, world_size, victims):
+    outcome, run = spoilt(recipe, tmp_path, world_size, "loss", victims, "--on-nonfinite", "skip")
+    assert set(outcome.statuses) == {0}, outcome.text
+    assert f"warning: left step {BAD} out: " in outcome.outputs[0]
+    _, other = spoilt(recipe, tmp_path, world_size, "optimizer_step", None, name="other")
+    ours, theirs = newest_checkpoint(run), newest_checkpoint(other)
+    for part in ("model", "optimizer", "position"):
+        assert is_equal(ours[part], theirs[part]), part
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line.get("skipped_steps", 0) for line in lines] == [0] * (BAD - 1) + [1] * (31 - BAD)
+    expected = [line["loss"] for line in metrics(other) if "loss" in line]
+    assert [line["loss"] for line in lines] == [*expected[: BAD - 1], None, *expected[BAD:]]
+
+
+def test_all_ranks_keep_equal_weights_after_a_skip(tmp_path):
+    """DDP compares no weights: a rank that stepped alone would go on with others, and the curves would part."""
+    outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--on-nonfinite", "skip")
+    assert set(outcome.statuses) == {0}, outcome.text
+    _, single = spoilt("single", tmp_path, 1, "loss", [0], "--on-nonfinite", "skip", name="single")
+    assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
+    """Once the weights are at fault, every step is."""
+    argv = ("--on-nonfinite", "skip", "--lr", "1e30", "--warmup-steps", "0")
+    outcome = Ranks("ddp", words_for(tmp_path, "run", *WORDS, *argv), 2, tmp_path / "out").wait(60)
+    assert set(outcome.statuses) == {1}, outcome.text
+    assert "; so were the 10 before it" in outcome.outputs[0]
+
+
+def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
+    """Gradients that overflow are what a loss scale is for; only a loss is looked at, where it is logged."""
+    outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--amp", "fp16", "--on-nonfinite", "skip")
+    assert set(outcome.statuses) == {0}, outcome.text
+    assert "warning" not in outcome.text
+    outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--amp", "fp16", name="stop")
+    assert set(outcome.statuses) == {1}, outcome.text
+    assert newest_checkpoint(run)["position"]["step"] == BAD - 1
+
+
+def test_the_pipeline_refuses_to_skip(tmp_path):
+    words = words_for(tmp_path, "run", *WORDS, "--on-nonfinite", "skip")
+    outcome = Ranks("pipeline", words, 2, tmp_path / "out").wait(60)
+    assert set(outcome.statuses) == {2}
+    assert "error: --on-nonfinite skip: a stage sees its own gradients only; use stop" in outcome.text

@@ -1,0 +1,108 @@
+"""Who is named when ranks wait for one another, from what each of them says."""
+
+import os
+import time
+
+import pytest
+
+from recipes.common.options import Options
+from recipes.common.watch import Watch, bound_of_waits, summarize
+
+
+@pytest.fixture
+def args(tmp_path):
+    args = Options()
+    args.timeout_s, args.runs_dir = 5.0, tmp_path
+    return args
+
+
+def note(rank, entered, name, is_inside=True, step=3, since_s=5.0):
+    own = {"rank": rank, "host": f"node-{rank}", "pid": 10 + rank, "time": time.time() - 7, "since_s": since_s}
+    return {**own, "entered": entered, "name": name, "is_inside": is_inside, "step": step}
+
+
+def by_rank(*notes):
+    return {one["rank"]: one for one in notes}
+
+
+def test_silent_ranks_are_named_with_their_last_words():
+    found = by_rank(note(0, 9, "gradients"), note(2, 9, "gradients", since_s=4.0))
+    text = summarize(found, by_rank(note(1, 8, "metrics", False, 2)), 3)
+    assert text == (
+        'rank 1 on node-1 does not answer, last seen 7.0 s ago past "metrics" after step 2; '
+        'ranks 0, 2 waited 5 s in "gradients" after step 3'
+    )
+    text = summarize(by_rank(note(1, 9, "gradients")), {}, 3)
+    assert text.startswith("ranks 0, 2 do not answer, nobody knows where it was; rank 1 waited 5 s in ")
+
+
+def test_the_collective_that_was_not_joined_comes_first():
+    """A pipeline's other ranks may have got further, and wait for those that wait."""
+    found = by_rank(note(0, 11, "labels", step=4), note(1, 10, "metrics"), note(3, 11, "labels", step=4))
+    text = summarize(found, {}, 4)
+    assert text.endswith(
+        '; rank 1 waited 5 s in "metrics" after step 3, ranks 0, 3 waited 5 s in "labels" after step 4'
+    )
+
+
+def test_a_rank_outside_of_any_collective_is_named():
+    text = summarize(by_rank(note(0, 9, "gradients"), note(1, 8, "stop vote", False)), {}, 2)
+    assert text == (
+        'rank 1 does not come, rank 1 (pid 11 on node-1) is past "stop vote" after step 3 for 5.0 s; '
+        'rank 0 waited 5 s in "gradients" after step 3'
+    )
+
+
+def test_a_lost_link_blames_nobody():
+    text = summarize(by_rank(note(0, 9, "gradients"), note(1, 9, "gradients")), {}, 2)
+    assert text == (
+        'all ranks answer, and all wait: ranks 0, 1 waited 5 s in "gradients" after step 3; '
+        "is a link between them down?"
+    )
+
+
+def test_collectives_of_one_name_in_a_row_count_once(args):
+    watch = Watch(0, 1, args, None)
+    try:
+        for name in ("evaluation", "evaluation", "agreement", "evaluation"):
+            with watch(name):
+                pass
+        assert watch._note()["entered"] == 3
+        with pytest.raises(RuntimeError), watch("gradients"):
+            raise RuntimeError
+        assert watch._note()["name"] == "gradients"
+        assert watch._note()["is_inside"], "a rank stands where a collective has failed"
+    finally:
+        watch.close()
+
+
+def test_a_dead_peer_is_told_from_one_that_hangs(args):
+    watch = Watch(0, 1, args, None)
+    try:
+        with watch("gradients"):
+            assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
+            assert not watch.is_hang("Connection closed by peer")
+            watch._at = watch._at._replace(since=time.monotonic() - 4.5)
+            assert watch.is_hang("Connection closed by peer"), "the first whose time is up breaks the connections"
+    finally:
+        watch.close()
+
+
+def test_entering_a_collective_costs_microseconds(args):
+    watch = Watch(0, 1, args, None)
+    try:
+        began_at = time.perf_counter()
+        for _ in range(10_000):
+            with watch("gradients"):
+                pass
+        assert time.perf_counter() - began_at < 10_000 * 50e-6
+    finally:
+        watch.close()
+
+
+def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    assert bound_of_waits(args).total_seconds() == 5.0
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's word counts"
