@@ -15,13 +15,17 @@ import re
 import shutil
 import struct
 import sys
+import threading
+import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from recipes.common.entry import CHECKPOINT_THREAD
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 
@@ -226,6 +230,65 @@ class CheckpointFolder:
         for old in self.paths()[self.keep :]:
             old.unlink()
         return path
+
+
+class CheckpointWriter:
+    """Write checkpoints while training goes on: a copy is taken at once, a thread writes it, one at a time.
+
+    `stalls_s` are the seconds for which each has held up training.
+    """
+
+    def __init__(self, folder: CheckpointFolder, on_error: Callable[[UserError], None]) -> None:
+        self.folder, self.on_error = folder, on_error
+        self.stalls_s: list[float] = []
+        self.newest: Path | None = None
+        self._copy: Any = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, content: dict[str, Any], is_best: bool = False) -> None:
+        """Take a copy of the content and have it written; where that fails, on_error gets the reason."""
+        started = time.perf_counter()
+        self.wait()
+        # The memory of the last copy serves again: its pages are there already.
+        self._copy = _copy_tree(content, self._copy)
+        self._thread = threading.Thread(target=self._write, args=(self._copy, is_best), name=CHECKPOINT_THREAD)
+        self._thread.start()
+        self.stalls_s.append(time.perf_counter() - started)
+
+    def write(self, content: dict[str, Any], is_best: bool = False) -> None:
+        """Write the content before training goes on."""
+        started = time.perf_counter()
+        self.wait()
+        self._write(content, is_best)
+        self.stalls_s.append(time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Wait until what was begun is on the disk, or has failed."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, content: dict[str, Any], is_best: bool) -> None:
+        try:
+            self.newest = self.folder.write(content, is_best)
+        except UserError as error:
+            self.on_error(error)
+
+
+def _copy_tree(value: Any, old: Any = None) -> Any:
+    """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old one where it fits."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype:
+            return old.copy_(value)
+        return value.to("cpu", copy=True)
+    if isinstance(value, dict):
+        olds = old if isinstance(old, dict) else {}
+        return {key: _copy_tree(item, olds.get(key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
+        return type(value)(_copy_tree(item, other) for item, other in zip(value, others, strict=True))
+    return value
 
 
 def _reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,12 @@ USAGE_STATUS = 2
 
 REFUSAL_GRACE_S = 3.0
 """How long the other ranks leave rank 0 to print why all of them end."""
+
+CHECKPOINT_THREAD = "checkpoint"
+"""The name of the thread that writes a checkpoint."""
+
+CHECKPOINT_GRACE_S = 2.0
+"""How long a rank that has lost another still writes at a checkpoint: launchers leave it 3 s."""
 
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """What gloo says when another rank has gone or does not answer."""
@@ -54,6 +61,9 @@ def exit_status(main: Callable[[], object]) -> int:
         rank, host = os.environ.get("RANK", "0"), socket.gethostname()
         detail = " ".join(said[said.index(lost) :].split("\n")[0].split(". ")[0].split())
         print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
+        for thread in threading.enumerate():
+            if thread.name == CHECKPOINT_THREAD:
+                thread.join(CHECKPOINT_GRACE_S)
         # Threads that wait for the lost rank would keep the interpreter from ending.
         os._exit(1)
     finally:

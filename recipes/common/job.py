@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.checkpoint import Position, pack, position_of
+from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
@@ -39,7 +39,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.throughput = Throughput(self.args.global_batch_size, self.device)
-        self._saved = Path()
+        self._writer: CheckpointWriter | None = None
         self.guard = Guard(self.args, self.device, self.stop)
 
     @property
@@ -85,7 +85,8 @@ class Job:
     def save(self, is_best: bool = False, optimizer_state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
 
-        A recipe whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
+        Where training goes on after it, it does so once a copy has been taken (--async-checkpoints). A recipe
+        whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
         """
         if not self.record or isinstance(self.stop.error, NonFiniteError):
             return  # what would be saved may be spoilt
@@ -96,10 +97,14 @@ class Job:
             optimizer_state or self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
-        try:
-            self._saved = self.record.checkpoints.write(content, is_best)
-        except UserError as error:
-            self.stop.fail(error)
+        if not self._writer:
+            self._writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
+        is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
+        goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
+        if self.args.async_checkpoints and goes_on:
+            self._writer.begin(content, is_best)
+        else:
+            self._writer.write(content, is_best)
 
     def global_batches(self) -> Iterator[Tensor]:
         """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
@@ -165,15 +170,23 @@ class Job:
         return is_best
 
     def leave(self) -> None:
-        """Say how to go on with a run that a signal has ended."""
-        if self.record:
+        """Say how to go on with a run that a signal has ended.
+
+        Raises:
+            UserError: its checkpoint could not be written.
+        """
+        if self.record and self._writer:
+            self._writer.wait()
+            if self.stop.error:
+                raise self.stop.error
             name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.record.leave(name, self._saved)
+            self.record.leave(name, self._writer.newest or Path())
 
     def finish(self, world_size: int) -> None:
         """Print the result of a completed run."""
         if self.record:
             skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
+            stalls_s = self._writer.stalls_s if self._writer else [0.0]
             self.record.finish(
                 world_size=world_size,
                 test_accuracy=self.position.test_accuracy,
@@ -181,6 +194,8 @@ class Job:
                 train_s=self.throughput.seconds(),
                 sent_bytes_per_step=self.throughput.sent_per_step(),
                 peak_memory_bytes=peak_memory_bytes(self.device),
+                checkpoints=len(stalls_s),
+                checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
                 **skipped,
             )
 

@@ -147,6 +147,12 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         metavar="STEPS",
         help="steps between checkpoints besides those at each epoch's end",
     )
+    add_switch(
+        group,
+        "--async-checkpoints",
+        "write checkpoints from a copy of the state while training goes on",
+        default=True,
+    )
     group.add_argument(
         "--keep-checkpoints", type=positive_int, default=3, metavar="K", help="keep the newest K and the best"
     )

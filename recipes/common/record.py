@@ -199,7 +199,8 @@ class Record:
         """Write result.json and print the line that ends a completed run.
 
         The result is that of this launch: world_size, test_accuracy, samples_per_s, train_s,
-        sent_bytes_per_step (by this machine) and peak_memory_bytes (of rank 0).
+        sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (their number) and
+        checkpoint_stall_s (for how long one held up training, on average).
         """
         self.close()
         text = json.dumps({"recipe": self.recipe, **result}, indent=2) + "\n"

@@ -1,10 +1,13 @@
 """Checkpoints are whole or absent: damage of any kind is seen, and never executed."""
 
+import copy
 import io
+import json
 import os
 import pickle
 import random
 import struct
+import threading
 import zlib
 
 import pytest
@@ -15,6 +18,7 @@ from recipes.common.checkpoint import (
     FORMAT,
     BadCheckpointError,
     CheckpointFolder,
+    CheckpointWriter,
     Position,
     check_options,
     pack,
@@ -23,7 +27,7 @@ from recipes.common.checkpoint import (
 )
 from recipes.common.errors import UserError
 from recipes.single.train import options
-from tests.support import is_equal
+from tests.support import is_equal, newest_checkpoint, train
 
 ARGS = options([])
 
@@ -289,3 +293,77 @@ def test_the_best_accuracy_is_remembered():
     position = Position()
     assert [position.record_accuracy(value) for value in (0.5, 0.4, 0.5, 0.6)] == [True, False, False, True]
     assert (position.epoch, position.test_accuracy, position.best_accuracy) == (4, 0.6, 0.6)
+
+
+def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
+    """What changes while the file is written does not get into it."""
+    go, write = threading.Event(), folder.write
+
+    def write_late(*arguments):
+        assert go.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(folder, "write", write_late)
+    writer = CheckpointWriter(folder, on_error=pytest.fail)
+    first = content(40)
+    expected = copy.deepcopy(first)
+    writer.begin(first)
+    first["model"]["weight"].fill_(-1)
+    first["optimizer"]["state"][0]["momentum_buffer"].fill_(-1)
+    first["position"]["step"] = 41
+    assert writer.newest is None
+    go.set()
+    writer.wait()
+    assert writer.newest == folder.paths()[0]
+    assert is_equal(folder.read_newest(set_aside=True)[1], expected)
+    assert len(writer.stalls_s) == 1
+
+
+def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, monkeypatch):
+    begun, go, write = [], threading.Event(), folder.write
+
+    def write_late(given, is_best):
+        begun.append(given)
+        assert go.wait(20)
+        assert given["position"]["step"] == len(begun) * 10 + 30
+        return write(given, is_best)
+
+    monkeypatch.setattr(folder, "write", write_late)
+    writer = CheckpointWriter(folder, on_error=pytest.fail)
+    second = content(50)
+    wanted = copy.deepcopy(second)
+    writer.begin(content(40))
+    thread = threading.Thread(target=writer.begin, args=(second,))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert len(begun) == 1
+    go.set()
+    thread.join(20)
+    writer.wait()
+    assert is_equal(folder.read_newest(set_aside=True)[1], wanted)
+    assert begun[0]["model"]["weight"].data_ptr() == begun[1]["model"]["weight"].data_ptr()
+    assert [path.name for path in folder.paths()[:2]] == ["step-000000050.pt", "step-000000040.pt"]
+
+
+def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch):
+    def fail(*_):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(folder, "write", fail)
+    errors = []
+    writer = CheckpointWriter(folder, errors.append)
+    writer.begin(content(40))
+    writer.wait()
+    assert [str(error) for error in errors] == ["the disk is full"]
+    assert writer.newest is None
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_stall_of_checkpoints_is_in_the_result(tmp_path, is_async):
+    switch = "--async-checkpoints" if is_async else "--no-async-checkpoints"
+    run = train("single", tmp_path, 1, "--epochs", "2", "--checkpoint-every", "10", switch)
+    result = json.loads((run / "result.json").read_text())
+    assert result["checkpoints"] == 6
+    assert 0 < result["checkpoint_stall_s"] < 10
+    assert newest_checkpoint(run)["position"]["step"] == 44

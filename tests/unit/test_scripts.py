@@ -141,7 +141,8 @@ class TestNode:
             "rank 1 (pid 77 on {host}) ended with status 1; its own words are above",
         ),
         ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
-        ({"r2": 3}, 3, "rank 2 (pid 77 on {host}) ended with status 3"),
+        ({"r2": 4}, 4, "rank 2 (pid 77 on {host}) ended with status 4"),
+        ({"r0": 3, "r1": -9}, 3, None),  # each has reported where it hung
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
