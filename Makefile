@@ -1,7 +1,7 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
-# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. WITH=docker runs in containers; images take BASE_IMAGE,
-# BUILD_IMAGE, REGISTRY, TAG.
+# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. WITH=docker
+# runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -18,6 +18,8 @@ FABRIC ?=
 NAMESPACE ?=
 RENDER ?=
 WITH ?=
+MIN_NODES ?=
+MAX_RESTARTS ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -28,6 +30,9 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 	$(if $(CPUS),--cpus-per-task "$(CPUS)") $(if $(CONSTRAINT),--constraint "$(CONSTRAINT)") \
 	$(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QOS),--qos "$(QOS)") $(if $(NAME),--name "$(NAME)") \
 	$(if $(SWEEP),--sweep "$(SWEEP)") $(if $(filter-out 0,$(LOCAL)),--local)
+
+# Those of scripts.local that make a job elastic.
+ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
 
 .PHONY: help list setup run image push submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
@@ -45,7 +50,7 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 	@$(if $(WITH),,scripts/setup.sh run)
 	@$(if $(WITH),,$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing))
 	@exec $(if $(WITH),python3 -m scripts.compose,$(PYTHON) -m scripts.local) "$(RECIPE)" --nodes "$(NODES)" \
-		--nproc-per-node "$(NPROC_PER_NODE)" -- $(if $(NAME),--name "$(NAME)") $(ARGS)
+		--nproc-per-node "$(NPROC_PER_NODE)" $(ELASTIC_OPTIONS) -- $(if $(NAME),--name "$(NAME)") $(ARGS)
 
 image: ## Build the image of a recipe: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
 	@scripts/image.sh build "$(RECIPE)"
