@@ -262,6 +262,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", default="")
     parser.add_argument("--min-nodes", default="", help="go on with so many, and take in those that come back")
     parser.add_argument("--max-restarts", default="", help="rounds after the first, with --min-nodes (3)")
+    parser.add_argument(
+        "--networks", default="", help=argparse.SUPPRESS
+    )  # NAMESPACE=ADDRESS,...: scripts/drill.py
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser.parse_args(own)
@@ -288,15 +291,20 @@ def main(argv: list[str] | None = None) -> int:
     if elastic:
         from scripts.elastic.local_nodes import ElasticJob
 
-    job = ElasticJob(nodes, *elastic) if elastic else LocalJob()
+    networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
+    job = ElasticJob(nodes, *elastic, networks[-1][1] if networks else "127.0.0.1") if elastic else LocalJob()
     signal.signal(signal.SIGINT, job.interrupt)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
         for node in range(nodes):
-            environment = node_environment(node, nodes, processes, shares[node], port)
-            job.start(["scripts/launch.sh", recipe, *args.options], {**environment, "TMPDIR": scratch})
+            environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
+            prefix = []
+            if networks:
+                environment |= {"MASTER_ADDR": networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
+                prefix = ["nsenter", f"--net=/run/netns/{networks[node][0]}", "--"]
+            job.start([*prefix, "scripts/launch.sh", recipe, *args.options], environment)
         return job.wait()
 
 

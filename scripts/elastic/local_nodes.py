@@ -23,14 +23,14 @@ LEAVE_S = 15.0
 class ElasticJob(LocalJob):
     """The nodes and the coordinator, which alone says how the job has ended."""
 
-    def __init__(self, nodes: int, min_nodes: int, max_restarts: int) -> None:
+    def __init__(self, nodes: int, min_nodes: int, max_restarts: int, address: str) -> None:
         super().__init__()
         self.port = free_port()
         command = [sys.executable, "-m", "scripts.elastic.coordinator", "--port", str(self.port)]
-        command += ["--listen", "127.0.0.1", "--nodes", str(nodes), "--min-nodes", str(min_nodes)]
+        command += ["--listen", address, "--nodes", str(nodes), "--min-nodes", str(min_nodes)]
         command += ["--max-restarts", str(max_restarts)]
         command += ["--timeout-s", os.environ.get("RDZV_TIMEOUT_S") or "300"]
-        self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"127.0.0.1:{self.port}"}
+        self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"{address}:{self.port}"}
         self.coordinator = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
         )
@@ -42,8 +42,9 @@ class ElasticJob(LocalJob):
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start the next node."""
         if not option("--name", "", command):  # the rounds go on with the run of this name
-            self.name = self.name or f"{command[1]}-{time.strftime('%Y%m%d-%H%M%S')}"
-            command = [*command[:2], "--name", self.name, *command[2:]]
+            options = command.index("scripts/launch.sh") + 2
+            self.name = self.name or f"{command[options - 1]}-{time.strftime('%Y%m%d-%H%M%S')}"
+            command = [*command[:options], "--name", self.name, *command[options:]]
         self.commands.append((command, {**environment, **self.own}))
         self.nodes.append(self.start_node(len(self.nodes)))
 

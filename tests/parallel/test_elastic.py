@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support import Command, free_port, local, losses, run_command, train, words_for
+from tests.support import Command, losses, train, words_for
 
 GENTLE = ("--lr", "0.002", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 """A rate at which a difference in the last bit stays one for hundreds of steps."""
