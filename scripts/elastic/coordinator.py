@@ -42,6 +42,9 @@ END_GRACE_S = 10.0
 NEWCOMER_WAIT_S = 2.0
 """How long a newcomer waits for others: nodes that come together cost one round."""
 
+TRAIN_S = 1.0
+"""How long a round trains before it is stopped for a newcomer: a step at least is won by each round."""
+
 STRIKES = 2
 """A node whose ranks fail in so many rounds in a row is left out: a rank of it is dead for good."""
 
@@ -78,6 +81,7 @@ class Coordinator:
         self.changed = asyncio.Event()
         self.rounds = 0
         self.lost: list[str] = []
+        self.training_since = 0.0
 
     def tell(self, text: str) -> None:
         """Print a line about the rounds, beside what the recipe prints."""
@@ -116,6 +120,8 @@ class Coordinator:
         member.heard = time.monotonic()
         if message["type"] == "leaving":
             member.leaving = True
+        elif message["type"] == "training" and message["round"] == self.rounds:
+            self.training_since = self.training_since or member.heard
         elif message["type"] == "ended" and message["round"] == self.rounds:
             member.status, member.reported = int(message["status"]), member.heard
             member.port = int(message["port"])
@@ -189,7 +195,7 @@ class Coordinator:
 
     async def run_round(self, members: list[Member]) -> bool:
         """Let the nodes train until all have ended; return whether they were asked to, for newcomers."""
-        self.rounds += 1
+        self.rounds, self.training_since = self.rounds + 1, 0.0
         if self.rounds > 1 or len(members) < self.args.nodes:
             self.tell(f"round {self.rounds}: {len(members)} of {self.args.nodes} nodes")
         head = members[0]
@@ -219,10 +225,12 @@ class Coordinator:
         return asked_at is not None
 
     def is_worth_a_round(self, newcomers: list[Member]) -> bool:
-        """Whether nodes that came during a round have waited for each other, and another round is left."""
-        if not newcomers or self.rounds > self.args.max_restarts:
+        """Whether a round is to end for nodes that have come, and another round is left."""
+        if not newcomers or self.rounds > self.args.max_restarts or not self.training_since:
             return False
-        return time.monotonic() > max(member.joined for member in newcomers) + NEWCOMER_WAIT_S
+        now = time.monotonic()
+        have_waited = now > max(member.joined for member in newcomers) + NEWCOMER_WAIT_S
+        return have_waited and now > self.training_since + TRAIN_S
 
     def is_over(self, members: list[Member], asked_at: float | None) -> bool:
         """Whether the round has come to its end, or cannot go on."""

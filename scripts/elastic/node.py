@@ -121,6 +121,7 @@ class Node:
         self.is_leaving = False
         self.has_ended_ranks = False
         self.last_port = settings.port
+        self.round, self.record_before = 0, self.record_time()
         self.agent_was_killed = asyncio.Event()
 
     def on_signal(self, number: signal.Signals) -> None:
@@ -140,7 +141,18 @@ class Node:
         while True:
             say(writer, type="beat")
             self.pass_on()
+            if self.record_before != (now := self.record_time()):
+                say(writer, type="training", round=self.round)
+                self.record_before = now
             await asyncio.sleep(BEAT_S)
+
+    def record_time(self) -> int:
+        """Return when the run's record was written: rank 0 does so as training begins; 0 on other nodes."""
+        run = Path(option("--runs-dir", "runs", self.options)) / option("--name", "", self.options)
+        try:
+            return (run / "config.json").stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def next_port(self) -> int:
         """Return a port for the next round, should this node be its head: not the last one, which may linger."""
@@ -158,6 +170,7 @@ class Node:
         }
         inherited = {name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "COORDINATOR")}
         self.has_ended_ranks = False
+        self.round, self.record_before = message["round"], self.record_time()
         self.stopping = self.stopping if self.is_leaving else 0
         self.ranks = await asyncio.create_subprocess_exec(
             LAUNCH,
