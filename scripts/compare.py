@@ -155,10 +155,9 @@ def notes_of(folder: Path, recipes: Sequence[str], nodes: int, processes: int, s
     ]
 
 
-def next_folder(kind: str = "compare") -> Path:
+def next_folder(kind: str = "compare", runs: Path = ROOT / "runs") -> Path:
     """Make runs/compare-001, or the next free number."""
-    runs = ROOT / "runs"
-    runs.mkdir(exist_ok=True)
+    runs.mkdir(parents=True, exist_ok=True)
     number = 1
     while (runs / f"{kind}-{number:03d}").exists():
         number += 1

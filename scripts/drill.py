@@ -53,6 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", default="", help="so many faults, drawn at random: a soak")
     parser.add_argument("--seed", default="0", help="decides on faults, steps and victims (0)")
     parser.add_argument("--steps", default="400", help="steps of a job (400)")
+    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs", help="where drill-001 is made")
     parser.add_argument("--plain", action="store_true", help="plain processes, also where root allows networks")
     return parser.parse_args(argv)
 
@@ -151,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults, reasons = choose(args, not is_plain)
     if not is_plain:
         network.enter("scripts.drill", words)
+    folder = next_folder("drill", args.runs_dir.resolve())
     os.chdir(ROOT)
-    folder = next_folder("drill")
     setting = Setting(nodes, int(args.seed), steps, 20, folder, None if is_plain else network.Network(nodes))
     where = "plain processes" if is_plain else "a network for each node"
     print(f"drill {folder}: {len(faults)} faults, {nodes} nodes, {where}, SEED={setting.seed}", flush=True)

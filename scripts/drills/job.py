@@ -58,10 +58,9 @@ class Steps:
         return next((seen for seen, step in self.seen if seen > moment and step > above), None)
 
     def longest_pause(self, since: float) -> float:
-        """Return the end of the longest pause between two steps that ended after a moment."""
+        """Return the seconds of the longest pause between two steps since a moment."""
         times = [seen for seen, _ in self.seen]
-        pairs = [(b - max(a, since), b) for a, b in itertools.pairwise(times) if b > since]
-        return max(pairs, default=(0.0, since))[1]
+        return max((b - max(a, since) for a, b in itertools.pairwise(times) if b > since), default=0.0)
 
 
 class Job:

@@ -78,7 +78,7 @@ class Figures:
     noticed_s: float | None = None
     """From the fault to the end of the job on all nodes, or of the round; None where it rides the fault out."""
     training_again_s: float | None = None
-    """From the fault to the next new step that is logged."""
+    """From the fault to the next new step; where it rides the fault out, the longest pause between two steps."""
     steps_lost: int | None = None
     """Done, and to be done again."""
     weights: str = ""
@@ -192,7 +192,7 @@ class Trial:
         then, figures = self.fault.then, self.figures
         if then == RIDES:
             status = self._end_within(START_S, "the job")
-            figures.training_again_s = self.steps.longest_pause(self.planted) - self.planted
+            figures.training_again_s = self.steps.longest_pause(self.planted)
             if status != 0:
                 raise NotSurvivedError(f"ended with status {status}, and should have gone on")
             figures.steps_lost = 0
