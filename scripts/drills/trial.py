@@ -49,7 +49,7 @@ class Setting:
             "--seed": self.seed,
             "--max-steps": self.steps,
             "--epochs": 100000,
-            "--lr": 0.002,
+            "--lr": 0.0005,
             "--checkpoint-every": self.interval,
             "--log-every": 1,
             "--timeout-s": timeout_s,

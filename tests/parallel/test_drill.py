@@ -3,8 +3,6 @@
 import json
 import sys
 
-import pytest
-
 from scripts.drills import network
 from tests.conftest import require
 from tests.support import Command
@@ -20,9 +18,8 @@ def drill(folder, *words):
     return report["faults"]
 
 
-@pytest.mark.parametrize("words", [("--plain", "kill-rank", "truncate", "--seed=1")])
-def test_plain_processes(tmp_path, words):
-    killed, truncated = drill(tmp_path, *words)
+def test_plain_processes(tmp_path):
+    killed, truncated = drill(tmp_path, "--plain", "kill-rank", "truncate", "--steps=240")
     for fault, intervals in ((killed, 1), (truncated, 2)):
         assert fault["survived"]
         assert 0 < fault["noticed_s"] < 15 < 60 + fault["noticed_s"] > fault["training_again_s"]
@@ -37,7 +34,7 @@ def test_plain_processes(tmp_path, words):
 
 def test_a_cut_link(tmp_path):
     require("netns", not network.why_not(), network.why_not(), "run `make test` as root")
-    [fault] = drill(tmp_path, "cut", "--seed=0", "--nodes=2")
+    [fault] = drill(tmp_path, "cut", "--seed=0", "--steps=240")
     # Ranks wait --timeout-s for each other, 6 s, before they end.
     assert 5 < fault["noticed_s"] < 15
     assert fault["training_again_s"] > fault["noticed_s"]
