@@ -135,7 +135,7 @@ def run_all(setting: Setting, faults: Sequence[Fault]) -> list[Figures]:
         done.append(figures)
         show(row(figures))
         if figures.failure:
-            print(f"  not survived: {figures.failure} ({trial.folder}/log.txt)", flush=True)
+            print(f"  not survived: {figures.failure} ({os.path.relpath(trial.folder)}/log.txt)", flush=True)
     return done
 
 
@@ -156,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     setting = Setting(nodes, int(args.seed), steps, 20, folder, None if is_plain else network.Network(nodes))
     where = "plain processes" if is_plain else "a network for each node"
-    print(f"drill {folder}: {len(faults)} faults, {nodes} nodes, {where}, SEED={setting.seed}", flush=True)
+    print(
+        f"drill {os.path.relpath(folder)}: {len(faults)} faults, {nodes} nodes, {where}, SEED={setting.seed}",
+        flush=True,
+    )
     done = run_all(setting, faults)
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")

@@ -103,9 +103,11 @@ class Coordinator:
             self.drop(before)
         self.members[member.number] = member
         self.changed.set()
-        while not member.gone and (message := await hear(reader, SILENCE_S)):
-            self.take(member, message)
-        self.drop(member)
+        try:
+            while not member.gone and (message := await hear(reader, SILENCE_S)):
+                self.take(member, message)
+        finally:
+            self.drop(member)
 
     def address_of(self, writer: asyncio.StreamWriter) -> str:
         """Return the address from which a node came: others reach it there.

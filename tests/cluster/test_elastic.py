@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from tests.parallel.test_elastic import GENTLE, OFTEN
 from tests.support import last_step, losses, train, wait_until
 
+GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
+"""A rate at which a difference in the last bit stays one for hundreds of steps."""
+
+OFTEN = ("--checkpoint-every", "20")
 STEPS = 900
 
 
