@@ -1,7 +1,7 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
-# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. WITH=docker runs in containers; images take BASE_IMAGE,
-# BUILD_IMAGE, REGISTRY, TAG.
+# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
+# ROUNDS, SEED are the drill's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -18,6 +18,11 @@ FABRIC ?=
 NAMESPACE ?=
 RENDER ?=
 WITH ?=
+MIN_NODES ?=
+MAX_RESTARTS ?=
+FAULTS ?=
+ROUNDS ?=
+SEED ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -29,7 +34,10 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 	$(if $(ACCOUNT),--account "$(ACCOUNT)") $(if $(QOS),--qos "$(QOS)") $(if $(NAME),--name "$(NAME)") \
 	$(if $(SWEEP),--sweep "$(SWEEP)") $(if $(filter-out 0,$(LOCAL)),--local)
 
-.PHONY: help list setup run doctor image push submit horovod compare slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
+# Those of scripts.local that make a job elastic.
+ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
+
+.PHONY: help list setup run doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,7 +53,7 @@ run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=m
 	@$(if $(WITH),,scripts/setup.sh run)
 	@$(if $(WITH),,$(if $(filter horovod,$(RECIPE)),scripts/horovod/build.sh --if-missing))
 	@exec $(if $(WITH),python3 -m scripts.compose,$(PYTHON) -m scripts.local) "$(RECIPE)" --nodes "$(NODES)" \
-		--nproc-per-node "$(NPROC_PER_NODE)" -- $(if $(NAME),--name "$(NAME)") $(ARGS)
+		--nproc-per-node "$(NPROC_PER_NODE)" $(ELASTIC_OPTIONS) -- $(if $(NAME),--name "$(NAME)") $(ARGS)
 
 doctor: ## Check nodes before training, and name what is wrong with its remedy: NODES=2 NPROC_PER_NODE=1 ARGS="--json FILE"
 	@scripts/setup.sh run
@@ -69,6 +77,11 @@ compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epoch
 	@scripts/setup.sh run
 	@$(if $(filter horovod,$(RECIPES)),scripts/horovod/build.sh --if-missing)
 	@exec $(PYTHON) -m scripts.compare $(RECIPES) --nodes "$(NODES)" --nproc-per-node "$(NPROC_PER_NODE)" -- $(ARGS)
+
+drill: ## Plant faults in real jobs and measure recovery: FAULTS="kill-rank truncate" ROUNDS=50 SEED=3 NODES=2
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.drill $(FAULTS) --nodes "$(if $(filter file,$(origin NODES)),2,$(NODES))" \
+		--rounds "$(ROUNDS)" --seed "$(or $(SEED),0)"
 
 slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
 	@scripts/slurm_cluster.sh up "$(if $(filter file,$(origin NODES)),2,$(NODES))"

@@ -155,14 +155,13 @@ def notes_of(folder: Path, recipes: Sequence[str], nodes: int, processes: int, s
     ]
 
 
-def next_folder() -> Path:
+def next_folder(kind: str = "compare", runs: Path = ROOT / "runs") -> Path:
     """Make runs/compare-001, or the next free number."""
-    runs = ROOT / "runs"
-    runs.mkdir(exist_ok=True)
+    runs.mkdir(parents=True, exist_ok=True)
     number = 1
-    while (runs / f"compare-{number:03d}").exists():
+    while (runs / f"{kind}-{number:03d}").exists():
         number += 1
-    folder = runs / f"compare-{number:03d}"
+    folder = runs / f"{kind}-{number:03d}"
     folder.mkdir()
     return folder
 

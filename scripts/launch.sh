@@ -7,7 +7,7 @@
 # environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM
 # mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/finished.py).
 # Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
-# same address.
+# same address; MIN_NODES makes the job elastic (scripts/elastic/node.py).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,6 +32,10 @@ fi
 
 if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it calls this script again without it
     exec "$python" -m scripts.finished "$recipe" "$@"
+fi
+
+if [[ -n ${MIN_NODES:-} ]]; then # an elastic job; it calls this script again without it, for each round
+    exec "$python" -m scripts.elastic.node "$recipe" "$@"
 fi
 
 if [[ -n ${FABRIC:-} ]]; then # set by a cluster's launch files

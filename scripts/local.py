@@ -102,7 +102,7 @@ def free_port() -> int:
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
     """Return the environment of one node: the five variables, its GPUs, and what suits one machine."""
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "COORDINATOR")},
         "NNODES": str(nodes),
         "NODE_RANK": str(node),
         "NPROC_PER_NODE": str(processes),
@@ -239,12 +239,34 @@ def _set_parent_death_signal(number: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
+def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[int, int] | None:
+    """Return MIN_NODES and MAX_RESTARTS of an elastic job, None for any other, or refuse."""
+    if not args.min_nodes:
+        if args.max_restarts:
+            refuse("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
+        return None
+    min_nodes = count("MIN_NODES", args.min_nodes)
+    if min_nodes > nodes:
+        refuse(f"MIN_NODES {min_nodes} is more than NODES {nodes}")
+    if recipe in ONE_PROCESS or recipe == "probe":
+        refuse(f"{recipe} is not for an elastic job; RECIPE=ddp is, say")
+    max_restarts = args.max_restarts or "3"
+    if not (max_restarts.isascii() and max_restarts.isdigit()) or int(max_restarts) > 1000:
+        refuse(f"MAX_RESTARTS wants a whole number from 0 to 1000, got {max_restarts!r}")
+    return min_nodes, int(max_restarts)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the launcher's own arguments; what follows -- is the recipe's."""
     parser = argparse.ArgumentParser(prog="python -m scripts.local", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", default="1")
     parser.add_argument("--nproc-per-node", default="")
+    parser.add_argument("--min-nodes", default="", help="go on with so many, and take in those that come back")
+    parser.add_argument("--max-restarts", default="", help="rounds after the first, with --min-nodes (3)")
+    parser.add_argument(
+        "--networks", default="", help=argparse.SUPPRESS
+    )  # NAMESPACE=ADDRESS,...: scripts/drill.py
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     args = parser.parse_args(own)
@@ -264,18 +286,27 @@ def main(argv: list[str] | None = None) -> int:
     shares = share_out(visible_gpus(), nodes)
     default = 1 if recipe in ONE_PROCESS else max(1, len(shares[0]))
     processes = count("NPROC_PER_NODE", args.nproc_per_node or str(default))
+    elastic = check_elastic(args, recipe, nodes)
     if os.environ.get("MAKELEVEL"):
         _set_parent_death_signal(signal.SIGINT)  # make has been killed: nobody waits for this job any more
 
-    job = LocalJob()
+    if elastic:
+        from scripts.elastic.local_nodes import ElasticJob
+
+    networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
+    job = ElasticJob(nodes, *elastic, networks[-1][1] if networks else "127.0.0.1") if elastic else LocalJob()
     signal.signal(signal.SIGINT, job.interrupt)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
         for node in range(nodes):
-            environment = node_environment(node, nodes, processes, shares[node], port)
-            job.start(["scripts/launch.sh", recipe, *args.options], {**environment, "TMPDIR": scratch})
+            environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
+            prefix = []
+            if networks:
+                environment |= {"MASTER_ADDR": networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
+                prefix = ["nsenter", f"--net=/run/netns/{networks[node][0]}", "--"]
+            job.start([*prefix, "scripts/launch.sh", recipe, *args.options], environment)
         return job.wait()
 
 

@@ -12,6 +12,9 @@
 #   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
 #   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
 #   MAX_REQUEUES      how often a job may start again (10)
+# With run_step srun_nodes, as in ddp-elastic.sbatch:
+#   MIN_NODES         the job goes on with so many nodes (1)
+#   MAX_RESTARTS      rounds after the first: each node that is lost or comes back begins one (10)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
@@ -127,13 +130,46 @@ run_step() {
     wait "$tail_pid" 2>/dev/null || true
 }
 
+# An elastic job: run a step for each node until the coordinator has ended the job; its status is the job's.
+srun_nodes() {
+    local node number=0 coordinator keepers=() status=0 i
+    export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
+    export RDZV_ID=$SLURM_JOB_ID.$restarts
+    "${container[@]}" "$PYTHON" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
+        --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" --job "$RDZV_ID" \
+        --timeout-s "${RDZV_TIMEOUT_S:-300}" &
+    coordinator=$!
+    for node in $nodes; do
+        keep_node "$node" "$number" "$coordinator" &
+        keepers+=("$!")
+        number=$((number + 1))
+    done
+    wait "$coordinator" || status=$?
+    for ((i = 0; i < 100; i++)); do
+        kill -0 "${keepers[@]}" 2>/dev/null || break
+        sleep 0.2
+    done
+    kill "${keepers[@]}" 2>/dev/null || true # of a node that no longer answers
+    return "$status"
+}
+
+# Start a node's step, and again where it has ended before the job.
+keep_node() {
+    while :; do
+        NODE_RANK=$2 "${srun[@]}" --nodes=1 --ntasks=1 --nodelist="$1" --immediate=30 \
+            --cpus-per-task="$SLURM_CPUS_ON_NODE" "${container[@]}" scripts/launch.sh ddp "${options[@]}" || true
+        if ! kill -0 "$3" 2>/dev/null; then return; fi
+        sleep 3
+    done
+}
+
 # Slurm's signal: it comes to this script alone (B:), a while before the time limit or a preemption. Pass it on until
 # all ranks have left: one that has not begun to listen yet would miss it.
 stop_step() {
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
     while :; do
-        if [[ $step == srun ]]; then
+        if [[ $step == srun* ]]; then # or a function of several
             scancel --signal="$1" "$job" 2>/dev/null || true # to the steps, not to this script
         elif [[ -n $step_pid ]]; then
             kill -s "$1" "$step_pid" 2>/dev/null || true # mpirun hands it to its ranks

@@ -1,0 +1,136 @@
+"""Nodes with a network each on this machine: addresses of their own, and links that can be cut or spoilt.
+
+Each node is a network namespace behind a bridge, as in scripts/slurm_cluster.sh. All of it lives in namespaces of
+the drill's own: whatever ends the drill, the kernel takes everything with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SUBNET = "10.79.0"
+INSIDE = "DRILL_INSIDE"
+TOOLS = ("ip", "unshare", "nsenter", "mount")
+
+
+def why_not() -> str:
+    """Return why there can be no network namespaces here, "" if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces want root on Linux"
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        return f"there is no {', '.join(missing)} (packages iproute2, util-linux)"
+    command = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
+    return "" if subprocess.run(command, capture_output=True).returncode == 0 else "unshare is not allowed here"
+
+
+def enter(module: str, argv: Sequence[str]) -> None:
+    """Become the same command in namespaces of its own; return if this is it already."""
+    if os.environ.get(INSIDE):
+        return
+    own = ["--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--mount", "--net", "--propagation", "private"]
+    os.environ[INSIDE] = "1"
+    os.execvp("unshare", ["unshare", *own, sys.executable, "-m", module, *argv])
+
+
+def call(*words: str) -> None:
+    """Run a command that has to work."""
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+class Network:
+    """The nodes' networks; node i has the address 10.79.0.(i + 1) on its eth0."""
+
+    def __init__(self, nodes: int) -> None:
+        self.names = [f"n{i}" for i in range(nodes)]
+        self.addresses = [f"{SUBNET}.{i + 1}" for i in range(nodes)]
+        self.bridge = f"{SUBNET}.254"
+        Path("/run/netns").mkdir(exist_ok=True)
+        call("mount", "-t", "tmpfs", "-o", "mode=755", "netns", "/run/netns")
+        self._answer_names_at_once()
+        call("ip", "link", "set", "lo", "up")
+        call("ip", "link", "add", "br0", "type", "bridge")
+        call("ip", "addr", "add", f"{self.bridge}/24", "dev", "br0")
+        call("ip", "link", "set", "br0", "up")
+        for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            call("ip", "netns", "add", name)
+            call("ip", "link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            call("ip", "link", "set", f"v{i}", "master", "br0", "up")
+            call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            call("ip", "-n", name, "link", "set", "lo", "up")
+            call("ip", "-n", name, "link", "set", "eth0", "up")
+
+    def _answer_names_at_once(self) -> None:
+        """Let look-ups end without a server, which nobody could reach from here."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in {
+                "hosts": f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n",
+                "resolv.conf": "options timeout:1 attempts:1\n",
+            }.items():
+                path = Path(folder) / name
+                path.write_text(text)
+                call("mount", "--bind", str(path), f"/etc/{name}")  # which keeps the file that is deleted
+
+    def option(self) -> str:
+        """Return what scripts.local takes as --networks."""
+        pairs = [f"{name}={address}" for name, address in zip(self.names, self.addresses, strict=True)]
+        return ",".join([*pairs, f"={self.bridge}"])
+
+    def cut(self, node: int) -> None:
+        """Take a node's link down."""
+        call("ip", "link", "set", f"v{node}", "down")
+
+    def lose(self, node: int, share: float) -> str:
+        """Drop a share of what comes to a node and leaves it, at random; return by what."""
+        inside = ("ip", "netns", "exec", self.names[node])
+        netem = [*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "loss", f"{share:.0%}"]
+        outside = ["tc", "qdisc", "add", "dev", f"v{node}", "root", "netem", "loss", f"{share:.0%}"]
+        if not subprocess.run(netem, capture_output=True).returncode:
+            call(*outside)
+            return "netem"
+        for chain in ("INPUT", "OUTPUT"):
+            rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
+            call(*inside, "iptables", *rule)
+        return "iptables"
+
+    def narrow(self, node: int, rate: str) -> None:
+        """Let only so much through a node's link each way, 20mbit say."""
+        shape = ("root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+        call("tc", "qdisc", "add", "dev", f"v{node}", *shape)
+        call("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+    def mend(self, node: int) -> None:
+        """Undo everything that was done to a node's link."""
+        inside = ("ip", "netns", "exec", self.names[node])
+        call("ip", "link", "set", f"v{node}", "up")
+        for command in (
+            [*inside, "iptables", "-F"],
+            [*inside, "tc", "qdisc", "del", "dev", "eth0", "root"],
+            ["tc", "qdisc", "del", "dev", f"v{node}", "root"],
+        ):
+            subprocess.run(command, capture_output=True)  # which fails where there is nothing to undo
+
+
+def can_lose() -> bool:
+    """Whether packets can be dropped at random: by netem, or by the packet filter."""
+    tests = (
+        "ip link set lo up && tc qdisc add dev lo root netem loss 5%",
+        "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP",
+    )
+    return any(
+        subprocess.run(["unshare", "--net", "sh", "-c", test], capture_output=True).returncode == 0
+        for test in tests
+    )
+
+
+def can_narrow() -> bool:
+    """Whether a link's rate can be limited."""
+    test = "tc qdisc add dev lo root tbf rate 10mbit burst 32kb latency 100ms"
+    return subprocess.run(["unshare", "--net", "sh", "-c", test], capture_output=True).returncode == 0

@@ -1,0 +1,110 @@
+"""The fire drill's own sums: what it draws, what it compares, and when it is red."""
+
+import json
+
+import pytest
+
+from scripts import drill
+from scripts.drills import trial
+from scripts.drills.faults import FAULTS
+from scripts.drills.job import Steps
+from scripts.drills.trial import Figures
+from tests.support import run_command
+
+
+def names(*words, has_network=False):
+    return [fault.name for fault in drill.choose(drill.parse(words), has_network)[0]]
+
+
+def test_without_networks_the_faults_of_links_are_left_out_with_the_reason():
+    faults, reasons = drill.choose(drill.parse([]), False)
+    assert set(reasons) >= {"cut-10s", "cut", "loss", "narrow", "cut-node"}
+    assert [fault.name for fault in faults] == [name for name in FAULTS if name not in reasons]
+
+
+def test_a_soak_is_drawn_from_the_seed():
+    soak = names("--rounds", "50", "--seed", "3")
+    assert len(soak) == 50
+    assert len(set(soak)) > 5
+    assert soak == names("--rounds", "50", "--seed", "3") != names("--rounds", "50", "--seed", "4")
+    assert set(names("truncate", "two", "--rounds", "20")) == {"truncate", "two"}
+
+
+def test_a_trial_draws_the_same_again(tmp_path):
+    def draw(seed, folder):
+        folder.mkdir()
+        setting = trial.Setting(3, seed, 400, 20, folder, None)
+        chance = trial.Trial(setting, FAULTS["kill-rank"], 1, tmp_path).chance
+        return [chance.random() for _ in range(3)]
+
+    assert draw(1, tmp_path / "a") == draw(1, tmp_path / "b") != draw(2, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("kil-rank",), "did you mean 'kill-rank'?"),
+        (("--plain", "cut"), "cut cannot be planted here: "),
+        (("--nodes", "1"), "NODES wants at least 2 for a drill"),
+        (("--seed", "x"), "SEED wants a whole number, got 'x'"),
+        (("--rounds", "many"), "ROUNDS wants a whole number"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(words, refusal, capsys):
+    with pytest.raises(SystemExit) as caught:
+        drill.main(list(words))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert refusal in error
+
+
+def test_make_drill_passes_its_variables_on():
+    result = run_command("make", "drill", "FAULTS=kill-rank nonsense", "SEED=1", "ROUNDS=2")
+    assert result.status == 2
+    assert "error: FAULTS wants some of kill-rank, " in result.stderr
+
+
+@pytest.mark.parametrize(("failure", "status"), [("", 0), ("weights differ", 1)])
+def test_it_is_red_when_a_fault_was_not_survived(tmp_path, monkeypatch, capsys, failure, status):
+    done = [Figures("kill-rank", noticed_s=1.0), Figures("stop-rank", failure=failure)]
+    monkeypatch.setattr(drill, "run_all", lambda *_: done)
+    assert drill.main(["--plain", "kill-rank", "stop-rank", "--seed", "5", "--runs-dir", str(tmp_path)]) == status
+    report = json.loads((tmp_path / "drill-001/drill.json").read_text())
+    assert [fault["survived"] for fault in report["faults"]] == [True, not failure]
+    assert report["seed"] == 5
+    assert ("error: not survived: 002-stop-rank; again: SEED=5" in capsys.readouterr().err) == bool(failure)
+
+
+def record(folder, losses):
+    folder.mkdir()
+    lines = [{"step": step, "loss": loss} for step, loss in losses.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_missing_step_is_no_equal_curve(tmp_path):
+    whole = trial.read_losses(record(tmp_path / "a", {1: 2.0, 2: 1.0}))
+    assert trial.largest_difference(whole, whole) == 0
+    assert trial.largest_difference({1: 2.0, 2: 1.001}, whole) == pytest.approx(1e-3)
+    assert trial.largest_difference({1: 2.0}, whole) == float("inf")
+
+
+def test_pauses_and_first_steps(tmp_path):
+    steps = Steps(tmp_path)
+    steps.end()
+    steps.seen = [(0.0, 1), (1.0, 2), (5.0, 3), (5.5, 1), (6.0, 4)]
+    assert steps.longest_pause(since=0.5) == 4.0
+    assert steps.longest_pause(since=4.5) == 0.5
+    assert steps.first_after(5.0, above=1) == 6.0
+    assert steps.first_after(6.0) is None
+
+
+def test_more_lost_steps_than_an_interval_are_a_failure(tmp_path):
+    one = trial.Trial(trial.Setting(2, 0, 400, 20, tmp_path, None), FAULTS["kill-rank"], 1, tmp_path)
+    one.run_dir.mkdir()
+    (one.run_dir / "config.json").write_text(json.dumps({"launches": [{"step": 0}, {"step": 40}]}))
+    one._count_lost(60, -1)
+    assert one.figures.steps_lost == 20
+    with pytest.raises(trial.NotSurvivedError, match="21 steps lost, more than 20"):
+        one._count_lost(61, -1)
