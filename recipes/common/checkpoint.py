@@ -250,7 +250,7 @@ class CheckpointWriter:
         started = time.perf_counter()
         self.wait()
         # The memory of the last copy serves again: its pages are there already.
-        self._copy = _copy_tree(content, self._copy)
+        self._copy = copy_tree(content, self._copy)
         self._thread = threading.Thread(target=self._write, args=(self._copy, is_best), name=CHECKPOINT_THREAD)
         self._thread.start()
         self.stalls_s.append(time.perf_counter() - started)
@@ -275,7 +275,7 @@ class CheckpointWriter:
             self.on_error(error)
 
 
-def _copy_tree(value: Any, old: Any = None) -> Any:
+def copy_tree(value: Any, old: Any = None) -> Any:
     """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old one where it fits."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
@@ -284,10 +284,10 @@ def _copy_tree(value: Any, old: Any = None) -> Any:
         return value.to("cpu", copy=True)
     if isinstance(value, dict):
         olds = old if isinstance(old, dict) else {}
-        return {key: _copy_tree(item, olds.get(key)) for key, item in value.items()}
+        return {key: copy_tree(item, olds.get(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
-        return type(value)(_copy_tree(item, other) for item, other in zip(value, others, strict=True))
+        return type(value)(copy_tree(item, other) for item, other in zip(value, others, strict=True))
     return value
 
 

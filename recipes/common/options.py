@@ -238,9 +238,10 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--on-nonfinite",
-        type=one_of("stop", "skip"),
+        type=one_of("stop", "skip", "rollback"),
         default="stop",
-        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step",
+        help="a loss or gradient that is not finite: stop the job with its step and ranks, skip that step, or "
+        "skip it and go back to the weights of the last checkpoint",
     )
 
 

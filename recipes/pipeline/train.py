@@ -106,8 +106,8 @@ def check_options(args: Options) -> None:
     """Refuse options that do not combine."""
     microbatches, stages = args.num_microbatches, args.stages
     rounds = max(1, microbatches // stages)
-    if args.on_nonfinite == "skip":
-        raise UserError("--on-nonfinite skip: a stage sees its own gradients only; use stop")
+    if args.on_nonfinite != "stop":
+        raise UserError(f"--on-nonfinite {args.on_nonfinite}: a stage sees its own gradients only; use stop")
     if args.amp == "fp16":
         raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
     if args.sync_batchnorm:

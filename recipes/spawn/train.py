@@ -113,7 +113,10 @@ def options(argv: Sequence[str] | None = None) -> Options:
         help="gradients that travel together",
     )
     add_switch(group, "--zero", "shard the optimizer's state over the ranks (ZeRO stage 1)")
-    return parse(parser, argv)
+    args = parse(parser, argv)
+    if args.zero and args.on_nonfinite == "rollback":
+        raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
+    return args
 
 
 @dataclass(frozen=True)
