@@ -132,7 +132,7 @@ run_step() {
 
 # An elastic job: run a step for each node until the coordinator has ended the job; its status is the job's.
 srun_nodes() {
-    local node number=0 coordinator keepers=() status=0 i
+    local node number=0 coordinator keeper keepers=() status=0 i
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
     export RDZV_ID=$SLURM_JOB_ID.$restarts
     "${container[@]}" "$PYTHON" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
@@ -145,11 +145,13 @@ srun_nodes() {
         number=$((number + 1))
     done
     wait "$coordinator" || status=$?
-    for ((i = 0; i < 100; i++)); do
-        kill -0 "${keepers[@]}" 2>/dev/null || break
-        sleep 0.2
+    for keeper in "${keepers[@]}"; do
+        for ((i = 0; i < 75; i++)); do
+            if ! kill -0 "$keeper" 2>/dev/null; then break; fi
+            sleep 0.2
+        done
+        kill "$keeper" 2>/dev/null || true # of a node that no longer answers
     done
-    kill "${keepers[@]}" 2>/dev/null || true # of a node that no longer answers
     return "$status"
 }
 
@@ -158,8 +160,8 @@ keep_node() {
     while :; do
         NODE_RANK=$2 "${srun[@]}" --nodes=1 --ntasks=1 --nodelist="$1" --immediate=30 \
             --cpus-per-task="$SLURM_CPUS_ON_NODE" "${container[@]}" scripts/launch.sh ddp "${options[@]}" || true
+        sleep 3 # the coordinator ends a little after the nodes that it has told to leave
         if ! kill -0 "$3" 2>/dev/null; then return; fi
-        sleep 3
     done
 }
 
