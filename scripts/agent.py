@@ -85,6 +85,8 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_head(node)
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's own variables, an operator's: it would mix them with what is said below
     logging.disable(logging.ERROR)  # status_of() says in one line what torchrun logs in thirty
     # torchrun would ask the other processes to end by TERM, which recipes take for "write a checkpoint" and a
     # process that waits in a collective does not heed at all, and would kill them 30 s later.

@@ -140,9 +140,6 @@ def render(request: Request) -> list[dict[str, Any]]:
     for holder in [*containers, job.get("trainer", {})]:
         if "args" in holder:
             holder["args"] = arguments(request, holder["args"])
-    if request.kind == "pytorchjob-elastic":  # torchrun's command names the recipe
-        module = f"recipes.{request.recipe}.train"
-        containers[0]["command"] = [word.replace("recipes.ddp.train", module) for word in containers[0]["command"]]
     return documents
 
 
@@ -152,8 +149,10 @@ def check(request: Request) -> None:
         raise UserError(f"KIND=mpijob runs horovod, not {request.recipe}; KIND=indexed-job runs every recipe")
     if request.kind == "doctor" and request.recipe != "probe":
         raise UserError(f"KIND=doctor runs probe, not {request.recipe}")
-    if request.kind == "pytorchjob-elastic" and request.recipe in ("single", "dataparallel", "spawn", "horovod"):
-        raise UserError(f"KIND=pytorchjob-elastic wants a recipe that torchrun starts, not {request.recipe}")
+    if request.kind == "pytorchjob-elastic" and request.recipe in ("single", "dataparallel", "probe"):
+        raise UserError(
+            f"KIND=pytorchjob-elastic goes on with fewer nodes, which {request.recipe} cannot; RECIPE=ddp"
+        )
     if request.recipe in ("single", "dataparallel") and request.nodes != 1:
         raise UserError(f"{request.recipe} is one process; NODES=1, or RECIPE=ddp")
     if request.kind == "pytorchjob" and request.nodes < 2:

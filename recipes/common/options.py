@@ -280,6 +280,8 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
         raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
+    if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
+        raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
     return args.freeze()
 
 

@@ -86,10 +86,7 @@ def options(argv: Sequence[str] | None = None) -> Options:
         help="gradients that travel together",
     )
     add_switch(group, "--zero", "shard the optimizer's state over the ranks (ZeRO stage 1)")
-    args = parse(parser, argv)
-    if args.zero and args.on_nonfinite == "rollback":
-        raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
-    return args
+    return parse(parser, argv)
 
 
 @dataclass(frozen=True)

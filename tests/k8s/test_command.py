@@ -316,7 +316,7 @@ def test_delete_of_what_is_not_there(tmp_path):
         (["ddp", "--name", "My_Job"], "NAME wants at most 40 small letters, digits and '-', the first a letter"),
         (["ddp", "--kind", "mpijob"], "KIND=mpijob runs horovod, not ddp"),
         (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
-        (["spawn", "--kind", "pytorchjob-elastic"], "wants a recipe that torchrun starts, not spawn"),
+        (["single", "--kind", "pytorchjob-elastic"], "goes on with fewer nodes, which single cannot"),
         (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
         (["ddp", "--kind", "pytorchjob", "--nodes", "1"], "KIND=pytorchjob has a Master and at least one Worker"),
     ],

@@ -14,7 +14,7 @@ from scripts.doctor import __main__ as doctor
 from scripts.k8s import KINDS, Request, load, render
 from tests.conftest import require
 from tests.k8s import simulation
-from tests.support import ROOT, free_port, last_step, losses
+from tests.support import ROOT, free_port, last_step, losses, train
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds in which scripts/launch.sh starts every node."""
@@ -159,7 +159,7 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
         if args is None:
             assert kind == "mpijob"
             continue
-        if kind not in ("mpijob", "pytorchjob-elastic"):
+        if kind != "mpijob":
             assert what_starts(pod, fake_python)["argv"][-len(args) :] == args
             if kind != "doctor":
                 assert args[0] == recipe
@@ -191,8 +191,6 @@ def start(kind, documents, folder, *options):
         for name in ("MASTER_PORT", "PET_MASTER_PORT"):
             if name in pod.env:
                 pod.env[name] = port
-        if "POD_IP" in pod.env:
-            pod.env["POD_IP"] = "127.0.0.1"
         if "PET_RDZV_ENDPOINT" in pod.env:
             pod.env["PET_RDZV_ENDPOINT"] = f"{pod.env['PET_RDZV_ENDPOINT'].split(':')[0]}:{port}"
     return [simulation.run(pod, replaced) for pod in made]
@@ -224,14 +222,22 @@ def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     assert ranks == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
-def test_the_elastic_job_trains_with_the_nodes_that_are_there(tmp_path):
+def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
+    """Of two pods one is killed for good: the other goes on from the checkpoint and ends the run."""
     documents = load("pytorchjob-elastic.yaml")
-    documents[0]["spec"]["elasticPolicy"]["maxReplicas"] = 2  # or torchrun waits 30 s for more
-    pods = start("pytorchjob-elastic", documents, tmp_path, "--max-steps=2")
-    results = [command.wait(gone_within_s=15) for command in pods]
-    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
-    text = "".join(result.stdout for result in results)  # rank 0 is on either node
-    assert "result recipe=ddp world_size=2 " in text
+    documents[0]["spec"]["elasticPolicy"]["maxReplicas"] = 2
+    words = ("--log-every=1", "--checkpoint-every=10", "--epochs=12", "--lr=0.0005")
+    pods = start("pytorchjob-elastic", documents, tmp_path, *words)
+    pods[0].wait_for_step(tmp_path / "ddp-elastic", 30)
+    pods[1].kill()
+    result = pods[0].wait(gone_within_s=15)
+    assert result.status == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=1 ")
+    launches = json.loads((tmp_path / "ddp-elastic/config.json").read_text())["launches"]
+    assert [launch["world_size"] for launch in launches] == [2, 1]
+    assert launches[1]["step"] >= 20
+    whole = train("single", tmp_path / "whole", 1, "--epochs=12", "--lr=0.0005")
+    assert losses(tmp_path / "ddp-elastic") == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
