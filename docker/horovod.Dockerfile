@@ -34,10 +34,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY requirements/horovod-build.txt /build/requirements/
 COPY scripts/horovod /build/scripts/horovod
-# The packages of the first stage, and what is written among them is dropped: the wheel is in its cache, /wheels.
+# What scripts/image.sh found in the cache of `make horovod`: such a wheel serves again where all versions are the same.
+COPY requirements/horovod-build.txt docker/wheel[s] /cache/
+# The packages of the first stage, and what is written among them is dropped.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=base,source=/opt/venv,target=/opt/venv,rw \
-    PYTHON=/opt/venv/bin/python XDG_CACHE_HOME=/wheels /build/scripts/horovod/build.sh
+    PYTHON=/opt/venv/bin/python XDG_CACHE_HOME=/cache WHEEL_DIR=/wheels /build/scripts/horovod/build.sh
 
 # --- The image ------------------------------------------------------------------------------------------------------
 FROM base
@@ -47,7 +49,7 @@ RUN apt-get update \
         openmpi-bin openssh-client openssh-server \
     && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python -m pip install --no-cache-dir --no-deps --no-index /wheels/cluster-recipes/horovod/*/horovod-*.whl \
+    python -m pip install --no-cache-dir --no-deps --no-index /wheels/horovod-*.whl \
     && python -c 'import horovod.torch as hvd; print("horovod: mpi", hvd.mpi_built(), "nccl", hvd.nccl_built())'
 WORKDIR /opt/cluster-recipes
 COPY . .

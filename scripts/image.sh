@@ -43,6 +43,11 @@ if [[ -n ${BASE_IMAGE:-} ]]; then
 fi
 # ddp's has nothing to compile.
 if [[ -n ${BUILD_IMAGE:-} && $image != ddp ]]; then arguments+=(--build-arg "BUILD_IMAGE=$BUILD_IMAGE"); fi
+if [[ $image == horovod ]]; then
+    trap 'rm -rf docker/wheels' EXIT
+    wheels=${XDG_CACHE_HOME:-$HOME/.cache}/cluster-recipes
+    if [[ -d $wheels ]]; then mkdir -p docker/wheels && cp -r "$wheels" docker/wheels; fi
+fi
 echo "image: building $name of docker/$image.Dockerfile (PyTorch with CUDA: about 6 GB, some minutes)"
 DOCKER_BUILDKIT=1 "$docker" build --progress=plain --file "docker/$image.Dockerfile" --tag "$name" "${arguments[@]}" . ||
     refuse "the build failed; its last words are above (no base image: BASE_IMAGE=ubuntu:24.04, or docker/stand-in.sh)"

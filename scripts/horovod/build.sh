@@ -4,6 +4,7 @@
 #   scripts/horovod/build.sh                                 .venv of this checkout
 #   PYTHON=/opt/venv/bin/python scripts/horovod/build.sh     another interpreter
 #   scripts/horovod/build.sh --if-missing                    nothing where it is built already, in no time
+#   WHEEL_DIR=/wheels scripts/horovod/build.sh               leave the wheel there, too
 #
 # The last line of a success: `horovod: ready: 0.28.1 for torch ... (gloo, mpi)`. Anything that the user must mend
 # ends in one line that says how, exit status 2. README.md beside this file lists the variables.
@@ -83,7 +84,8 @@ nccl_headers() {
 }
 
 # HOROVOD_GPU_OPERATIONS as the user set it wins, also when it is empty: that asks for the CPU.
-user_options=$(env | grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' | sort || true)
+user_options=$(env | grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
+    grep -vx HOROVOD_GPU_OPERATIONS= | sort || true) # that is in the variant
 cpu_because=
 if [[ -n ${HOROVOD_GPU_OPERATIONS-unset} && ${HOROVOD_GPU_OPERATIONS-unset} != unset ]]; then
     [[ -n $torch_cuda ]] || die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS, but this torch is a CPU build: unset it, or install a CUDA torch"
@@ -219,7 +221,8 @@ import importlib.metadata, pathlib, sys
 import horovod, torch, horovod.torch as hvd
 parts = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, name + "_built")()]
 print(f"horovod: ready: {horovod.__version__} for torch {torch.__version__} ({chr(44).join(parts)})".replace(",", ", "))
-pathlib.Path(horovod.__path__[0], sys.argv[1]).write_text(importlib.metadata.version("torch"))' "$note")
+pathlib.Path(horovod.__path__[0], sys.argv[1]).write_text(importlib.metadata.version("torch"))' "$note") || return
+    if [[ -n ${WHEEL_DIR:-} ]]; then mkdir -p "$WHEEL_DIR" && cp "$cache/$key"/horovod-*.whl "$WHEEL_DIR"; fi
 }
 
 main() {
