@@ -37,7 +37,7 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 # Those of scripts.local that make a job elastic.
 ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
 
-.PHONY: help list setup run doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint format lock clean
+.PHONY: help list setup run doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -108,6 +108,10 @@ test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip into a failure; CO
 lint: ## Check formatting, names, types, shell scripts and YAML
 	@scripts/setup.sh dev
 	@scripts/lint.sh
+
+audit: ## Ask PyPI for known vulnerabilities of the locked packages
+	@scripts/setup.sh dev
+	@scripts/audit.sh
 
 format: ## Let ruff format the code
 	@scripts/setup.sh dev
