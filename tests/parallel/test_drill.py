@@ -19,16 +19,14 @@ def drill(folder, *words):
 
 
 def test_plain_processes(tmp_path):
-    killed, truncated = drill(tmp_path, "--plain", "kill-rank", "truncate", "--steps=240")
-    for fault, intervals in ((killed, 1), (truncated, 2)):
-        assert fault["survived"]
-        assert 0 < fault["noticed_s"] < 15 < 60 + fault["noticed_s"] > fault["training_again_s"]
-        assert 0 <= fault["steps_lost"] <= 20 * intervals
-        assert fault["weights"] == "equal"
-        assert fault["left_over"] == []
-        assert fault["starts"] == 2
-    assert killed["victim"] in ("rank 0", "rank 1")
-    assert "bytes kept" in truncated["victim"]
+    [fault] = drill(tmp_path, "--plain", "kill-rank", "--steps=240")
+    assert fault["survived"]
+    assert 0 < fault["noticed_s"] < 15 < 60 + fault["noticed_s"] > fault["training_again_s"]
+    assert 0 <= fault["steps_lost"] <= 20
+    assert fault["weights"] == "equal"
+    assert fault["left_over"] == []
+    assert fault["starts"] == 2
+    assert fault["victim"] in ("rank 0", "rank 1")
     assert [path.name for path in (tmp_path / "drill-001").iterdir() if path.is_dir()] == ["undisturbed"]
 
 

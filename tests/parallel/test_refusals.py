@@ -249,8 +249,7 @@ def by_python(*argv):
 PATHS = {"local": by_local, "launch.sh": by_launch_sh, "torchrun": by_torchrun, "python": by_python}
 
 
-@pytest.mark.parametrize("case", ["option", "missing folder"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("path", "case"), [("local", "option"), *((path, "missing folder") for path in PATHS)])
 def test_every_launch_path_says_it_once(tmp_path, path, case):
     """Before any process group is made, and after: what one rank or all of them refuse."""
     argv, words = REFUSED[case]
