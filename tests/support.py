@@ -74,6 +74,7 @@ class Interrupt:
     """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it.
 
     Not a signal but a fault: with "loss", the so manieth loss is nan; with "optimizer_step", that one is left out.
+    0: each time.
     """
     ranks: list[int] | None = None
     """None: all."""
@@ -206,7 +207,7 @@ def _send_at(interrupt: Interrupt) -> None:
         nonlocal calls
         calls += 1
         result = original(first)
-        if interrupt.count == (first.position.step if interrupt.where == "step" else calls):
+        if interrupt.count in (0, first.position.step if interrupt.where == "step" else calls):
             time.sleep(interrupt.sleep_s) if interrupt.sleep_s else os.kill(os.getpid(), interrupt.number)
         return result
 

@@ -40,6 +40,8 @@ class Job:
     def __post_init__(self) -> None:
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self._writer: CheckpointWriter | None = None
+        self.take_stragglers: Callable[[], list[str]] = list
+        """What there is to say of slow ranks; set by the Watch of a recipe that has several."""
         self._kept: dict[str, Any] = {}
         """With --on-nonfinite rollback, on every rank: its state at the last checkpoint."""
         self.guard = Guard(self.args, self.device, self.stop)
@@ -173,6 +175,9 @@ class Job:
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
         self.guard.see_loss(self.position.step, loss)
+        if self.record:
+            for text in self.take_stragglers():
+                self.record.progress.say(f"warning: {text}")
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
         self._record(

@@ -167,6 +167,16 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="longest wait for another rank, in seconds, before the job ends with an error",
     )
+    group.add_argument(
+        "--straggler-share",
+        type=non_negative_float,
+        default=0.25,
+        metavar="X",
+        help="name a rank whose own work is longer than that of the others by this share of a step; 0: never",
+    )
+    group.add_argument(
+        "--straggler-window-s", type=positive_float, default=10.0, metavar="S", help="seconds to judge that by"
+    )
 
 
 def _add_data_options(group: argparse._ArgumentGroup) -> None:

@@ -5,6 +5,9 @@ thread of its own puts that down twice a second where all ranks can read it: the
 is longer than --timeout-s, whoever notices first calls the others. Each rank that still answers then writes where
 it stands, with the stacks of its threads, to runs/NAME/hang/rank-N.txt; one of them puts these together into
 runs/NAME/hang-report.txt, names in one line on standard error who is missing, and all of them end.
+
+The notes also tell how long a rank has worked by itself, outside of collectives. From them rank 0 names, while
+training goes on, ranks that the others keep waiting for.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import sys
 import tempfile
 import threading
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from recipes.common.job import Job
 
 T = TypeVar("T")
+Work = dict[int, dict[str, Any]]
+"""The notes of ranks, by rank."""
 
 HANG_STATUS = 3
 """Exit status of every rank of a job in which one did not answer; launchers then have nothing to add."""
@@ -43,6 +49,9 @@ ANSWER_S = 1.0
 
 GATHER_S = 2.0
 """How long ranks may take to say where they stand, once one has called."""
+
+LEAST_EXCESS_S = 0.005
+"""What a straggler takes longer for a step, at the least: less is not worth a line."""
 
 COLLECT_S = 2.0
 """How long one of them may take to put that together."""
@@ -98,6 +107,8 @@ class Watch:
         self._job: Job | None = None
         self._last_notes: dict[int, str] = {}
         self._at = At(since=time.monotonic())
+        self._busy_s = 0.0
+        self._stragglers: list[str] = []
         self._shares_notes = notes is not None
         self._note_s = max(NOTE_S, world_size / 5000)
         self._closed = threading.Event()
@@ -118,8 +129,10 @@ class Watch:
         and this one, at twice the time, is for a backend that has none.
         """
         limit_s = self.args.timeout_s * (2 if computes else 1) + 1
-        entered = self._at.entered + (name != self._at.name)
-        self._at = At(entered, name, True, time.monotonic(), limit_s)
+        entered, now = self._at.entered + (name != self._at.name), time.monotonic()
+        if not self._at.is_inside:
+            self._busy_s += now - self._at.since
+        self._at = At(entered, name, True, now, limit_s)
         return self
 
     def __enter__(self) -> None:
@@ -142,6 +155,7 @@ class Watch:
                 self.notes.set("folder", str(self.folder))
         else:
             self.folder = Path(self.notes.get("folder").decode()) if self.notes else folder
+        job.take_stragglers = self._take_stragglers
 
     def close(self) -> None:
         """Stop watching; the store may go after this."""
@@ -194,6 +208,7 @@ class Watch:
         """Put down where this rank stands, and see whether another one calls."""
         notes = self.notes
         assert notes
+        window_s, before, since = self.args.straggler_window_s, Work(), time.monotonic()
         with contextlib.suppress(RuntimeError):  # the store has gone, and with it whoever kept it
             while not self._closed.wait(self._note_s):
                 notes.set(f"note/{self.rank}", json.dumps(self._note()))
@@ -201,6 +216,17 @@ class Watch:
                     self._last_notes.update(_read(notes, "note", [0]))
                 if notes.check(["hung"]):
                     self.end()
+                now = time.monotonic()
+                if self.rank == 0 and self.args.straggler_share and now > since + window_s:
+                    texts = _read(notes, "note", range(self.world_size))
+                    after = {rank: json.loads(text) for rank, text in texts.items()}
+                    self._stragglers += stragglers(before, after, now - since, self.args.straggler_share)
+                    before, since = after, now
+
+    def _take_stragglers(self) -> list[str]:
+        """Return what there is to say of slow ranks since the last call."""
+        taken, self._stragglers = self._stragglers, []
+        return taken
 
     # ---- the report
 
@@ -211,6 +237,7 @@ class Watch:
         since_s = round(time.monotonic() - at.since, 1)
         host, now = socket.gethostname(), time.time()
         own = {"rank": self.rank, "host": host, "pid": os.getpid(), "step": step, "time": now}
+        own["busy_s"] = round(self._busy_s, 4)
         return {**own, "entered": at.entered, "name": at.name, "is_inside": at.is_inside, "since_s": since_s}
 
     def _report(self, error: BaseException | None) -> str:
@@ -305,6 +332,35 @@ class Watch:
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[str]:
+    """Return a sentence for each rank that all others wait for.
+
+    Args:
+        before: notes of the ranks at the beginning of a window.
+        after: and at its end; a rank that is in only one of them does not count.
+        seconds: the window.
+        share: of a step's time, by which a rank's own work exceeds the median of the others' to be named.
+    """
+    work_s = {}
+    for rank in before.keys() & after.keys():
+        steps = (after[rank]["step"] or 0) - (before[rank]["step"] or 0)
+        if steps >= 5:
+            work_s[rank] = (after[rank]["busy_s"] - before[rank]["busy_s"]) / steps
+            step_s = seconds / steps  # the same for all: they go in step
+    found = []
+    for rank in sorted(work_s):
+        others = [own_s for other, own_s in work_s.items() if other != rank]
+        if not others:
+            continue
+        excess_s = work_s[rank] - statistics.median(others)
+        if excess_s > max(share * step_s, LEAST_EXCESS_S):
+            found.append(
+                f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms it works "
+                f"{1000 * work_s[rank]:.0f} ms by itself, the others {1000 * statistics.median(others):.0f} ms"
+            )
+    return found
 
 
 def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]], world_size: int) -> str:

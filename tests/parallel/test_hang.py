@@ -100,3 +100,18 @@ def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):
     (run / "hang-report.txt").write_text("old")
     train("ddp", tmp_path, 2, "--max-steps", "6", "--resume", "auto")
     assert [path.name for path in run.glob("*hang*")] == ["hang-report-1.txt"]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "scratch"])
+def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
+    late = Interrupt(signal.SIGCONT, 0, [1], sleep_s=0.1)
+    argv = ("--max-steps", "70", "--straggler-window-s", "2", "--device", "cpu")
+    words = words_for(tmp_path, "slow", *argv)
+    outcome = Ranks(recipe, words, 3, tmp_path / "output", interrupt=late).wait(60)
+    assert outcome.statuses == [0, 0, 0], outcome.text
+    pattern = r"^warning: rank (\d) on \S+ is slow: of a step of (\d+) ms it works (\d+) ms by itself, the others "
+    said = re.findall(pattern, outcome.outputs[0], re.MULTILINE)
+    assert {rank for rank, *_ in said} == {"1"}, outcome.text
+    assert all(int(step_ms) >= int(work_ms) >= 90 for *_, step_ms, work_ms in said)
+    assert "is slow" not in "".join(outcome.outputs[1:])
+    assert outcome.outputs[0].splitlines()[-1].startswith(f"result recipe={recipe} world_size=3 ")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from recipes.common.options import Options
-from recipes.common.watch import Watch, bound_of_waits, summarize
+from recipes.common.watch import Watch, bound_of_waits, stragglers, summarize
 
 
 @pytest.fixture
@@ -106,3 +106,39 @@ def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
     assert bound_of_waits(args).total_seconds() == 5.0
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's word counts"
+
+
+def work(steps, busy_s):
+    """Return the notes of ranks that have done so many steps, and worked so long by themselves."""
+    return {rank: {"step": steps, "busy_s": own_s, "host": f"n{rank}"} for rank, own_s in enumerate(busy_s)}
+
+
+def test_a_rank_whose_own_work_takes_longer_is_named():
+    """Of 10 s for 100 steps, rank 2 works 5 s by itself, the others 1 s: 40 ms of a step of 100."""
+    before, after = work(100, [3, 3, 3, 3]), work(200, [4, 4.1, 8, 3.9])
+    text = "rank 2 on n2 is slow: of a step of 100 ms it works 50 ms by itself, the others 10 ms"
+    assert stragglers(before, after, 10, share=0.25) == [text]
+    assert stragglers(before, after, 10, share=0.39) == [text]
+    assert stragglers(before, after, 10, share=0.41) == []
+
+
+def test_who_is_no_straggler():
+    before = work(100, [0, 0])
+    assert stragglers(before, work(200, [1, 1.4]), 2, share=0.1) == []  # 4 ms is not worth a line
+    assert stragglers(before, work(104, [1, 3]), 10, share=0.1) == []  # too few steps to tell
+    assert stragglers({}, work(200, [1, 9]), 10, share=0.1) == []  # the first window has no beginning
+    assert stragglers(work(1, [0]), work(200, [9]), 10, share=0.1) == []  # alone
+
+
+def test_work_is_what_lies_outside_of_collectives(args):
+    watch = Watch(0, 1, args, None)
+    try:
+        time.sleep(0.05)
+        with watch("gradients"):
+            time.sleep(0.2)
+        time.sleep(0.05)
+        with watch("metrics"):
+            time.sleep(0.2)
+        assert 0.1 <= watch._note()["busy_s"] < 0.25
+    finally:
+        watch.close()
