@@ -162,6 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     """Start a container for each node, see them to their end, and return the job's exit status."""
     args = parse(sys.argv[1:] if argv is None else argv)
     recipe = check_recipe(args.recipe)
+    if args.min_nodes or args.max_restarts:
+        refuse("containers that are lost do not come back: MIN_NODES is not for WITH=docker")
     nodes = count("NODES", args.nodes)
     shares = share_out(visible_gpus(), nodes)
     default = 1 if recipe in ONE_PROCESS else max(1, len(shares[0]))

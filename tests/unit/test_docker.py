@@ -76,3 +76,11 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
         tmp_path / "mine/ddp-002",
     )
     assert compose.take_folders("probe", ["--device", "cpu"])[1] == ["--device", "cpu"]
+
+
+@pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
+def test_an_elastic_job_is_refused(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        compose.main(["ddp", "--nodes", "3", *words])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: containers that are lost do not come back: ")
