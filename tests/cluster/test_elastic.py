@@ -5,9 +5,7 @@ import re
 import sys
 import time
 
-import pytest
-
-from tests.support import last_step, losses, train, wait_until
+from tests.support import assert_same_curve, last_step, train, wait_until
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 """A rate at which a difference in the last bit stays one for hundreds of steps."""
@@ -39,7 +37,7 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
     assert re.search("^result recipe=ddp world_size=3 ", job.text, re.MULTILINE), job.text
     assert launches(job) == [3, 2, 3]
     whole = train("ddp", tmp_path / "whole", 3, *GENTLE, "--max-steps", str(STEPS))
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_curve(run, whole)
 
 
 def test_a_node_that_slurm_has_lost_stays_away(cluster, tmp_path):

@@ -70,9 +70,8 @@ class TestNumbers:
             log = (job.run / f"slurm/{node}.txt").read_text()
             assert log.count(f"{node}: fabric tcp (no RDMA device), n1 by eth0:") == 1
 
-    @pytest.mark.parametrize("name", ["ddp-srun", "horovod-pmix"])
-    def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, single, name):
-        job = submit(cluster, tmp_path, name, *SETTINGS, flags=("--nodes=3",))
+    def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, single):
+        job = submit(cluster, tmp_path, "ddp-srun", *SETTINGS, flags=("--nodes=3",))
         assert " world_size=6 " in job.complete()
         assert losses(job.run) == pytest.approx(losses(single), abs=2e-6)
 
@@ -158,7 +157,6 @@ class TestRequeue:
         ("name", "disturb"),
         [
             ("ddp", near_the_limit),
-            ("ddp-srun", near_the_limit),
             ("spawn", near_the_limit),
             ("ddp", requeued_by_hand),
             ("ddp-srun", preempted),

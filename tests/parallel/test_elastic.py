@@ -6,9 +6,7 @@ import signal
 import sys
 import time
 
-import pytest
-
-from tests.support import Command, last_step, losses, newest_checkpoint, train, words_for
+from tests.support import Command, assert_same_curve, last_step, newest_checkpoint, train, words_for
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 """A rate at which a difference in the last bit stays one for hundreds of steps (at 0.002 some seeds do not)."""
@@ -49,7 +47,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path):
     assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=3 ")
     assert [launch["world_size"] for launch in launches(run)] == [3, 2, 3]
     whole = train("ddp", tmp_path / "whole", 3, *GENTLE, "--max-steps", str(STEPS))
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_curve(run, whole)
 
 
 def test_a_signal_to_the_launcher_ends_it_with_a_checkpoint(tmp_path):

@@ -182,7 +182,7 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
 
 
 def test_a_full_disk_in_single(tmp_path):
-    words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5")
+    words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5", "--no-async-checkpoints")
     outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
     assert_refused(outcome, "step-000000005.pt: File too large; there is no earlier one")
     assert last_step(tmp_path / "a") == 5, "the failure is a vote that ends the next step before it counts"
