@@ -299,8 +299,9 @@ def losses(run: Path) -> list[float]:
 def assert_same_curve(run: Path, whole: Path) -> None:
     """Hold a run whose world size changed to an undisturbed one.
 
-    Other world sizes add gradients up in another order. That is a difference in the last bit, which stays one until
-    it tips an activation over the edge of a ReLU or of a maximum: then a step's loss is another in the fifth digit.
+    Other world sizes add gradients up in another order. That is a difference in the last bit, which stays one
+    until it tips an activation over the edge of a ReLU or of a maximum: then a step's loss is another in the fifth
+    digit.
     """
     differences = [abs(a - b) / abs(b) for a, b in zip(losses(run), losses(whole), strict=True)]
     assert max(differences[:200]) < 1e-5
