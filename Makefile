@@ -20,6 +20,7 @@ RENDER ?=
 WITH ?=
 MIN_NODES ?=
 MAX_RESTARTS ?=
+PARTS ?=
 FAULTS ?=
 ROUNDS ?=
 SEED ?=
@@ -37,7 +38,7 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 # Those of scripts.local that make a job elastic.
 ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
 
-.PHONY: help list setup run doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
+.PHONY: help list setup run bench doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -82,6 +83,11 @@ drill: ## Plant faults in real jobs and measure recovery: FAULTS="kill-rank trun
 	@scripts/setup.sh run
 	@exec $(PYTHON) -m scripts.drill $(FAULTS) --nodes "$(if $(filter file,$(origin NODES)),2,$(NODES))" \
 		--rounds "$(ROUNDS)" --seed "$(or $(SEED),0)"
+
+bench: ## Measure speed against the limit and the peers: PARTS="small-data wire" ROUNDS=5
+	@scripts/setup.sh bench
+	@scripts/horovod/build.sh --if-missing
+	@exec $(PYTHON) -m scripts.bench $(PARTS) $(if $(ROUNDS),--rounds "$(ROUNDS)") $(ARGS)
 
 slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
 	@scripts/slurm_cluster.sh up "$(if $(filter file,$(origin NODES)),2,$(NODES))"

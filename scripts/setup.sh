@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
 # Create .venv with the exact packages of requirements/: once, and again when the list has changed.
 #
-#   scripts/setup.sh run     what recipes need
-#   scripts/setup.sh dev     that, and what tests and checks need
+#   scripts/setup.sh run       what recipes need
+#   scripts/setup.sh dev       that, and what tests and checks need
+#   scripts/setup.sh bench     that of run, and the peers that make bench measures
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-want=${1:?usage: scripts/setup.sh run|dev}
+want=${1:?usage: scripts/setup.sh run|dev|bench}
 
-# .venv/.installed is a copy of the list that the environment holds; dev's holds everything that run's does.
-is_ready() {
-    cmp --silent .venv/.installed "requirements/$want.txt" ||
-        { [[ $want == run ]] && cmp --silent .venv/.installed requirements/dev.txt; }
-}
+# .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
+# does, in the same versions.
+is_ready() { cmp --silent ".venv/.installed/$want.txt" "requirements/$want.txt"; }
 is_ready && exit 0
 
 python=${PYTHON:-python3}
@@ -32,7 +31,8 @@ is_ready && exit 0
 
 echo "setup: installing requirements/$want.txt into .venv (PyTorch with CUDA: about 5 GB, some minutes)" >&2
 [[ -x .venv/bin/python ]] || "$python" -m venv --clear .venv
-rm -f .venv/.installed
+[[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
+rm -f ".venv/.installed/$want.txt"
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 if ! .venv/bin/python -m pip install --disable-pip-version-check --require-hashes \
@@ -41,4 +41,5 @@ if ! .venv/bin/python -m pip install --disable-pip-version-check --require-hashe
     echo "error: pip could not install requirements/$want.txt; its last words are above" >&2
     exit 2
 fi
-cp "requirements/$want.txt" .venv/.installed
+mkdir -p .venv/.installed
+cp requirements/run.txt "requirements/$want.txt" .venv/.installed/

@@ -313,8 +313,8 @@ def test_launch_sh_refuses(recipe, env, words):
 
 
 def is_set_up():
-    listed = ROOT / "requirements" / "dev.txt"
-    installed = ROOT / ".venv" / ".installed"
+    listed = ROOT / "requirements" / "run.txt"
+    installed = ROOT / ".venv" / ".installed" / "run.txt"
     return installed.exists() and installed.read_bytes() == listed.read_bytes()
 
 

@@ -1,0 +1,1 @@
+"""Speed, measured against the limit and against the peers: make bench."""

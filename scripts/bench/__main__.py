@@ -1,0 +1,130 @@
+"""Measure speed side by side: the recipes against bare loops, the limits of the machine, and the peers.
+
+    make bench
+    make bench PARTS="launch step" ROUNDS=7
+
+Prints goal, measured and peer of every figure and writes docs/benchmarks/DATE-DEVICE.json (--output FILE), from
+which `make report` renders the page. A part that this machine cannot measure says why. Goals are judged by people:
+Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from recipes.common.errors import nearest
+from scripts.bench.figures import Figure, table
+from scripts.local import ROOT, count, refuse
+
+PARTS: tuple[str, ...] = ()
+"""Each is a module of this package with `measure(rounds, folder) -> list[Figure]`."""
+
+PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate")
+
+
+def facts(rounds: int) -> dict[str, Any]:
+    """Return when, on what and with which versions the figures were measured."""
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for name in PEERS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    revision = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "rounds": rounds,
+        "revision": revision.stdout.strip(),
+        "hardware": {
+            "cpus": os.cpu_count(),
+            "cpu": cpu_name(),
+            "memory_gb": round(psutil.virtual_memory().total / 2**30),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+        "versions": versions,
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name as Linux has it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the bench's options."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
+    parser.add_argument("--rounds", default="5", help="measured rounds; medians are over them (5)")
+    parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
+    return parser.parse_args(argv)
+
+
+def measure(part: str, rounds: int) -> list[Figure]:
+    """Measure one part in a folder of its own."""
+    module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
+    with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
+        return module.measure(rounds, Path(folder))
+
+
+def write(figures: Sequence[Figure], rounds: int, path: Path) -> None:
+    """Write the figures; those of other parts that an earlier run of the same day left there stay."""
+    old = json.loads(path.read_text())["figures"] if path.exists() else []
+    measured = {figure.part for figure in figures}
+    kept = [figure for figure in old if figure["part"] not in measured]
+    every = sorted(
+        [*kept, *(figure.as_dict() for figure in figures)], key=lambda figure: PARTS.index(figure["part"])
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts(rounds), "figures": every}, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the parts, print the table, write the file; return the exit status."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    for part in args.parts:
+        if part not in PARTS:
+            refuse(f"PARTS does not know {part!r}{nearest(part, PARTS)} (some of {', '.join(PARTS)})")
+    rounds = count("ROUNDS", args.rounds)
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
+    figures: list[Figure] = []
+    failed = []
+    for part in args.parts or PARTS:
+        print(f"bench: {part}", flush=True)
+        begin = time.monotonic()
+        try:
+            found = measure(part, rounds)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            print(f"error: {part}: {error}", file=sys.stderr, flush=True)
+            failed.append(part)
+            continue
+        figures += found
+        print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
+    if figures:
+        write(figures, rounds, output)
+        print(f"{table(figures)}\nwrote {os.path.relpath(output)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a benchmark measures: figures with their goals, from rounds in which the contenders take turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure: mostly a ratio of two contenders, the median over rounds."""
+
+    part: str
+    """The part of the benchmark, as PARTS names it."""
+    name: str
+    """What was measured, in words."""
+    measured: float | None
+    """None where it could not be measured; the note says why."""
+    low: float | None = None
+    high: float | None = None
+    """The least and the largest over the rounds."""
+    goal: str = ""
+    """">= 1.8" or "<= 1.05"; empty for a figure that is only told."""
+    peer: str = ""
+    """What it was measured against."""
+    note: str = ""
+    """The figures behind a ratio, with their units."""
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the goal is met; None without a goal or a measurement."""
+        if not self.goal or self.measured is None:
+            return None
+        sign, value = self.goal.split()
+        return self.measured >= float(value) if sign == ">=" else self.measured <= float(value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figure as the report's file has it."""
+        return {**asdict(self), "is_met": self.is_met}
+
+
+Rounds = dict[str, list[float]]
+"""By contender, a value of each round."""
+
+
+def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Rounds:
+    """Call every contender once a round, so that a noisy moment of the machine hits all alike.
+
+    The order turns by one each round. Before the rounds each is called once, unmeasured: caches are warm.
+    """
+    names = list(contenders)
+    for name in names:
+        contenders[name]()
+    values: Rounds = {name: [] for name in names}
+    for i in range(rounds):
+        for name in [*names[i % len(names) :], *names[: i % len(names)]]:
+            values[name].append(contenders[name]())
+    return values
+
+
+def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]:
+    """Return the median, the least and the largest ratio of two contenders of the same round."""
+    ratios = [a / b for a, b in zip(values[name], values[against], strict=True)]
+    return median(ratios), min(ratios), max(ratios)
+
+
+def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
+    """Return a figure that cannot be measured here, with the reason."""
+    return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as a Markdown table: goal, measured, peer."""
+    rows = [["part", "figure", "goal", "measured", "min .. max", "met", "against", "note"]]
+    rows += [
+        [
+            figure.part,
+            figure.name,
+            figure.goal or "-",
+            number(figure.measured),
+            f"{number(figure.low)} .. {number(figure.high)}" if figure.low is not None else "-",
+            {True: "yes", False: "no", None: "-"}[figure.is_met],
+            figure.peer or "-",
+            figure.note or "-",
+        ]
+        for figure in figures
+    ]
+    widths = [max(len(row[i]) for row in rows[:]) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    return "\n".join(lines)
+
+
+def number(value: float | None) -> str:
+    """Return a figure with three digits that say something."""
+    if value is None:
+        return "-"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
