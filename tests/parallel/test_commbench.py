@@ -4,10 +4,12 @@ import importlib.util
 import json
 import shutil
 import sys
+import types
 
 import pytest
 import torch
 
+from recipes.common.errors import UserError
 from scripts.commbench import rank
 from tests.conftest import require
 from tests.support import run_command
@@ -65,7 +67,8 @@ def test_a_wrong_sum_is_found():
         rank.check(Liar(), "all-reduce", 5)
 
 
-def test_a_rank_without_a_launcher_says_so():
-    result = run_command(sys.executable, "-m", "scripts.commbench.rank", "--backend", "gloo")
-    assert result.status == 2
-    assert result.stderr.startswith("error: RANK is not set: a launcher sets it")
+def test_a_rank_without_a_launcher_says_so(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(rank, "os", types.SimpleNamespace(environ={}))
+    with pytest.raises(UserError, match="RANK is not set: a launcher sets it"):
+        rank.main(["--backend", "gloo"])
