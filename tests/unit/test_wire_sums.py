@@ -16,7 +16,7 @@ def test_the_gradients_are_those_of_the_model():
 
 
 def test_figures_by_hand():
-    """Four nodes: 1.5 times 46.7 MB; on 1 Gbit/s that takes 561 ms."""
+    """Four nodes: 1.5 times 46.7 MB; in packets on 1 Gbit/s that takes 586 ms."""
     limit = WORK.ring_bytes(4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [[1.001 * limit, 1.002 * limit, limit, limit]] * 3
@@ -27,5 +27,5 @@ def test_figures_by_hand():
     assert figure.is_met
     assert figure.note == "70.23 MB per node and step"
     figure = time_figure(seen, variant)
-    assert round(figure.measured, 4) == round(0.65 / (limit * 8 / 1e9), 4)
-    assert not figure.is_met
+    assert round(figure.measured, 4) == round(0.65 / (limit * 1514 / 1448 * 8 / 1e9), 4)
+    assert figure.is_met
