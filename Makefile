@@ -1,7 +1,8 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
+# ROUNDS, SEED are the drill's, BACKENDS commbench's. WITH=docker runs in containers; images take BASE_IMAGE,
+# BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -21,6 +22,7 @@ WITH ?=
 MIN_NODES ?=
 MAX_RESTARTS ?=
 PARTS ?=
+BACKENDS ?=
 FAULTS ?=
 ROUNDS ?=
 SEED ?=
@@ -38,7 +40,7 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 # Those of scripts.local that make a job elastic.
 ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
 
-.PHONY: help list setup run bench doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
+.PHONY: help list setup run bench commbench doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -88,6 +90,12 @@ bench: ## Measure speed against the limit and the peers: PARTS="small-data wire"
 	@scripts/setup.sh bench
 	@scripts/horovod/build.sh --if-missing
 	@exec $(PYTHON) -m scripts.bench $(PARTS) $(if $(ROUNDS),--rounds "$(ROUNDS)") $(ARGS)
+
+commbench: ## Measure all-reduce, broadcast, all-gather over sizes: NODES=2 BACKENDS="gloo mpi" ARGS="--link-gbit 10"
+	@scripts/setup.sh run
+	@$(if $(filter horovod,$(BACKENDS)),scripts/horovod/build.sh --if-missing)
+	@exec $(PYTHON) -m scripts.commbench $(BACKENDS) $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") \
+		$(if $(NPROC_PER_NODE),--nproc-per-node "$(NPROC_PER_NODE)") $(ARGS)
 
 slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
 	@scripts/slurm_cluster.sh up "$(if $(filter file,$(origin NODES)),2,$(NODES))"

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import nearest
+from scripts import network
 from scripts.compare import next_folder
-from scripts.drills import network
 from scripts.drills.faults import FAULTS, Fault, why_not
 from scripts.drills.trial import START_S, Figures, Setting, Trial
 from scripts.local import ROOT, count, refuse

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from scripts.drills import network
+from scripts import network
 
 if TYPE_CHECKING:
     from scripts.drills.trial import Trial

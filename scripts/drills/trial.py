@@ -18,7 +18,7 @@ import psutil
 
 from scripts.drills.faults import ERROR, RIDES, ROUNDS, STOPPED, Fault, build_clock
 from scripts.drills.job import Job, Steps
-from scripts.drills.network import Network
+from scripts.network import Network
 
 NOTICE_S = 15.0
 """A fault that ends the job has to end it on every node within this."""

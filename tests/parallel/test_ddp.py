@@ -220,6 +220,14 @@ def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
     assert_same_run(run, baseline(*STEPS))
 
 
+def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
+    """Nine buckets, each with three messages: the same again, to the last bit."""
+    words = ("--max-steps", "40", "--seed", "1", "--grad-compression", "powersgd", "--bucket-cap-mb", "0.005")
+    first, second = (train("ddp", tmp_path / name, 3, *words, "--deterministic") for name in ("first", "second"))
+    assert losses(first) == losses(second)
+    assert losses(first)[-1] < losses(first)[0] / 2
+
+
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     """Ranks round the gradients of their shares, where one process rounds that of the whole batch.

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from scripts.drills import network
+from scripts import network
 from tests.conftest import require
 from tests.support import Command
 

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
+from scripts.commbench import __main__ as commbench
+from scripts.commbench import rank as commbench_rank
 from scripts.doctor import __main__ as doctor
 from slurm import submit
 from tests.support import ROOT
@@ -87,14 +89,15 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser, slurm/submit.py's or the doctor's has."""
+    """Return every --flag that a recipe's parser, slurm/submit.py's, the doctor's or commbench's has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
         pass
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
-    for parse in [*parsers, submit.parse_args, doctor.parse_args]:
+    others = [submit.parse_args, doctor.parse_args, commbench.options, commbench_rank.options]
+    for parse in [*parsers, *others]:
 
         def note(parser, *_):
             found.update(parser.flags())
