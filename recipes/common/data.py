@@ -114,7 +114,7 @@ class TensorSplit:
         """Yield a batch for each index tensor."""
         for index in indices:
             index = index.to(self.labels.device, non_blocking=True)
-            images = self.normalise(self.pixels[index])
+            images = self.normalise(self.pixels.index_select(0, index))  # on a CPU 7 times as fast as [index]
             yield images.contiguous(memory_format=self.memory_format), self.labels[index]
 
 

@@ -46,7 +46,7 @@ def decode(path: str, choose: Callable[[int, int], Box]) -> Tensor:
     Raises:
         BAD_IMAGE: the file does not decode.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         content = file.read()
     # A cut file lacks its end; whether it has all that comes below the crop is seen by decoding that, too.
     if content.startswith(JPEG_BEGIN) and content.endswith(JPEG_END):
