@@ -33,7 +33,7 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
         return 1000 * batch / result["samples_per_s"]
 
     def bare() -> float:
-        return contender("bare", ["--steps", str(STEPS), "--", *options, str(STEPS)], processes)["step_ms"]
+        return contender("bare_step", ["--steps", str(STEPS), "--", *options, str(STEPS)], processes)["step_ms"]
 
     values = take_turns({"ours": ours, "bare": bare}, rounds)
     middle, low, high = ratio(values, "ours", "bare")
@@ -54,7 +54,7 @@ def _batch_for(options: list[str], processes: int) -> int:
     best, distance = BATCHES[0], float("inf")
     for batch in BATCHES:
         words = ["--steps", "5", "--", *options, "--global-batch-size", str(batch)]
-        milliseconds = contender("bare", words, processes)["step_ms"]
+        milliseconds = contender("bare_step", words, processes)["step_ms"]
         if abs(milliseconds - STEP_MS) < distance:
             best, distance = batch, abs(milliseconds - STEP_MS)
         if milliseconds > STEP_MS:

@@ -94,7 +94,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
     [
         ("--clip-grad-norm", "0.3"),
         ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
-        ("--channels-last",),
+        ("--no-channels-last",),
         ("--optimizer", "adamw", "--lr", "0.002"),
         ("--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
         ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
@@ -105,7 +105,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
 def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
     run = train("ddp", tmp_path, 3, *STEPS, *argv)
     assert_same_run(run, baseline(*STEPS, *argv))
-    if argv != ("--channels-last",):  # a layout changes no number; all others have to
+    if argv != ("--no-channels-last",):  # a layout changes no number; all others have to
         assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
 
 

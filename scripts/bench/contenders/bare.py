@@ -1,74 +1,46 @@
-"""The least that training can be: forward, backward and step on one ready batch; no data, no record, no checks.
-
-    python -m scripts.bench.contenders.bare --steps 100 -- --model resnet18 --data synthetic
-
-Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP. --tf32 lets a
-GPU multiply float32 in TF32.
-"""
+"""The limit: forward, backward and step of a recipe's own model on ready tensors, and nothing else."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
-import time
-
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from torchvision import datasets
 
-from recipes.common.data import load_data
+from recipes.common.data import Data, TensorSplit
 from recipes.common.models import build_model
-from recipes.common.optim import autocast, optimizer_class
-from recipes.ddp.train import options
+from recipes.common.optim import build_optimizer
+from recipes.single.train import options
+from scripts.bench.contenders.lenet import WORLD_SIZE, Clock, arguments
+
+READY = 16
+"""Batches that lie ready and are taken in turn."""
 
 
 def main() -> None:
-    """Print the mean milliseconds of a step."""
-    own, of_recipe = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--tf32", action="store_true")
-    own_args = parser.parse_args(own)
-    steps: int = own_args.steps
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
-    args = options(of_recipe)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        dist.init_process_group("gloo")
-    data = load_data(args, device, on_bad_image=print)
-    model = build_model(args, data).to(device)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if world_size > 1 else model
-    make, settings = optimizer_class(args)
-    optimizer = make(model.parameters(), **settings)
-    indices = torch.arange(args.global_batch_size // world_size)
-    images, labels = next(iter(data.train.batches([indices], 0)))
-
-    def step() -> None:
-        with autocast(args, device):
-            loss = cross_entropy(ddp(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps({"step_ms": 1000 * seconds / steps}), flush=True)
-    if world_size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    """Train on batches that were made before."""
+    args = arguments()
+    start = torch.load(args.start, weights_only=True)
+    recipe = options(start["options"])
+    data = datasets.FashionMNIST(str(args.data_dir), train=True)
+    mean, std = torch.tensor([start["mean"]]), torch.tensor([start["std"]])
+    split = TensorSplit(data.data.unsqueeze(1), data.targets, mean, std, recipe.channels_last)
+    order = start["order"].split(args.batch_size // WORLD_SIZE)
+    ready = list(split.batches(order[:READY], 0))
+    model = build_model(recipe, Data(split, split, 1, 28, 10))
+    optimizer = build_optimizer(recipe, model.parameters())
+    clock = Clock(args)
+    model.train()
+    while not clock.is_done:
+        for images, labels in ready:
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+                loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.count(loss.item())
+            if clock.is_done:
+                break
+    clock.report()
 
 
 if __name__ == "__main__":
