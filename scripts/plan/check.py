@@ -1,0 +1,351 @@
+"""Hold the plan's step time and bytes to real runs of the ddp recipe, on nodes with a network each on one machine.
+
+    make plan CHECK=1
+    python -m scripts.plan.check --nodes 2 4 --mbit 100 1000 --rounds 5
+
+Each node is a network namespace (as root on Linux) whose link lets a set rate through; its rank is the recipe's
+own code over gloo. The prediction knows nothing of those runs, only: the link's set rate; how long as many
+processes as there are nodes take to compute a step, side by side on these cores, without any exchange; what a hop
+of a small all-reduce takes, and what an all-reduce of the gradients takes when no link is limited, which is all
+work of the cores. docs/plan.md has the figures.
+Exit status 0; 1: a run failed; 2: bad usage, or no root.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from recipes.common.entry import USAGE_STATUS, exit_status
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Parser, non_negative_float, positive_int
+from scripts.drills import network
+from scripts.local import free_port, refuse
+from scripts.plan.model import Cluster, Compute, Link, Method, step
+
+MODULE = "scripts.plan.check"
+
+PACKET_SHARE = 1448 / 1514
+"""Of the bytes that a limited link counts: it cuts what it sends into packets of 1,500 bytes."""
+
+MODEL = "squeezenet1_1"
+"""1.2 M parameters in 26 layers of about the same work: buckets come all along backward."""
+
+IMAGE_SIZE, LOCAL_BATCH, BUCKET_MB = 64, 4, 1.0
+
+RUN_S = 4.0
+"""About how long the steps of a point take."""
+
+MOST_LOAD = 0.95
+COMPUTE_S = 2.0
+TIMEOUT_S = 170.0
+
+
+def words_of_recipe(args: Namespace, nodes: int, steps: int, folder: Path) -> list[str]:
+    """Return the ddp recipe's options: the same samples a rank at any number of nodes."""
+    words = [
+        "--data",
+        "synthetic",
+        "--image-size",
+        str(IMAGE_SIZE),
+        "--num-samples",
+        "1000",
+        "--model",
+        args.model,
+    ]
+    words += ["--global-batch-size", str(nodes * LOCAL_BATCH), "--bucket-cap-mb", str(BUCKET_MB)]
+    words += ["--max-steps", str(steps), "--no-tensorboard", "--log-every", "1000", "--device", "cpu"]
+    return [*words, "--runs-dir", str(folder), "--name", "run", "--overwrite", "--no-async-checkpoints"]
+
+
+# ---- in a rank's process
+
+
+def join(place: str, environment: dict[str, str], output: Path, threads: int) -> None:
+    """Put this process into a node's network, and its words into a file."""
+    import torch
+
+    with open(f"/run/netns/{place}", "rb") as file:
+        clone_newnet = 0x40000000
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), clone_newnet):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network of {place}")
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+def run_recipe(argv: list[str]) -> None:
+    """Be a rank of the recipe."""
+    from recipes.ddp import train
+
+    status = exit_status(lambda: train.main(argv))
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def run_probe(argv: list[str], result: str) -> None:
+    """Measure a rank's computing beside that of the others, then exchanges without computing; rank 0 writes it."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+
+    from recipes.common.data import load_data
+    from recipes.common.models import build_model
+    from recipes.common.optim import build_optimizer, build_scaler, optimizer_step
+    from recipes.ddp import train
+
+    args = train.options(argv)
+    data = load_data(args, torch.device("cpu"), print)
+    model = build_model(args, data).train()
+    optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, torch.device("cpu"))
+    dist.init_process_group("gloo")
+    batches = iter(data.train.batches((torch.arange(LOCAL_BATCH) for _ in range(10**6)), 0))
+    sums = [0.0, 0.0, 0.0]
+
+    def compute() -> None:
+        times = [time.perf_counter()]
+        images, labels = next(batches)
+        loss = cross_entropy(model(images), labels)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        optimizer_step(args, model.parameters(), optimizer, scaler)
+        times.append(time.perf_counter())
+        for i in range(3):
+            sums[i] += times[i + 1] - times[i]
+
+    compute()
+    dist.barrier()
+    sums, steps, end = [0.0, 0.0, 0.0], 0, time.perf_counter() + COMPUTE_S
+    while time.perf_counter() < end or steps < 3:
+        compute()
+        steps += 1
+    found = torch.tensor([value / steps for value in sums])
+    dist.all_reduce(found)
+    forward_s, backward_s, optimizer_s = (found / dist.get_world_size()).tolist()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    figures = {"forward_s": forward_s, "backward_s": backward_s, "optimizer_s": optimizer_s, "numel": numel}
+    figures["small_s"] = timed_all_reduce(torch.zeros(1), 40)
+    figures["whole_s"] = timed_all_reduce(torch.zeros(numel), 8)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def timed_all_reduce(tensor: Any, times: int) -> float:
+    """Return the mean time of an all-reduce; call it on all ranks."""
+    import torch.distributed as dist
+
+    for _ in range(2):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(tensor)
+    return (time.perf_counter() - begin) / times
+
+
+def rank_main(
+    action: Callable[..., None],
+    words: list[Any],
+    place: str,
+    environment: dict[str, str],
+    output: Path,
+    threads: int,
+) -> None:
+    """Be one rank, from its process's start to its end."""
+    join(place, environment, output, threads)
+    action(*words)
+
+
+# ---- outside of them
+
+
+class Bench:
+    """The nodes, and processes in them from a fork server that has torch imported."""
+
+    def __init__(self, nodes: int, folder: Path) -> None:
+        self.network, self.folder = network.Network(nodes), folder
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["recipes.ddp.train", MODULE])
+
+    def ranks(self, nodes: int, action: Callable[..., None], words: list[Any]) -> None:
+        """Run an action on so many nodes, a rank each, to its end; raises RuntimeError where one fails."""
+        cores = len(os.sched_getaffinity(0))
+        shared = {
+            "WORLD_SIZE": str(nodes),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        shared |= {"MASTER_ADDR": self.network.addresses[0], "MASTER_PORT": str(free_port())}
+        processes: list[BaseProcess] = []
+        for rank in range(nodes):
+            output = self.folder / f"rank-{rank}.txt"
+            place, own = self.network.names[rank], {**shared, "RANK": str(rank)}
+            arguments = (action, words, place, own, output, max(1, cores // nodes))
+            processes.append(self.context.Process(target=rank_main, args=arguments))
+            processes[-1].start()
+        deadline = time.monotonic() + TIMEOUT_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for rank, process in enumerate(processes):
+            if process.exitcode != 0:
+                for other in processes:
+                    other.kill()
+                said = (self.folder / f"rank-{rank}.txt").read_text(errors="replace").strip()
+                raise RuntimeError(f"rank {rank} of {nodes} ended with {process.exitcode}: {said[-600:]}")
+
+    def probe(self, nodes: int, args: Namespace) -> dict[str, float]:
+        """Return what a prediction for so many nodes may know."""
+        result = self.folder / "probe.json"
+        self.ranks(nodes, run_probe, [words_of_recipe(args, nodes, 1, self.folder), str(result)])
+        found: dict[str, float] = json.loads(result.read_text())
+        return found
+
+    def recipe(
+        self, nodes: int, mbit: float, steps: int, args: Namespace, extra: Sequence[str]
+    ) -> dict[str, float]:
+        """Return a real run's step time and the bytes that its first node has sent in a step."""
+        for node in range(nodes if mbit else 0):
+            self.network.narrow(node, f"{mbit:g}mbit")
+        try:
+            self.ranks(nodes, run_recipe, [[*words_of_recipe(args, nodes, steps, self.folder), *extra]])
+        finally:
+            for node in range(nodes if mbit else 0):
+                self.network.mend(node)
+        result = json.loads((self.folder / "run" / "result.json").read_text())
+        step_s = nodes * LOCAL_BATCH / result["samples_per_s"]
+        return {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"]}
+
+
+def predict(
+    probe: dict[str, float], gradients: Sequence[Any], nodes: int, mbit: float, compression: str
+) -> dict[str, float]:
+    """Return the plan's step time and bytes of a node, from what was measured apart from such a step."""
+    nbytes = 4 * probe["numel"]
+    hops = 2 * (nodes - 1)
+    alpha_s = probe["small_s"] / hops if hops else 0.0
+    host = hops / nodes * nbytes / max(probe["whole_s"] - probe["small_s"], 1e-9) if hops else float("inf")
+    wire = mbit * 1e6 / 8 * PACKET_SHARE if mbit else host
+    # The cores move the bytes too: with no limit they do nothing else, behind a slow link they do it now and then.
+    load = min(MOST_LOAD, wire / host) if hops else 0.0
+    compute = Compute(probe["forward_s"], probe["backward_s"], probe["optimizer_s"], load)
+    cluster = Cluster(nodes, 1, Link(alpha_s, min(wire, host)), None)
+    method = Method("ddp", compression, bucket_bytes=BUCKET_MB * 2**20, algorithm="ring")
+    found = step(gradients, compute, cluster, method, control_alpha_s=alpha_s)
+    return {"step_s": found.step_s, "sent_bytes": found.sent_bytes_per_node, "compute_s": found.compute_s}
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options; raises UserError."""
+    parser = Parser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--nodes", type=positive_int, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument(
+        "--mbit", type=non_negative_float, nargs="+", default=[100, 300, 1000], metavar="X", help="0: no limit"
+    )
+    parser.add_argument("--compression", nargs="+", default=["none"], metavar="KIND", help="none, fp16, bf16")
+    parser.add_argument("--model", default=MODEL, help="of the recipe's")
+    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="medians are over them")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="of a run (about four seconds of them)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="all figures, as JSON")
+    args, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    if max(args.nodes) > 64:
+        raise UserError(f"--nodes wants at most 64 on one machine, got {max(args.nodes)}")
+    return args
+
+
+def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Return prediction and truth of every point: lists over the rounds."""
+    from recipes.ddp import train
+    from scripts.plan.workload import kind_of, look_at
+
+    options = train.options(words_of_recipe(args, 1, 1, folder))
+    gradients = look_at(options, kind_of(options, 1000, 1000)).gradients
+    bench = Bench(max(args.nodes), folder)
+    points: dict[tuple[int, float, str], dict[str, Any]] = {}
+    for _ in range(args.rounds):
+        for nodes in args.nodes:
+            probe = bench.probe(nodes, args)
+            for mbit in args.mbit if nodes > 1 else [0.0]:
+                for kind in args.compression if nodes > 1 else ["none"]:
+                    expected = predict(probe, gradients, nodes, mbit, kind)
+                    steps = args.steps or min(40, max(6, round(RUN_S / expected["step_s"])))
+                    real = bench.recipe(nodes, mbit, steps, args, ["--grad-compression", kind])
+                    new = {
+                        "nodes": nodes,
+                        "mbit": mbit,
+                        "compression": kind,
+                        "predicted": [],
+                        "real": [],
+                        "probes": [],
+                    }
+                    point = points.setdefault((nodes, mbit, kind), new)
+                    point["predicted"].append(expected)
+                    point["real"].append(real)
+                    point["probes"].append(probe)
+                    print(line_of(point), flush=True)
+    return list(points.values())
+
+
+def error_of(point: dict[str, Any], key: str = "step_s") -> list[float]:
+    """Return predicted over real of each round, less one."""
+    pairs = zip(point["predicted"], point["real"], strict=True)
+    return [expected[key] / real[key] - 1 if real[key] else 0.0 for expected, real in pairs]
+
+
+def line_of(point: dict[str, Any]) -> str:
+    """Return a point's figures so far in words."""
+    predicted, real = (1e3 * median(one["step_s"] for one in point[kind]) for kind in ("predicted", "real"))
+    compute = 1e3 * median(one["compute_s"] for one in point["predicted"])
+    rate = f"{point['mbit']:g} Mbit/s" if point["mbit"] else "no limit"
+    sent = f"{median(error_of(point, 'sent_bytes')):+.1%}" if point["nodes"] > 1 else "-"
+    return (
+        f"{point['nodes']} nodes, {rate}, {point['compression']}: computing {compute:.0f} ms, step predicted "
+        f"{predicted:.0f} ms, real {real:.0f} ms, error {median(error_of(point)):+.1%}, of the bytes {sent}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every point and say how far off the plan is."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = parse_args(words)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_STATUS
+    if reason := network.why_not():
+        refuse(f"the plan cannot be checked here: {reason}")
+    network.enter(MODULE, words)
+    with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
+        try:
+            points = measure(args, Path(folder))
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    if args.output:
+        args.output.write_text(json.dumps(points, indent=2) + "\n")
+    print("\n".join(["", *(line_of(point) for point in points)]))
+    worst = max(abs(median(error_of(point))) for point in points)
+    print(f"largest error of a step time: {worst:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
