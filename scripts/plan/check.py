@@ -6,14 +6,13 @@
 Each node is a network namespace (as root on Linux) whose link lets a set rate through; its rank is the recipe's
 own code over gloo. The prediction knows nothing of those runs, only: the link's set rate; how long as many
 processes as there are nodes take to compute a step, side by side on these cores, without any exchange; what a hop
-of a small all-reduce takes, and what an all-reduce of the gradients takes when no link is limited, which is all
-work of the cores. docs/plan.md has the figures.
+of a small all-reduce takes, and what the cores take to move the bytes when no link is limited, both alone and
+beside computing. docs/plan.md has the figures.
 Exit status 0; 1: a run failed; 2: bad usage, or no root.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -22,17 +21,19 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS, exit_status
+from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, non_negative_float, positive_int
 from scripts.drills import network
 from scripts.local import free_port, refuse
 from scripts.plan.model import Cluster, Compute, Link, Method, step
+from scripts.plan.ranks import rank_main, run_probe, run_recipe
 
 MODULE = "scripts.plan.check"
 
@@ -48,7 +49,6 @@ RUN_S = 4.0
 """About how long the steps of a point take."""
 
 MOST_LOAD = 0.95
-COMPUTE_S = 2.0
 TIMEOUT_S = 170.0
 
 
@@ -69,119 +69,16 @@ def words_of_recipe(args: Namespace, nodes: int, steps: int, folder: Path) -> li
     return [*words, "--runs-dir", str(folder), "--name", "run", "--overwrite", "--no-async-checkpoints"]
 
 
-# ---- in a rank's process
-
-
-def join(place: str, environment: dict[str, str], output: Path, threads: int) -> None:
-    """Put this process into a node's network, and its words into a file."""
-    import torch
-
-    with open(f"/run/netns/{place}", "rb") as file:
-        clone_newnet = 0x40000000
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), clone_newnet):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network of {place}")
-    with open(output, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(environment)
-    torch.set_num_threads(threads)
-
-
-def run_recipe(argv: list[str]) -> None:
-    """Be a rank of the recipe."""
-    from recipes.ddp import train
-
-    status = exit_status(lambda: train.main(argv))
-    sys.stdout.flush()
-    sys.exit(status)
-
-
-def run_probe(argv: list[str], result: str) -> None:
-    """Measure a rank's computing beside that of the others, then exchanges without computing; rank 0 writes it."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.functional import cross_entropy
-
-    from recipes.common.data import load_data
-    from recipes.common.models import build_model
-    from recipes.common.optim import build_optimizer, build_scaler, optimizer_step
-    from recipes.ddp import train
-
-    args = train.options(argv)
-    data = load_data(args, torch.device("cpu"), print)
-    model = build_model(args, data).train()
-    optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, torch.device("cpu"))
-    dist.init_process_group("gloo")
-    batches = iter(data.train.batches((torch.arange(LOCAL_BATCH) for _ in range(10**6)), 0))
-    sums = [0.0, 0.0, 0.0]
-
-    def compute() -> None:
-        times = [time.perf_counter()]
-        images, labels = next(batches)
-        loss = cross_entropy(model(images), labels)
-        times.append(time.perf_counter())
-        loss.backward()
-        times.append(time.perf_counter())
-        optimizer_step(args, model.parameters(), optimizer, scaler)
-        times.append(time.perf_counter())
-        for i in range(3):
-            sums[i] += times[i + 1] - times[i]
-
-    compute()
-    dist.barrier()
-    sums, steps, end = [0.0, 0.0, 0.0], 0, time.perf_counter() + COMPUTE_S
-    while time.perf_counter() < end or steps < 3:
-        compute()
-        steps += 1
-    found = torch.tensor([value / steps for value in sums])
-    dist.all_reduce(found)
-    forward_s, backward_s, optimizer_s = (found / dist.get_world_size()).tolist()
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    figures = {"forward_s": forward_s, "backward_s": backward_s, "optimizer_s": optimizer_s, "numel": numel}
-    figures["small_s"] = timed_all_reduce(torch.zeros(1), 40)
-    figures["whole_s"] = timed_all_reduce(torch.zeros(numel), 8)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def timed_all_reduce(tensor: Any, times: int) -> float:
-    """Return the mean time of an all-reduce; call it on all ranks."""
-    import torch.distributed as dist
-
-    for _ in range(2):
-        dist.all_reduce(tensor)
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(times):
-        dist.all_reduce(tensor)
-    return (time.perf_counter() - begin) / times
-
-
-def rank_main(
-    action: Callable[..., None],
-    words: list[Any],
-    place: str,
-    environment: dict[str, str],
-    output: Path,
-    threads: int,
-) -> None:
-    """Be one rank, from its process's start to its end."""
-    join(place, environment, output, threads)
-    action(*words)
-
-
-# ---- outside of them
-
-
 class Bench:
     """The nodes, and processes in them from a fork server that has torch imported."""
 
-    def __init__(self, nodes: int, folder: Path) -> None:
+    def __init__(self, nodes: int, model: str, folder: Path) -> None:
+        from recipes.common.models import OWN_MODELS
+
         self.network, self.folder = network.Network(nodes), folder
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["recipes.ddp.train", MODULE])
+        own = [] if model in OWN_MODELS else ["torchvision.models"]
+        self.context.set_forkserver_preload(["recipes.ddp.train", "scripts.plan.ranks", *own])
 
     def ranks(self, nodes: int, action: Callable[..., None], words: list[Any]) -> None:
         """Run an action on so many nodes, a rank each, to its end; raises RuntimeError where one fails."""
@@ -213,7 +110,11 @@ class Bench:
     def probe(self, nodes: int, args: Namespace) -> dict[str, float]:
         """Return what a prediction for so many nodes may know."""
         result = self.folder / "probe.json"
-        self.ranks(nodes, run_probe, [words_of_recipe(args, nodes, 1, self.folder), str(result)])
+        self.ranks(
+            nodes,
+            run_probe,
+            [words_of_recipe(args, nodes, 1, self.folder), LOCAL_BATCH, int(BUCKET_MB * 2**20), str(result)],
+        )
         found: dict[str, float] = json.loads(result.read_text())
         return found
 
@@ -230,24 +131,33 @@ class Bench:
                 self.network.mend(node)
         result = json.loads((self.folder / "run" / "result.json").read_text())
         step_s = nodes * LOCAL_BATCH / result["samples_per_s"]
-        return {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"]}
+        # A limited link cuts what it sends into packets before it is counted, an unlimited one after that.
+        headless = PACKET_SHARE if mbit else 1.0
+        return {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"] * headless}
 
 
 def predict(
     probe: dict[str, float], gradients: Sequence[Any], nodes: int, mbit: float, compression: str
 ) -> dict[str, float]:
     """Return the plan's step time and bytes of a node, from what was measured apart from such a step."""
-    nbytes = 4 * probe["numel"]
+    nbytes, bucket = 4 * probe["numel"], BUCKET_MB * 2**20
     hops = 2 * (nodes - 1)
-    alpha_s = probe["small_s"] / hops if hops else 0.0
-    host = hops / nodes * nbytes / max(probe["whole_s"] - probe["small_s"], 1e-9) if hops else float("inf")
-    wire = mbit * 1e6 / 8 * PACKET_SHARE if mbit else host
-    # The cores move the bytes too: with no limit they do nothing else, behind a slow link they do it now and then.
-    load = min(MOST_LOAD, wire / host) if hops else 0.0
-    compute = Compute(probe["forward_s"], probe["backward_s"], probe["optimizer_s"], load)
-    cluster = Cluster(nodes, 1, Link(alpha_s, min(wire, host)), None)
+    compute = Compute(probe["forward_s"], probe["backward_s"], probe["optimizer_s"])
+    if not hops:
+        cluster = Cluster(1, 1, Link(0.0, 1.0))
+    else:
+        alpha_s, busy_alpha_s = probe["small_s"] / hops, probe["busy_small_s"] / hops
+        host = hops / nodes * nbytes / max(probe["whole_s"] - probe["small_s"], 1e-9)
+        busy_s = max(probe["busy_bucket_s"] - probe["busy_small_s"], 1e-9)
+        busy_host = min(host, hops / nodes * bucket / busy_s)
+        wire = mbit * 1e6 / 8 * PACKET_SHARE if mbit else host
+        # Moving a byte takes the cores the same work behind any link; a slow one spreads it over more time.
+        load = max(0.0, 1 - compute.total_s / probe["busy_step_s"]) * min(wire, busy_host) / busy_host
+        compute = replace(compute, load=min(MOST_LOAD, load))
+        busy = Link(busy_alpha_s, min(wire, busy_host))
+        cluster = Cluster(nodes, 1, Link(alpha_s, min(wire, host)), loaded=busy)
     method = Method("ddp", compression, bucket_bytes=BUCKET_MB * 2**20, algorithm="ring")
-    found = step(gradients, compute, cluster, method, control_alpha_s=alpha_s)
+    found = step(gradients, compute, cluster, method, control_alpha_s=cluster.network.alpha_s)
     return {"step_s": found.step_s, "sent_bytes": found.sent_bytes_per_node, "compute_s": found.compute_s}
 
 
@@ -278,7 +188,7 @@ def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
 
     options = train.options(words_of_recipe(args, 1, 1, folder))
     gradients = look_at(options, kind_of(options, 1000, 1000)).gradients
-    bench = Bench(max(args.nodes), folder)
+    bench = Bench(max(args.nodes), args.model, folder)
     points: dict[tuple[int, float, str], dict[str, Any]] = {}
     for _ in range(args.rounds):
         for nodes in args.nodes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FUSION_BYTES = 128 * 2**20
 """Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): what has come up meanwhile travels together, up to this."""
@@ -49,6 +49,8 @@ class Cluster:
     """Between nodes: all ports of a node together."""
     intra: Link | None = None
     """From one GPU of a node to the next; None: they reach each other as those of other nodes."""
+    loaded: Link | None = None
+    """Between nodes while ranks compute, where the same cores also move the bytes."""
 
     @property
     def ranks(self) -> int:
@@ -225,62 +227,50 @@ def split_compute(seconds: float) -> Compute:
     return Compute(seconds * FORWARD_SHARE, seconds * (1 - FORWARD_SHARE))
 
 
-class Clock:
-    """Backward and exchanges side by side: exchanges queue, and slow backward down by its load."""
-
-    def __init__(self, compute: Compute) -> None:
-        self.compute = compute
-        self.now = compute.forward_s
-        self.done_s = 0.0
-        """Of backward's work."""
-        self.busy_until = 0.0
-        """When the last exchange so far ends."""
-
-    def reach(self, share: float) -> float:
-        """Let backward come so far; return when that is."""
-        wanted = share * self.compute.backward_s - self.done_s
-        rate = 1 - self.compute.load
-        slow_s = max(0.0, self.busy_until - self.now)
-        slow_work = slow_s * rate
-        self.now += wanted / rate if wanted <= slow_work else slow_s + wanted - slow_work
-        self.done_s += wanted
-        return self.now
-
-    def exchange(self, seconds: float) -> None:
-        """Let an exchange begin now, or when those before it are done."""
-        self.busy_until = max(self.busy_until, self.now) + seconds
-
-    def end(self) -> float:
-        """Return when backward and all exchanges are done."""
-        return max(self.reach(1.0), self.busy_until)
-
-
-def bucket_end_s(messages: Sequence[Message], cost: Callable[[float], float], compute: Compute) -> float:
-    """Return when a step's exchanges are done, each beginning as soon as its gradients are there."""
-    clock = Clock(compute)
-    for message in messages:
-        clock.reach(message.ready)
-        clock.exchange(cost(message.nbytes))
-    return clock.end()
-
-
-def fusion_end_s(
-    gradients: Sequence[Gradient], cost: Callable[[float], float], compute: Compute, factor: float = 1.0
+def exchanges_end_s(
+    messages: Sequence[Message],
+    cost: Callable[[float], float],
+    compute: Compute,
+    loaded_cost: Callable[[float], float] | None = None,
+    fuse_bytes: float = 0.0,
 ) -> float:
-    """Return when Horovod's exchanges are done: whenever the link is free, all that is there travels together."""
-    clock, i = Clock(compute), 0
-    while i < len(gradients):
-        clock.reach(gradients[i].ready)
-        begin = max(clock.now + CYCLE_S, clock.busy_until)
-        nbytes = 0.0
-        while i < len(gradients) and nbytes < FUSION_BYTES:
-            ready = compute.forward_s + gradients[i].ready * compute.backward_s
-            if nbytes and ready > begin:
-                break
-            nbytes += gradients[i].nbytes * factor
+    """Return when backward and all exchanges of a step are done; exchanges follow one another.
+
+    Args:
+        messages: in the order in which they can begin.
+        cost: the time of an exchange of so many bytes when nothing is computed.
+        compute: of the step; its load is what an exchange under way takes from backward.
+        loaded_cost: the time of an exchange while backward goes on, where that is another.
+        fuse_bytes: what has come up meanwhile goes together, up to so much; 0: each message by itself.
+    """
+    now, work, i = compute.forward_s, 0.0, 0
+    """The time, backward's seconds done, and the messages taken."""
+    left, nbytes = 0.0, 0.0
+    """The share that is left of the exchange under way, and its bytes."""
+    while work < compute.backward_s or i < len(messages) or left:
+        if not left and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
+            left, nbytes = 1.0, messages[i].nbytes
             i += 1
-        clock.busy_until = begin + cost(nbytes)
-    return clock.end()
+            while fuse_bytes and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
+                if nbytes + messages[i].nbytes > fuse_bytes:
+                    break
+                nbytes += messages[i].nbytes
+                i += 1
+        is_computing = work < compute.backward_s
+        own_s = (loaded_cost or cost)(nbytes) if is_computing else cost(nbytes)
+        end_s = left * own_s if left else math.inf
+        rate = 1 - compute.load if left else 1.0
+        target = compute.backward_s if i >= len(messages) else min(1.0, messages[i].ready) * compute.backward_s
+        if target <= work:
+            target = compute.backward_s
+        ready_s = (target - work) / rate if is_computing else math.inf
+        passed = min(end_s, ready_s)
+        now += passed
+        if is_computing:
+            work = target if passed == ready_s else work + passed * rate
+        if left:
+            left = 0.0 if passed == end_s else left - passed / own_s
+    return now
 
 
 @dataclass(frozen=True)
@@ -365,6 +355,11 @@ def _exchange(
     def cost(nbytes: float) -> float:
         return all_reduce_s(nbytes, cluster, method.algorithm)
 
+    def loaded_cost(nbytes: float) -> float:
+        busy = replace(cluster, network=cluster.loaded or cluster.network)
+        return all_reduce_s(nbytes, busy, method.algorithm)
+
+    loaded = loaded_cost if cluster.loaded else None
     computed_s = compute.forward_s + compute.backward_s
     whole = sum(gradient.nbytes for gradient in gradients)
     if cluster.ranks == 1 or method.recipe == "single":
@@ -379,13 +374,14 @@ def _exchange(
         return computed_s + exchange_s, exchange_s, sent
     if method.recipe == "horovod":
         messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
-        end_s = fusion_end_s(gradients, cost, compute, method.factor)
+        single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
+        end_s = exchanges_end_s(single, lambda nbytes: cost(nbytes) + CYCLE_S, compute, loaded, FUSION_BYTES)
     else:
         if method.compression == "powersgd":
             messages = powersgd_messages(gradients, method.powersgd_rank)
         else:
             messages = ddp_buckets(gradients, method.bucket_bytes, method.factor)
-        end_s = bucket_end_s(messages, cost, compute)
+        end_s = exchanges_end_s(messages, cost, compute, loaded)
     sent = sum(sent_per_node(message.nbytes, cluster, method.algorithm) for message in messages)
     return end_s, sum(cost(message.nbytes) for message in messages), sent
 

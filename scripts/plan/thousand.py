@@ -1,7 +1,7 @@
 """Run the ddp recipe's own code at world sizes of a thousand and more, in one process, and see what grows.
 
     make plan REHEARSE=1024
-    python -m scripts.plan.thousand --world-size 1024 -- --zero
+    python -m scripts.plan.thousand --world-size 1024 -- --grad-compression fp16
 
 torch's fake process group stands in for the network: collectives return at once, and what other ranks would send
 is this rank's own. Everything else is recipes/ddp/train.py as it is. The samples of a rank are the same at each
@@ -214,7 +214,8 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     if args.world_size > MOST_RANKS:
         raise UserError(f"REHEARSE wants at most {MOST_RANKS} ranks, got {args.world_size}")
     args.options = list(options)
-    train.options(args.options)  # refused here, once
+    if train.options(args.options).zero:
+        raise UserError("--zero cannot be rehearsed: a checkpoint collects shards of ranks that are not there")
     return args
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from recipes.common.options import Parser
 from scripts.doctor import __main__ as doctor
+from scripts.plan import __main__ as plan
+from scripts.plan import check
 from slurm import submit
 from tests.support import ROOT
 
@@ -87,14 +89,14 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser, slurm/submit.py's or the doctor's has."""
+    """Return every --flag that a recipe's parser, slurm/submit.py's, the doctor's or the plan's has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
         pass
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
-    for parse in [*parsers, submit.parse_args, doctor.parse_args]:
+    for parse in [*parsers, submit.parse_args, doctor.parse_args, plan.parse_args, check.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())

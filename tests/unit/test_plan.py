@@ -21,11 +21,10 @@ from scripts.plan.model import (
     Link,
     Method,
     all_reduce_s,
-    bucket_end_s,
     daly_interval_s,
     ddp_buckets,
+    exchanges_end_s,
     flat_ring_s,
-    fusion_end_s,
     hierarchical_s,
     powersgd_messages,
     ring_s,
@@ -91,35 +90,37 @@ def test_buckets_close_once_they_are_full():
 def test_exchanges_overlap_with_backward():
     """Forward 1 s, backward 4 s; an exchange of 1 MB takes 0.5 s, then 2 s."""
     compute, buckets = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
-    assert bucket_end_s(buckets, lambda nbytes: nbytes * 0.5e-6, compute) == pytest.approx(5.5)
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 0.5e-6, compute) == pytest.approx(5.5)
     # The first can begin after 2 s; then the link is always busy.
-    assert bucket_end_s(buckets, lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(10)
-    assert bucket_end_s(ddp_buckets(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(13)
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(10)
+    assert exchanges_end_s(ddp_buckets(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(13)
 
 
 def test_an_exchange_that_wants_the_same_cores_slows_backward_down():
     """Half of the cores are away from 2 s on, for all that is left: 3 s of backward take 6 s."""
     compute, buckets = Compute(1.0, 4.0, load=0.5), ddp_buckets(GRADIENTS, 1e6)
-    assert bucket_end_s(buckets, lambda nbytes: nbytes * 10e-6, compute) == pytest.approx(42)
-    assert bucket_end_s(buckets[:1], lambda nbytes: 100.0, compute) == pytest.approx(102)
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 10e-6, compute) == pytest.approx(42)
+    assert exchanges_end_s(buckets[:1], lambda nbytes: 100.0, compute) == pytest.approx(102)
     # 2 s of exchange cost 1 s of computing.
-    assert bucket_end_s(buckets[:1], lambda nbytes: 2.0, compute) == pytest.approx(6)
+    assert exchanges_end_s(buckets[:1], lambda nbytes: 2.0, compute) == pytest.approx(6)
+
+
+def test_backward_slows_an_exchange_down_that_wants_the_same_cores():
+    """The one of 2 s begins at 2 s; until backward ends at 5 s it comes as far as 0.6 s would: 1.4 s are left."""
+    compute, [first, *_] = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
+    end_s = exchanges_end_s([first], lambda nbytes: 2.0, compute, loaded_cost=lambda nbytes: 10.0)
+    assert end_s == pytest.approx(5 + 1.4)
 
 
 def test_horovod_sends_together_what_has_come_up_meanwhile():
-    """The first megabyte alone, 2 s; meanwhile two more come up and go together; the last one follows."""
-    sent = []
+    """The first megabyte alone, from 2 s to 4 s; two more have come up by then and go together."""
+    messages = ddp_buckets(GRADIENTS, 1e6)
 
     def cost(nbytes):
-        sent.append(nbytes)
-        return nbytes * 2e-6
+        return 0.5 + nbytes * 1.5e-6
 
-    end_s = fusion_end_s(GRADIENTS, cost, Compute(1.0, 4.0))
-    assert sent == [1e6, 2e6, 1e6]
-    assert end_s == pytest.approx(2.001 + 8)
-    assert fusion_end_s(GRADIENTS, lambda n: n * 2e-6, Compute(1.0, 4.0), 0.5) == pytest.approx(
-        2.001 + 4, abs=0.01
-    )
+    assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1e9) == pytest.approx(2 + 2 + 3.5 + 2)
+    assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1.5e6) == pytest.approx(2 + 4 * 2)
 
 
 def test_powersgd_sends_two_factors_of_what_is_worth_it():
