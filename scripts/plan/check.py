@@ -4,15 +4,16 @@
     python -m scripts.plan.check --nodes 2 4 --mbit 100 1000 --rounds 5
 
 Each node is a network namespace (as root on Linux) whose link lets a set rate through; its rank is the recipe's
-own code over gloo. The prediction knows nothing of those runs, only: the link's set rate; how long as many
-processes as there are nodes take to compute a step, side by side on these cores, without any exchange; what a hop
-of a small all-reduce takes, and what the cores take to move the bytes when no link is limited, both alone and
-beside computing. docs/plan.md has the figures.
+own code over gloo. The prediction knows nothing of those runs. It is made of how long as many processes as there
+are nodes take to compute a step, side by side on these cores, without any exchange; of what all-reduces of one
+number and of a bucket's size take on those links, alone and beside computing; and of how much they slow computing
+down. docs/plan.md has the figures.
 Exit status 0; 1: a run failed; 2: bad usage, or no root.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -80,6 +81,18 @@ class Bench:
         own = [] if model in OWN_MODELS else ["torchvision.models"]
         self.context.set_forkserver_preload(["recipes.ddp.train", "scripts.plan.ranks", *own])
 
+    @contextlib.contextmanager
+    def links(self, nodes: int, mbit: float) -> Iterator[None]:
+        """Let the nodes' links carry no more than this; 0: as much as they can."""
+        limited = range(nodes if mbit else 0)
+        for node in limited:
+            self.network.narrow(node, f"{mbit:g}mbit")
+        try:
+            yield
+        finally:
+            for node in limited:
+                self.network.mend(node)
+
     def ranks(self, nodes: int, action: Callable[..., None], words: list[Any]) -> None:
         """Run an action on so many nodes, a rank each, to its end; raises RuntimeError where one fails."""
         cores = len(os.sched_getaffinity(0))
@@ -107,8 +120,8 @@ class Bench:
                 said = (self.folder / f"rank-{rank}.txt").read_text(errors="replace").strip()
                 raise RuntimeError(f"rank {rank} of {nodes} ended with {process.exitcode}: {said[-600:]}")
 
-    def probe(self, nodes: int, args: Namespace) -> dict[str, float]:
-        """Return what a prediction for so many nodes may know."""
+    def probe(self, nodes: int, mbit: float, args: Namespace) -> dict[str, float]:
+        """Return what a prediction for so many nodes and such links may know."""
         result = self.folder / "probe.json"
         self.ranks(
             nodes,
@@ -122,13 +135,8 @@ class Bench:
         self, nodes: int, mbit: float, steps: int, args: Namespace, extra: Sequence[str]
     ) -> dict[str, float]:
         """Return a real run's step time and the bytes that its first node has sent in a step."""
-        for node in range(nodes if mbit else 0):
-            self.network.narrow(node, f"{mbit:g}mbit")
-        try:
+        with self.links(nodes, mbit):
             self.ranks(nodes, run_recipe, [[*words_of_recipe(args, nodes, steps, self.folder), *extra]])
-        finally:
-            for node in range(nodes if mbit else 0):
-                self.network.mend(node)
         result = json.loads((self.folder / "run" / "result.json").read_text())
         step_s = nodes * LOCAL_BATCH / result["samples_per_s"]
         # A limited link cuts what it sends into packets before it is counted, an unlimited one after that.
@@ -136,26 +144,23 @@ class Bench:
         return {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"] * headless}
 
 
-def predict(
-    probe: dict[str, float], gradients: Sequence[Any], nodes: int, mbit: float, compression: str
-) -> dict[str, float]:
+def predict(probe: dict[str, float], gradients: Sequence[Any], nodes: int, compression: str) -> dict[str, float]:
     """Return the plan's step time and bytes of a node, from what was measured apart from such a step."""
-    nbytes, bucket = 4 * probe["numel"], BUCKET_MB * 2**20
+    bucket = BUCKET_MB * 2**20
     hops = 2 * (nodes - 1)
     compute = Compute(probe["forward_s"], probe["backward_s"], probe["optimizer_s"])
     if not hops:
         cluster = Cluster(1, 1, Link(0.0, 1.0))
     else:
-        alpha_s, busy_alpha_s = probe["small_s"] / hops, probe["busy_small_s"] / hops
-        host = hops / nodes * nbytes / max(probe["whole_s"] - probe["small_s"], 1e-9)
-        busy_s = max(probe["busy_bucket_s"] - probe["busy_small_s"], 1e-9)
-        busy_host = min(host, hops / nodes * bucket / busy_s)
-        wire = mbit * 1e6 / 8 * PACKET_SHARE if mbit else host
-        # Moving a byte takes the cores the same work behind any link; a slow one spreads it over more time.
-        load = max(0.0, 1 - compute.total_s / probe["busy_step_s"]) * min(wire, busy_host) / busy_host
+        alpha_s = probe["small_s"] / hops
+        rate, busy_rate = (
+            hops / nodes * bucket / max(probe[key] - probe["small_s"], 1e-9)
+            for key in ("bucket_s", "busy_bucket_s")
+        )
+        load = max(0.0, 1 - compute.total_s / probe["busy_step_s"])
         compute = replace(compute, load=min(MOST_LOAD, load))
-        busy = Link(busy_alpha_s, min(wire, busy_host))
-        cluster = Cluster(nodes, 1, Link(alpha_s, min(wire, host)), loaded=busy)
+        busy = Link(alpha_s, min(rate, busy_rate))
+        cluster = Cluster(nodes, 1, Link(alpha_s, rate), loaded=busy)
     method = Method("ddp", compression, bucket_bytes=BUCKET_MB * 2**20, algorithm="ring")
     found = step(gradients, compute, cluster, method, control_alpha_s=cluster.network.alpha_s)
     return {"step_s": found.step_s, "sent_bytes": found.sent_bytes_per_node, "compute_s": found.compute_s}
@@ -192,10 +197,10 @@ def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     points: dict[tuple[int, float, str], dict[str, Any]] = {}
     for _ in range(args.rounds):
         for nodes in args.nodes:
-            probe = bench.probe(nodes, args)
             for mbit in args.mbit if nodes > 1 else [0.0]:
+                probe = bench.probe(nodes, mbit, args)
                 for kind in args.compression if nodes > 1 else ["none"]:
-                    expected = predict(probe, gradients, nodes, mbit, kind)
+                    expected = predict(probe, gradients, nodes, kind)
                     steps = args.steps or min(40, max(6, round(RUN_S / expected["step_s"])))
                     real = bench.recipe(nodes, mbit, steps, args, ["--grad-compression", kind])
                     new = {

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,53 +84,61 @@ def run_probe(argv: list[str], local_batch_size: int, bucket_bytes: int, result:
     numel = sum(parameter.numel() for parameter in model.parameters())
     numel = sum(parameter.numel() for parameter in model.parameters())
     figures = {"forward_s": forward_s, "backward_s": backward_s, "optimizer_s": optimizer_s, "numel": numel}
-    figures["small_s"] = timed_all_reduce(torch.zeros(1), 40)
-    figures["whole_s"] = timed_all_reduce(torch.zeros(numel), 8)
     if dist.get_world_size() > 1:
-        figures["busy_small_s"], _ = beside(compute, torch.zeros(1), COMPUTE_S / 4)
-        figures["busy_bucket_s"], step_s = beside(compute, torch.zeros(bucket_bytes // 4), COMPUTE_S)
-        figures["busy_step_s"] = step_s
+        bucket = torch.zeros(bucket_bytes // 4)
+        figures["small_s"] = small_s()
+        figures["bucket_s"], _ = buckets_s(bucket, 6, lambda: None)
+        number = max(4, round(COMPUTE_S / figures["bucket_s"]))
+        agreed = torch.tensor(number)
+        dist.broadcast(agreed, 0)
+        figures["busy_bucket_s"], figures["busy_step_s"] = buckets_s(bucket, min(int(agreed), 60), compute)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def beside(compute: Callable[[], None], tensor: Any, seconds: float) -> tuple[float, float]:
-    """Return the mean times of an all-reduce and of a step while both go on; call it on all ranks."""
+def small_s(times: int = 20) -> float:
+    """Return the mean time of an all-reduce of one number; call it on all ranks."""
     import torch
     import torch.distributed as dist
 
-    # As many on each rank as take about so long, without a limit on the links.
-    number = torch.tensor(max(4.0, seconds / timed_all_reduce(tensor, 4) / 3))
-    dist.all_reduce(number, dist.ReduceOp.MIN)
-    took = []
-
-    def exchange() -> None:
-        took.append(timed_all_reduce(tensor, int(number)))
-
-    thread, steps = threading.Thread(target=exchange), 0
-    begin = time.perf_counter()
-    thread.start()
-    while thread.is_alive():
-        compute()
-        steps += 1
-    found = torch.tensor([took[0], (time.perf_counter() - begin) / steps])
-    dist.all_reduce(found)
-    return found[0].item() / dist.get_world_size(), found[1].item() / dist.get_world_size()
-
-
-def timed_all_reduce(tensor: Any, times: int) -> float:
-    """Return the mean time of an all-reduce; call it on all ranks."""
-    import torch.distributed as dist
-
+    tensor = torch.zeros(1)
     for _ in range(2):
         dist.all_reduce(tensor)
-    dist.barrier()
     begin = time.perf_counter()
     for _ in range(times):
         dist.all_reduce(tensor)
     return (time.perf_counter() - begin) / times
+
+
+def buckets_s(bucket: Any, number: int, compute: Callable[[], None]) -> tuple[float, float]:
+    """Return the mean times of an all-reduce and of computing beside it; call it on all ranks.
+
+    All of them are under way at once, as DDP has its buckets; the backend takes them one or two at a time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    begin = time.perf_counter()
+    works = [dist.all_reduce(bucket, async_op=True) for _ in range(number)]
+    assert works[-1]
+    steps = 0
+    while not works[-1].is_completed():
+        step_begin = time.perf_counter()
+        compute()
+        steps += 1
+        if time.perf_counter() - step_begin < 1e-4:
+            time.sleep(1e-4)  # nothing to compute
+    end = time.perf_counter()
+    for work in works:
+        assert work
+        work.wait()
+    found = torch.tensor([(end - begin) / number, (end - begin) / steps])
+    dist.all_reduce(found)
+    bucket_s, step_s = (found / dist.get_world_size()).tolist()
+    return bucket_s, step_s
 
 
 def rank_main(
