@@ -1,8 +1,8 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's, BACKENDS commbench's. WITH=docker runs in containers; images take BASE_IMAGE,
-# BUILD_IMAGE, REGISTRY, TAG.
+# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's. WITH=docker runs in
+# containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -26,6 +26,9 @@ BACKENDS ?=
 FAULTS ?=
 ROUNDS ?=
 SEED ?=
+MODEL ?=
+CHECK ?=
+REHEARSE ?=
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -40,7 +43,11 @@ SUBMIT_OPTIONS = $(if $(GPUS),--gpus-per-node "$(GPUS)") $(if $(NPROC_PER_NODE),
 # Those of scripts.local that make a job elastic.
 ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTARTS),--max-restarts "$(MAX_RESTARTS)")
 
-.PHONY: help list setup run bench commbench doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
+# What plan hands on of the variables that are set.
+PLAN_OPTIONS = $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") $(if $(GPUS),--gpus "$(GPUS)") \
+	$(if $(FABRIC),--fabric "$(FABRIC)") $(if $(MODEL),--model "$(MODEL)")
+
+.PHONY: help list setup run bench commbench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -96,6 +103,15 @@ commbench: ## Measure all-reduce, broadcast, all-gather over sizes: NODES=2 BACK
 	@$(if $(filter horovod,$(BACKENDS)),scripts/horovod/build.sh --if-missing)
 	@exec $(PYTHON) -m scripts.commbench $(BACKENDS) $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") \
 		$(if $(NPROC_PER_NODE),--nproc-per-node "$(NPROC_PER_NODE)") $(ARGS)
+
+plan: ## Rehearse a job of any size: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400; CHECK=1; REHEARSE=1024
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m $(if $(filter-out 0,$(CHECK)),scripts.plan.check $(if $(ROUNDS),--rounds "$(ROUNDS)") $(ARGS),$(if \
+		$(REHEARSE),scripts.plan.thousand --world-size "$(REHEARSE)" $(if $(RECIPE),--recipe "$(RECIPE)") -- $(ARGS),scripts.plan "$(RECIPE)" $(PLAN_OPTIONS) $(ARGS)))
+
+report: ## Render what bench has measured: docs/benchmarks/README.md with pictures, and the table in README.md
+	@scripts/setup.sh run
+	@exec $(PYTHON) -m scripts.report
 
 slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
 	@scripts/slurm_cluster.sh up "$(if $(filter file,$(origin NODES)),2,$(NODES))"

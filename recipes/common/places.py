@@ -9,6 +9,9 @@ from itertools import groupby
 
 import torch
 
+MOST_LINES = 8
+"""Of a description, on the terminal."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -37,6 +40,13 @@ def describe(places: Sequence[Place]) -> list[str]:
         numbers = "" if indices[0] is None else f"cuda:{_span(indices)} "
         lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {_span(ranks)} on {host}: {numbers}{device}")
     return lines
+
+
+def shorten(lines: Sequence[str]) -> list[str]:
+    """Return the first lines of a description, and how many more there are: a thousand nodes fill no terminal."""
+    if len(lines) <= MOST_LINES:
+        return list(lines)
+    return [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} more such lines in config.json"]
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ import torch
 from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, check_options, read_checkpoint
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.places import Place, describe
+from recipes.common.places import Place, describe, shorten
 from recipes.common.progress import Progress
 from recipes.common.watch import put_away
 
@@ -173,7 +173,7 @@ class Record:
         kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
         _replace_text(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
         self.progress.say(f"run {self.folder}  world_size={len(places)}")
-        for line in ranks:
+        for line in shorten(ranks):
             self.progress.say(line)
         if checkpoint:
             self.progress.say(f"resumed from {checkpoint} at step {step}")

@@ -12,12 +12,12 @@ training goes on, ranks that the others keep waiting for.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import threading
@@ -55,6 +55,15 @@ LEAST_EXCESS_S = 0.005
 
 COLLECT_S = 2.0
 """How long one of them may take to put that together."""
+
+MANY = 64
+"""Up to so many ranks, all of them look for the others' reports."""
+
+COLLECTORS = 3
+"""Of more ranks, so many do, those that call first: a thousand asking for a thousand would choke the store."""
+
+MOST_NAMED = 8
+"""Ranks that a line names one by one."""
 
 
 class Notes(Protocol):
@@ -184,12 +193,15 @@ class Watch:
         with contextlib.suppress(OSError):
             (place / "hang").mkdir(parents=True, exist_ok=True)
             _write(place / "hang" / f"rank-{self.rank}.txt", text)
-        reports = self._gather(place)
         path = place / "hang-report.txt"
-        if self.rank != min(reports):
-            self._wait(COLLECT_S, lambda: self._is_done(path))
-        if not self._is_done(path) and self._is_elected():
-            self._collect(reports, path)
+        if self._is_collector(place):
+            reports = self._gather(place)
+            if self.rank != min(reports):
+                self._wait(COLLECT_S, lambda: self._is_done(path))
+            if not self._is_done(path) and self._is_elected():
+                self._collect(reports, path)
+        else:
+            self._wait(GATHER_S + COLLECT_S, lambda: self._is_done(path))
         sys.stdout.flush()
         os._exit(HANG_STATUS)
 
@@ -270,7 +282,7 @@ class Watch:
 
         thread = threading.Thread(target=act, name="watch: store", daemon=True)
         thread.start()
-        thread.join(ANSWER_S)
+        thread.join(ANSWER_S + self.world_size / 2000)  # some questions are about all ranks
         if thread.is_alive():
             self.notes = None  # no use to ask again
         return result[0]
@@ -301,6 +313,22 @@ class Watch:
         if not reports:  # neither a store nor a disk
             reports[self.rank] = self._report(None)
         return reports
+
+    def _is_collector(self, place: Path) -> bool:
+        """Whether this rank looks for the reports of the others; of many, those that come first."""
+        if self.world_size <= MANY:
+            return True
+        if number := self._ask(lambda notes: notes.add("callers", 1), 0):
+            return number <= COLLECTORS
+        for i in range(COLLECTORS):  # without a store, of those that share a disk
+            try:
+                (place / "hang" / f"collector-{i}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            except OSError:
+                return True
+            return True
+        return False
 
     def _is_done(self, path: Path) -> bool:
         return path.exists() or self._ask(lambda notes: notes.check(["done"]), False)
@@ -349,18 +377,25 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
         if steps >= 5:
             work_s[rank] = (after[rank]["busy_s"] - before[rank]["busy_s"]) / steps
             step_s = seconds / steps  # the same for all: they go in step
+    if len(work_s) < 2:
+        return []
     found = []
+    ordered = sorted(work_s.values())
     for rank in sorted(work_s):
-        others = [own_s for other, own_s in work_s.items() if other != rank]
-        if not others:
-            continue
-        excess_s = work_s[rank] - statistics.median(others)
-        if excess_s > max(share * step_s, LEAST_EXCESS_S):
+        others_s = median_without(ordered, work_s[rank])
+        if work_s[rank] - others_s > max(share * step_s, LEAST_EXCESS_S):
             found.append(
                 f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms it works "
-                f"{1000 * work_s[rank]:.0f} ms by itself, the others {1000 * statistics.median(others):.0f} ms"
+                f"{1000 * work_s[rank]:.0f} ms by itself, the others {1000 * others_s:.0f} ms"
             )
     return found
+
+
+def median_without(ordered: Sequence[float], one: float) -> float:
+    """Return the median of sorted values but for one of them: a thousand ranks need no sort each."""
+    place, number = bisect.bisect_left(ordered, one), len(ordered) - 1
+    low, high = ((i + (i >= place)) for i in ((number - 1) // 2, number // 2))
+    return (ordered[low] + ordered[high]) / 2
 
 
 def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]], world_size: int) -> str:
@@ -419,7 +454,16 @@ def _after(note: dict[str, Any]) -> str:
 
 
 def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+    """Return ranks 0, 1, 2, or, where they are many, ranks 0-16, 18-1023."""
+    if len(ranks) <= MOST_NAMED:
+        return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _read(notes: Notes, kind: str, ranks: Sequence[int]) -> dict[int, str]:

@@ -18,7 +18,7 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
-from recipes.common.places import Place, describe
+from recipes.common.places import Place, describe, shorten
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
@@ -469,3 +469,12 @@ def test_options_are_read_only():
 )
 def test_a_line_tells_where_ranks_are(places, lines):
     assert describe(places) == lines
+
+
+def test_a_thousand_nodes_are_told_in_eight_lines():
+    lines = describe([Place(f"node-{i // 8}", "H100", i % 8) for i in range(1024)])
+    assert len(lines) == 128
+    shown = shorten(lines)
+    assert shown[:7] == lines[:7]
+    assert shown[7:] == ["... and 121 more such lines in config.json"]
+    assert shorten(lines[:8]) == lines[:8]

@@ -11,6 +11,8 @@ from recipes.common.options import Parser
 from scripts.commbench import __main__ as commbench
 from scripts.commbench import rank as commbench_rank
 from scripts.doctor import __main__ as doctor
+from scripts.plan import __main__ as plan
+from scripts.plan import check
 from slurm import submit
 from tests.support import ROOT
 
@@ -89,7 +91,7 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser, slurm/submit.py's, the doctor's or commbench's has."""
+    """Return every --flag that a parser of the recipes or of scripts/ has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
@@ -97,7 +99,7 @@ def known_flags():
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
     others = [submit.parse_args, doctor.parse_args, commbench.options, commbench_rank.options]
-    for parse in [*parsers, *others]:
+    for parse in [*parsers, *others, plan.parse_args, check.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())

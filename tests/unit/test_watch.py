@@ -1,12 +1,15 @@
 """Who is named when ranks wait for one another, from what each of them says."""
 
+import json
 import os
+import random
+import statistics
 import time
 
 import pytest
 
 from recipes.common.options import Options
-from recipes.common.watch import Watch, bound_of_waits, stragglers, summarize
+from recipes.common.watch import Watch, bound_of_waits, median_without, stragglers, summarize
 
 
 @pytest.fixture
@@ -140,5 +143,78 @@ def test_work_is_what_lies_outside_of_collectives(args):
         with watch("metrics"):
             time.sleep(0.2)
         assert 0.1 <= watch._note()["busy_s"] < 0.25
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 8])
+def test_the_median_without_one_is_that_of_the_others(number):
+    chance = random.Random(number)
+    for _ in range(20):
+        values = [float(chance.randint(0, 4)) for _ in range(number)]
+        for i, value in enumerate(values):
+            others = values[:i] + values[i + 1 :]
+            assert median_without(sorted(values), value) == statistics.median(others)
+
+
+# ---- a thousand ranks
+
+
+class Store:
+    """What ranks share, with its requests counted."""
+
+    def __init__(self):
+        self.values, self.requests = {}, 0
+
+    def set(self, key, value):
+        self.requests += 1
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        self.requests += 1
+        return self.values[key]
+
+    def check(self, keys):
+        self.requests += 1
+        return all(key in self.values for key in keys)
+
+    def add(self, key, amount):
+        self.requests += 1
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+
+def test_many_ranks_are_named_by_ranges():
+    found = by_rank(*(note(rank, 9, "gradients") for rank in range(1024) if rank != 17))
+    text = summarize(found, {}, 1024)
+    assert text == (
+        "rank 17 does not answer, nobody knows where it was; "
+        'ranks 0-16, 18-1023 waited 5 s in "gradients" after step 3'
+    )
+
+
+@pytest.mark.parametrize("has_store", [True, False], ids=["store", "disk"])
+def test_of_a_thousand_ranks_a_few_look_for_the_reports(args, has_store, tmp_path):
+    """Each looking for all of the others would be a million requests."""
+    watch = Watch(0, 1024, args, None)
+    (tmp_path / "hang").mkdir()
+    try:
+        watch.notes = Store() if has_store else None
+        assert [watch._is_collector(tmp_path) for _ in range(6)] == [True] * 3 + [False] * 3
+        watch.world_size = 4
+        assert all(watch._is_collector(tmp_path) for _ in range(6))
+    finally:
+        watch.close()
+
+
+def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(args, tmp_path):
+    """The one that collects: who has reported, and what; once all have, it asks no more."""
+    watch, store = Watch(0, 1024, args, None), Store()
+    try:
+        watch.notes = store
+        for rank in range(1024):
+            store.values[f"report/{rank}"] = json.dumps(note(rank, 9, "gradients")).encode()
+        assert len(watch._gather(tmp_path)) == 1024
+        assert store.requests == 2 * 1024
     finally:
         watch.close()

@@ -1,0 +1,39 @@
+"""The plan held to real runs: its step time, and its bytes, on nodes of this machine with limited links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from scripts.bench.figures import Figure, unmeasured
+from scripts.local import ROOT
+from scripts.plan.check import error_of, network
+
+STEP_GOAL, BYTES_GOAL = "<= 1.15", "<= 1.02"
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Return a figure for the step time of each point, and one for the bytes of all."""
+    if reason := network.why_not():
+        return [unmeasured("plan", "predicted step time", reason, STEP_GOAL)]
+    output = folder / "points.json"
+    command = [sys.executable, "-m", "scripts.plan.check", "--rounds", str(rounds), "--output", str(output)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    points = json.loads(output.read_text())
+    figures = []
+    for point in points:
+        ratios = [max(1 + error, 1 / (1 + error)) for error in error_of(point)]
+        predicted, real = (1e3 * median(one["step_s"] for one in point[kind]) for kind in ("predicted", "real"))
+        rate = f" at {point['mbit']:g} Mbit/s" if point["nodes"] > 1 else ""
+        name = f"predicted step time, {point['nodes']} node{'s' if point['nodes'] > 1 else ''}{rate}"
+        note = f"predicted {predicted:.0f} ms, real {real:.0f} ms; the larger over the smaller"
+        figures.append(Figure("plan", name, median(ratios), min(ratios), max(ratios), STEP_GOAL, "ddp", note))
+    sent = [1 / (1 + error) for point in points if point["nodes"] > 1 for error in error_of(point, "sent_bytes")]
+    note = "of all points; headers of packets and the votes are in it"
+    figures.append(
+        Figure("plan", "bytes sent over the plan's", median(sent), min(sent), max(sent), BYTES_GOAL, "ddp", note)
+    )
+    return figures

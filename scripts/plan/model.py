@@ -1,0 +1,444 @@
+"""What a step, a failure and a job cost at any size: arithmetic alone, without torch, clock or network.
+
+The network is Hockney's: a message of n bytes takes alpha + n / bandwidth. All-reduces on top of it are those of
+Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521 (ring), Sanders, Speck and Traeff
+2009, https://doi.org/10.1016/j.parco.2009.09.001 (two binary trees), with hops within and between nodes counted as
+NCCL's src/graph/tuning.cc does. Checkpoints: Young 1974, https://doi.org/10.1145/361147.361115, and Daly 2006,
+https://doi.org/10.1016/j.future.2004.11.016. docs/plan.md says what all this leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+FUSION_BYTES = 128 * 2**20
+"""Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): what has come up meanwhile travels together, up to this."""
+
+CYCLE_S = 0.001
+"""Horovod's HOROVOD_CYCLE_TIME: how often it looks for gradients."""
+
+FORWARD_SHARE = 1 / 3
+"""Of forward and backward: backward computes the gradients of inputs and weights, twice forward's arithmetic."""
+
+
+# ---- the network
+
+
+@dataclass(frozen=True)
+class Link:
+    """Hockney's two numbers, each way: what a message costs, and what its bytes cost."""
+
+    alpha_s: float
+    bytes_per_s: float
+
+    def share(self, parts: int) -> Link:
+        """Return what one of several users of the link has of it."""
+        return Link(self.alpha_s, self.bytes_per_s / parts)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    nodes: int
+    gpus: int
+    """Of a node; each has a rank."""
+    network: Link
+    """Between nodes: all ports of a node together."""
+    intra: Link | None = None
+    """From one GPU of a node to the next; None: they reach each other as those of other nodes."""
+    loaded: Link | None = None
+    """Between nodes while ranks compute, where the same cores also move the bytes."""
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return self.nodes * self.gpus
+
+
+def ring_s(nbytes: float, ranks: int, link: Link) -> float:
+    """Return the time of a ring all-reduce: 2 (p-1) hops, 2 (p-1)/p of the bytes over each link."""
+    return 2 * (ranks - 1) * link.alpha_s + 2 * (ranks - 1) / ranks * nbytes / link.bytes_per_s
+
+
+def flat_ring_s(nbytes: float, cluster: Cluster) -> float:
+    """Return the time of one ring through all GPUs, node by node: it enters and leaves each node once."""
+    network, intra = cluster.network, cluster.intra
+    if cluster.ranks == 1:
+        return 0.0
+    if intra is None:
+        return ring_s(nbytes, cluster.ranks, network.share(cluster.gpus))
+    if cluster.nodes == 1:
+        return ring_s(nbytes, cluster.gpus, intra)
+    between = 2 * (cluster.nodes - 1)
+    within = 2 * (cluster.ranks - 1) - between
+    rate = network.bytes_per_s if cluster.gpus == 1 else min(network.bytes_per_s, intra.bytes_per_s)
+    sent = 2 * (cluster.ranks - 1) / cluster.ranks * nbytes
+    return between * network.alpha_s + within * intra.alpha_s + sent / rate
+
+
+def tree_s(nbytes: float, cluster: Cluster) -> float:
+    """Return the time of an all-reduce up and down two binary trees of nodes, a chain of GPUs in each node.
+
+    Each half of the bytes goes through its own tree, so that all links are busy: 2 n in all, and log2 of the nodes
+    hops each way.
+    """
+    network, intra = cluster.network, cluster.intra
+    if cluster.ranks == 1:
+        return 0.0
+    if intra is None:
+        network = network.share(cluster.gpus)
+        return 2 * math.ceil(math.log2(cluster.ranks)) * network.alpha_s + 2 * nbytes / network.bytes_per_s
+    if cluster.nodes == 1:
+        return 2 * (cluster.gpus - 1) * intra.alpha_s + 2 * nbytes / intra.bytes_per_s
+    hops = math.ceil(math.log2(cluster.nodes)) * network.alpha_s + (cluster.gpus - 1) * intra.alpha_s
+    rate = network.bytes_per_s if cluster.gpus == 1 else min(network.bytes_per_s, intra.bytes_per_s)
+    return 2 * hops + 2 * nbytes / rate
+
+
+def hierarchical_s(nbytes: float, cluster: Cluster) -> float:
+    """Return the time of reduce-scatter in each node, rings between the nodes, all-gather in each node.
+
+    Of g GPUs each exchanges 1/g of the bytes with its like on other nodes: a node's link carries what it does in
+    a ring of nodes.
+    """
+    if cluster.intra is None or cluster.gpus == 1 or cluster.nodes == 1:
+        return flat_ring_s(nbytes, cluster)
+    return ring_s(nbytes, cluster.gpus, cluster.intra) + ring_s(nbytes, cluster.nodes, cluster.network)
+
+
+ALGORITHMS: dict[str, Callable[[float, Cluster], float]] = {
+    "ring": flat_ring_s,
+    "tree": tree_s,
+    "hierarchical": hierarchical_s,
+}
+
+
+def all_reduce_s(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
+    """Return the time of an all-reduce; auto takes the faster of ring and tree for each message, as NCCL does."""
+    if algorithm == "auto":
+        return min(flat_ring_s(nbytes, cluster), tree_s(nbytes, cluster))
+    return ALGORITHMS[algorithm](nbytes, cluster)
+
+
+def sent_per_node(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
+    """Return the bytes that a node sends to others in an all-reduce (an average over nodes for the tree)."""
+    if cluster.nodes == 1:
+        return 0.0
+    if algorithm == "auto":
+        algorithm = min(("ring", "tree"), key=lambda name: ALGORITHMS[name](nbytes, cluster))
+    if algorithm == "ring":
+        return 2 * (cluster.ranks - 1) / cluster.ranks * nbytes
+    return 2 * (cluster.nodes - 1) / cluster.nodes * nbytes
+
+
+# ---- what travels
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One parameter's gradient."""
+
+    shape: tuple[int, ...]
+    ready: float
+    """The share of backward after which it is there."""
+    itemsize: int = 4
+
+    @property
+    def numel(self) -> int:
+        """Its numbers."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes as it is computed."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Message:
+    """Gradients that travel together."""
+
+    ready: float
+    """The share of backward after which the last of them is there."""
+    nbytes: float
+    """What is exchanged, compressed if they are."""
+
+
+def ddp_buckets(gradients: Sequence[Gradient], cap_bytes: float, factor: float = 1.0) -> list[Message]:
+    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size.
+
+    factor is that of the compression: 0.5 for half precision.
+    """
+    buckets: list[Message] = []
+    size = 0
+    for i, gradient in enumerate(gradients):
+        size += gradient.nbytes
+        if size >= cap_bytes or i == len(gradients) - 1:
+            buckets.append(Message(gradient.ready, size * factor))
+            size = 0
+    return buckets
+
+
+def powersgd_messages(gradients: Sequence[Gradient], rank: int) -> list[Message]:
+    """Return what PowerSGD exchanges once backward is done: what it leaves whole, then both factors.
+
+    A gradient of n x m numbers travels as (n + m) x rank where that is less than half of it.
+    """
+    whole = left = right = 0
+    for gradient in gradients:
+        rows = gradient.shape[0] if gradient.shape else 1
+        columns = gradient.numel // rows
+        if len(gradient.shape) > 1 and 2 * (rows + columns) * rank < rows * columns:
+            left += rows * min(rank, rows, columns) * gradient.itemsize
+            right += columns * min(rank, rows, columns) * gradient.itemsize
+        else:
+            whole += gradient.nbytes
+    return [Message(1.0, nbytes) for nbytes in (whole, left, right) if nbytes]
+
+
+# ---- a step
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a rank computes in a step, in seconds, without any exchange."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    load: float = 0.0
+    """The share of the device that an exchange under way takes from computing: cores that both want, say."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    def scaled(self, factor: float) -> Compute:
+        """Return that of another number of samples; the optimizer does not care for them."""
+        return Compute(self.forward_s * factor, self.backward_s * factor, self.optimizer_s, self.load)
+
+
+def split_compute(seconds: float) -> Compute:
+    """Return forward and backward of a time that is known as a whole."""
+    return Compute(seconds * FORWARD_SHARE, seconds * (1 - FORWARD_SHARE))
+
+
+def exchanges_end_s(
+    messages: Sequence[Message],
+    cost: Callable[[float], float],
+    compute: Compute,
+    loaded_cost: Callable[[float], float] | None = None,
+    fuse_bytes: float = 0.0,
+) -> float:
+    """Return when backward and all exchanges of a step are done; exchanges follow one another.
+
+    Args:
+        messages: in the order in which they can begin.
+        cost: the time of an exchange of so many bytes when nothing is computed.
+        compute: of the step; its load is what an exchange under way takes from backward.
+        loaded_cost: the time of an exchange while backward goes on, where that is another.
+        fuse_bytes: what has come up meanwhile goes together, up to so much; 0: each message by itself.
+    """
+    now, work, i = compute.forward_s, 0.0, 0
+    """The time, backward's seconds done, and the messages taken."""
+    left, nbytes = 0.0, 0.0
+    """The share that is left of the exchange under way, and its bytes."""
+    while work < compute.backward_s or i < len(messages) or left:
+        if not left and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
+            left, nbytes = 1.0, messages[i].nbytes
+            i += 1
+            while fuse_bytes and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
+                if nbytes + messages[i].nbytes > fuse_bytes:
+                    break
+                nbytes += messages[i].nbytes
+                i += 1
+        is_computing = work < compute.backward_s
+        own_s = (loaded_cost or cost)(nbytes) if is_computing else cost(nbytes)
+        end_s = left * own_s if left else math.inf
+        rate = 1 - compute.load if left else 1.0
+        target = compute.backward_s if i >= len(messages) else min(1.0, messages[i].ready) * compute.backward_s
+        if target <= work:
+            target = compute.backward_s
+        ready_s = (target - work) / rate if is_computing else math.inf
+        passed = min(end_s, ready_s)
+        now += passed
+        if is_computing:
+            work = target if passed == ready_s else work + passed * rate
+        if left:
+            left = 0.0 if passed == end_s else left - passed / own_s
+    return now
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a recipe exchanges gradients."""
+
+    recipe: str
+    compression: str = "none"
+    """none, fp16, bf16 or powersgd."""
+    powersgd_rank: int = 4
+    bucket_bytes: float = 25 * 2**20
+    allreduce: str = "ring"
+    """Of scratch: ring or naive."""
+    piece_bytes: int = 2**20
+    zero: bool = False
+    algorithm: str = "auto"
+
+    @property
+    def factor(self) -> float:
+        """What half precision leaves of the bytes."""
+        return 0.5 if self.compression in ("fp16", "bf16") else 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The times and bytes of a step of a rank."""
+
+    step_s: float
+    compute_s: float
+    exchange_s: float
+    """All exchanges of gradients, were nothing computed meanwhile."""
+    exposed_s: float
+    """What the exchanges add to computing."""
+    sent_bytes_per_node: float
+    """To other nodes; the busiest node's, where they differ."""
+    limit: str
+    """compute, exchange, vote or input: what to mend first."""
+
+
+def step(
+    gradients: Sequence[Gradient],
+    compute: Compute,
+    cluster: Cluster,
+    method: Method,
+    control_alpha_s: float = 0.0,
+    input_s: float = 0.0,
+) -> Step:
+    """Return a step's times and bytes.
+
+    Args:
+        gradients: in the order in which backward yields them.
+        compute: of one rank.
+        cluster: its nodes and links.
+        method: how gradients are exchanged.
+        control_alpha_s: a hop of the vote on stopping, which goes around a ring of all ranks during each step.
+        input_s: the time in which a step's samples can be read and decoded, beside everything else.
+    """
+    end_s, exchange_s, sent = _exchange(gradients, compute, cluster, method)
+    if method.zero:
+        # Each rank hands out its share of the new weights: an all-gather, half an all-reduce.
+        weights = sum(gradient.nbytes for gradient in gradients)
+        gather_s = all_reduce_s(weights, cluster, "ring") / 2
+        end_s, exchange_s = end_s + gather_s, exchange_s + gather_s
+        sent += sent_per_node(weights, cluster, "ring") / 2
+    computed_s = compute.forward_s + compute.backward_s
+    vote_s = 2 * (cluster.ranks - 1) * control_alpha_s
+    done_s = max(end_s, vote_s)
+    total_s = max(done_s + compute.optimizer_s, input_s)
+    limit = "compute" if end_s - computed_s < 0.05 * total_s else "exchange"
+    if vote_s > end_s:
+        limit = "vote"
+    if input_s > done_s + compute.optimizer_s:
+        limit = "input"
+    return Step(total_s, compute.total_s, exchange_s, end_s - computed_s, sent, limit)
+
+
+def _exchange(
+    gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
+) -> tuple[float, float, float]:
+    """Return when a recipe's exchange is done, its time by itself, and the bytes that a node sends."""
+
+    def cost(nbytes: float) -> float:
+        return all_reduce_s(nbytes, cluster, method.algorithm)
+
+    def loaded_cost(nbytes: float) -> float:
+        busy = replace(cluster, network=cluster.loaded or cluster.network)
+        return all_reduce_s(nbytes, busy, method.algorithm)
+
+    loaded = loaded_cost if cluster.loaded else None
+    computed_s = compute.forward_s + compute.backward_s
+    whole = sum(gradient.nbytes for gradient in gradients)
+    if cluster.ranks == 1 or method.recipe == "single":
+        return computed_s, 0.0, 0.0
+    if method.recipe == "dataparallel":
+        # The first GPU hands the weights out to each of the others and collects their gradients.
+        link = cluster.intra or cluster.network
+        exchange_s = 2 * (cluster.gpus - 1) * (link.alpha_s + whole / link.bytes_per_s)
+        return computed_s + exchange_s, exchange_s, 0.0
+    if method.recipe == "scratch":
+        exchange_s, sent = _by_hand(whole, cluster, method)
+        return computed_s + exchange_s, exchange_s, sent
+    if method.recipe == "horovod":
+        messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
+        single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
+        end_s = exchanges_end_s(single, lambda nbytes: cost(nbytes) + CYCLE_S, compute, loaded, FUSION_BYTES)
+    else:
+        if method.compression == "powersgd":
+            messages = powersgd_messages(gradients, method.powersgd_rank)
+        else:
+            messages = ddp_buckets(gradients, method.bucket_bytes, method.factor)
+        end_s = exchanges_end_s(messages, cost, compute, loaded)
+    sent = sum(sent_per_node(message.nbytes, cluster, method.algorithm) for message in messages)
+    return end_s, sum(cost(message.nbytes) for message in messages), sent
+
+
+def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, float]:
+    """Return time and bytes sent per node of the scratch recipe, which begins when backward is done."""
+    if method.allreduce == "naive":
+        # All gradients go to rank 0 one after another, and the sum back to all: its node sends the most.
+        network, intra = cluster.network, cluster.intra or cluster.network
+        far, near = (cluster.nodes - 1) * cluster.gpus, cluster.gpus - 1
+        pieces = math.ceil(whole / method.piece_bytes)
+        seconds = far * (pieces * network.alpha_s + whole / network.bytes_per_s)
+        seconds += near * (pieces * intra.alpha_s + whole / intra.bytes_per_s)
+        return 2 * seconds, far * whole
+    # A ring like any other, but each hop is several messages: pieces of a chunk, two at the least.
+    pieces = max(2, math.ceil(whole / cluster.ranks / method.piece_bytes))
+    seconds = flat_ring_s(whole, cluster) + (pieces - 1) * flat_ring_s(0, cluster)
+    return seconds, sent_per_node(whole, cluster, "ring")
+
+
+# ---- failures
+
+
+def young_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the time of work between checkpoints that loses least, to first order: sqrt(2 cost MTBF)."""
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
+def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Return the time of work between checkpoints that loses least: Daly's higher-order estimate."""
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    x = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
+
+
+def useful_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Return the expected share of the time that goes into steps that count.
+
+    Failures are exponential with mean mtbf_s, in work, checkpoints and restarts alike. An interval and its
+    checkpoint then take MTBF exp(restart / MTBF) (exp((interval + cost) / MTBF) - 1) in the mean: Daly 2006.
+    """
+    exponent = restart_s / mtbf_s, (interval_s + cost_s) / mtbf_s
+    if sum(exponent) > 700:
+        return 0.0  # exp() would not fit a float: no interval is ever done
+    return interval_s / (mtbf_s * math.exp(exponent[0]) * math.expm1(exponent[1]))
+
+
+# ---- memory
+
+
+def optimizer_bytes(shapes: Sequence[tuple[int, ...]], optimizer: str, momentum: float = 0.9) -> int:
+    """Return the bytes of the optimizer's state for fp32 parameters.
+
+    sgd: the momentum, 4 bytes a parameter, nothing without one; adamw: two moments, and a count for each tensor.
+    """
+    numel = sum(math.prod(shape) for shape in shapes)
+    if optimizer == "adamw":
+        return 8 * numel + 4 * len(shapes)
+    return 4 * numel if momentum else 0

@@ -1,0 +1,270 @@
+"""Run the ddp recipe's own code at world sizes of a thousand and more, in one process, and see what grows.
+
+    make plan REHEARSE=1024
+    python -m scripts.plan.thousand --world-size 1024 -- --grad-compression fp16
+
+torch's fake process group stands in for the network: collectives return at once, and what other ranks would send
+is this rank's own. Everything else is recipes/ddp/train.py as it is. The samples of a rank are the same at each
+world size, so that time, memory and collectives of a step have to be the same too. Each world size gets a process
+of its own. docs/plan.md says what the columns are, and what is known to grow.
+Exit status 0; 1: the recipe failed; 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError, nearest
+from recipes.common.job import Job
+from recipes.common.metrics import peak_memory_bytes
+from recipes.common.options import Parser, one_of, positive_int
+from recipes.common.places import Place
+from recipes.ddp import train
+from scripts.local import ROOT
+
+LOCAL_BATCH = 2
+STEPS = 8
+"""Without an epoch's end among them: see samples_for()."""
+
+GPUS = 8
+"""Ranks of a node."""
+
+MOST_RANKS = 16_384
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are begun, whoever begins them, and the bytes of their tensors.
+
+    Of an all-gather these are the bytes that arrive, of all others those that are given. What torch's fake group
+    returns for an all-reduce has no result, which DDP wants: it gets one, the tensors as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
+            name = func._schema.name.removeprefix("c10d::").rstrip("_")
+            self.seen[name, sum(tensor.nbytes for tensor in tensors)] += 1
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.c10d.allreduce_.default:
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            future.set_result(list(result[0]))
+            return result[0], _create_work_from_future(future).boxed()
+        return result
+
+
+class SharedNotes:
+    """The store of a job of which only this rank is there."""
+
+    def __init__(self, *_: object) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+
+@dataclass
+class Trace:
+    """What is seen of a run from outside of it."""
+
+    collectives: Collectives
+    ends: list[float] = field(default_factory=list)
+    """When each step was done."""
+    counts: list[Counter[tuple[str, int]]] = field(default_factory=list)
+    """The collectives begun by then."""
+
+    def a_step(self) -> dict[tuple[str, int], int]:
+        """Return the collectives of a step, those of the first and the last ones left out."""
+        steps = [after - before for before, after in zip(self.counts[1:-2], self.counts[2:-1], strict=True)]
+        assert all(one == steps[0] for one in steps), f"steps differ: {steps}"
+        return dict(steps[0])
+
+
+@contextlib.contextmanager
+def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
+    """Let this process be rank 0 of a world that is not there; the recipe itself stays as it is."""
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(min(GPUS, world_size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    init, new_group, gather = dist.init_process_group, dist.new_group, dist.all_gather_object
+    count_step = Job.count_step
+
+    def fake_init(*_: object, **__: object) -> None:
+        init("fake", rank=0, world_size=world_size, store=FakeStore())
+
+    def fake_group(*_: object, **__: object) -> object:
+        return new_group(backend="fake")
+
+    def fake_gather(objects: list[Any], own: Any, **words: Any) -> None:
+        gather(objects, own, **words)
+        if isinstance(own, Place):  # each node would have told its own name
+            objects[:] = [replace(place, host=f"node-{i // GPUS:04d}") for i, place in enumerate(objects)]
+
+    def note_step(job: Job) -> None:
+        count_step(job)
+        trace.ends.append(time.perf_counter())
+        trace.counts.append(trace.collectives.seen.copy())
+
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(dist, "init_process_group", fake_init),
+        patch.object(dist, "new_group", fake_group),
+        patch.object(dist, "all_gather_object", fake_gather),
+        patch.object(dist, "TCPStore", lambda *_, **__: None),
+        patch.object(dist, "PrefixStore", SharedNotes),
+        patch.object(Job, "count_step", note_step),
+    ):
+        yield
+
+
+def samples_for(world_size: int) -> int:
+    """Return enough training samples that no epoch ends within the steps, the same at 1 and 1,024 ranks."""
+    return (STEPS + 1) * LOCAL_BATCH * max(world_size, 1024)
+
+
+def words_for(world_size: int, folder: Path, name: str) -> list[str]:
+    """Return the recipe's options."""
+    words = ["--data", "synthetic", "--image-size", "12", "--num-samples", str(samples_for(world_size))]
+    words += ["--global-batch-size", str(LOCAL_BATCH * world_size), "--max-steps", str(STEPS), "--epochs", "100"]
+    words += ["--device", "cpu", "--no-tensorboard", "--log-every", "1000"]
+    return [*words, "--runs-dir", str(folder), "--name", name]
+
+
+def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return what is seen of a run at a world size."""
+    trace, said = Trace(Collectives()), io.StringIO()
+    began_at = time.perf_counter()
+    with stand_ins(world_size, trace), contextlib.redirect_stdout(said), trace.collectives:
+        train.main([*words_for(world_size, folder, "run"), *extra])
+    seconds = time.perf_counter() - began_at
+    step, whole = trace.a_step(), trace.collectives.seen
+    others = whole - Counter({key: STEPS * number for key, number in step.items()})
+    return {
+        "world_size": world_size,
+        "step_s": statistics.median(b - a for a, b in itertools.pairwise(trace.ends[1:])),
+        "run_s": seconds,
+        "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
+        "step_collectives": sum(step.values()),
+        "step_bytes": sum(nbytes * number for (_, nbytes), number in step.items()),
+        "step_kinds": sorted([name, nbytes, number] for (name, nbytes), number in step.items()),
+        "other_collectives": sum(others.values()),
+        "other_bytes": sum(nbytes * number for (_, nbytes), number in others.items()),
+        "other_kinds": sorted([name, nbytes, number] for (name, nbytes), number in others.items()),
+        "config_bytes": (folder / "run" / "config.json").stat().st_size,
+        "printed_lines": len(said.getvalue().splitlines()),
+    }
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options; what follows -- is the recipe's. Raises UserError."""
+    own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = Parser("python -m scripts.plan.thousand", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--world-size", type=positive_int, default=1024, metavar="N", help="the largest one")
+    parser.add_argument("--recipe", type=one_of("ddp"), default="ddp", help="ddp is the one that can be")
+    parser.add_argument("--only", action="store_true", help="that one alone, in this process, as JSON")
+    args, unknown = parser.parse_known_args(list(own))
+    if unknown:
+        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    if args.world_size > MOST_RANKS:
+        raise UserError(f"REHEARSE wants at most {MOST_RANKS} ranks, got {args.world_size}")
+    args.options = list(options)
+    if train.options(args.options).zero:
+        raise UserError("--zero cannot be rehearsed: a checkpoint collects shards of ranks that are not there")
+    return args
+
+
+COLUMNS = {
+    "ranks": lambda one: f"{one['world_size']:,}",
+    "ms a step": lambda one: f"{1e3 * one['step_s']:.1f}",
+    "peak memory, MB": lambda one: f"{one['peak_memory_bytes'] / 1e6:,.0f}",
+    "collectives a step": lambda one: str(one["step_collectives"]),
+    "bytes a step": lambda one: f"{one['step_bytes']:,}",
+    "other collectives": lambda one: str(one["other_collectives"]),
+    "other bytes": lambda one: f"{one['other_bytes']:,}",
+    "config.json, bytes": lambda one: f"{one['config_bytes']:,}",
+    "lines printed": lambda one: str(one["printed_lines"]),
+}
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return a row for each world size."""
+    rows = [list(COLUMNS), *([show(one) for show in COLUMNS.values()] for one in found)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = ["| " + " | ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines.insert(1, "| " + " | ".join("-" * (width - 1) + ":" for width in widths) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rehearse at 1, 64 and the largest world size, a process for each; print what is seen."""
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_STATUS
+    if args.only:
+        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+            print(json.dumps(rehearse(args.world_size, args.options, Path(folder))))
+        return 0
+    found = []
+    for world_size in sorted({size for size in (1, 64) if size < args.world_size} | {args.world_size}):
+        command = [sys.executable, "-m", "scripts.plan.thousand", "--only", "--world-size", str(world_size)]
+        done = subprocess.run([*command, "--", *args.options], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            print(f"error: world size {world_size} ended with status {done.returncode}", file=sys.stderr)
+            return 1
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    print(table(found))
+    kinds = ", ".join(f"{number} x {name} of {nbytes:,} bytes" for name, nbytes, number in found[-1]["step_kinds"])
+    print(f"a step of {found[-1]['world_size']:,} ranks: {kinds}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The recipe as one of a thousand ranks, and the plan's bytes against the counters of real links."""
+
+import json
+import multiprocessing
+import sys
+
+import pytest
+
+from recipes.ddp import train
+from scripts.plan import thousand
+from scripts.plan.check import error_of, network
+from scripts.plan.workload import kind_of, look_at
+from tests.conftest import require
+from tests.support import Command
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def _rehearse(world_size, words, folder, queue):
+    queue.put(thousand.rehearse(world_size, words, folder))
+
+
+def rehearsed(tmp_path, words, *world_sizes):
+    """Return the figures of each world size, from processes of their own."""
+    found = []
+    for world_size in world_sizes:
+        queue = _context.SimpleQueue()
+        process = _context.Process(target=_rehearse, args=(world_size, words, tmp_path / str(world_size), queue))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        found.append(queue.get())
+    return found
+
+
+@pytest.mark.parametrize("words", [(), ("--grad-compression", "fp16")], ids=["plain", "fp16"])
+def test_a_step_is_the_same_at_two_ranks_and_at_1024(tmp_path, words):
+    few, many = rehearsed(tmp_path, [*words], 2, 1024)
+    # The vote, 4 bytes, and the gradients, one bucket: those of LeNet for three channels of 12 pixels.
+    args = train.options(["--data", "synthetic", "--image-size", "12"])
+    gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
+    assert many["step_kinds"] == [["allreduce", 4, 1], ["allreduce", gradients // (2 if words else 1), 1]]
+    assert few["step_kinds"] == many["step_kinds"]
+    assert few["other_collectives"] == many["other_collectives"]
+    # What ranks gather from all of the others comes in setting up, at an epoch's end and in the end alone.
+    assert many["other_bytes"] < few["other_bytes"] + 1024 * 1024
+    assert many["printed_lines"] <= few["printed_lines"] + 10, "not a line for each of 128 nodes"
+    assert many["config_bytes"] < few["config_bytes"] + 128 * 80, "a line for each of 128 nodes"
+    assert many["peak_memory_bytes"] < few["peak_memory_bytes"] + 30e6
+
+
+def test_the_rehearsal_refuses_in_a_line(capsys):
+    for words, said in (
+        (["--world-size", "0"], "wants a whole number"),
+        (["--recipe", "horovod"], "--recipe: does not know 'horovod'"),
+        (["--", "--zeroo"], "unknown option --zeroo; did you mean '--zero'?"),
+        (["--", "--zero"], "--zero cannot be rehearsed"),
+    ):
+        assert thousand.main(words) == 2
+        text = capsys.readouterr().err
+        assert text.startswith("error: ")
+        assert text.count("\n") == 1
+        assert said in text
+
+
+def test_the_plans_bytes_are_those_that_leave_a_node(tmp_path):
+    """Two nodes: the model's gradients once, half of them in fp16; headers, votes and notes add a few percent."""
+    require("netns", not network.why_not(), network.why_not(), "run `make test` as root")
+    output = tmp_path / "points.json"
+    words = ("--nodes", "2", "--mbit", "0", "--rounds", "1", "--steps", "6", "--compression", "none", "fp16")
+    command = ("-m", "scripts.plan.check", *words, "--model", "vit-tiny", "--output", str(output))
+    result = Command(sys.executable, *command).wait(120)
+    assert result.status == 0, result.stdout + result.stderr
+    points = json.loads(output.read_text())
+    assert [point["compression"] for point in points] == ["none", "fp16"]
+    for point in points:
+        print(point["predicted"], point["real"])
+        assert -0.04 < error_of(point, "sent_bytes")[0] <= 0
+    whole, half = (point["predicted"][0]["sent_bytes"] for point in points)
+    assert whole == 2 * half > 1e6

@@ -1,0 +1,367 @@
+"""The plan's arithmetic against formulas worked out by hand, simulations with a fixed seed, and real state."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from recipes.common.models import build_model
+from recipes.common.optim import build_optimizer
+from recipes.ddp import train
+from scripts.plan import __main__ as command
+from scripts.plan.fabrics import FABRICS, INTRA, network
+from scripts.plan.model import (
+    ALGORITHMS,
+    Cluster,
+    Compute,
+    Gradient,
+    Link,
+    Method,
+    all_reduce_s,
+    daly_interval_s,
+    ddp_buckets,
+    exchanges_end_s,
+    flat_ring_s,
+    hierarchical_s,
+    powersgd_messages,
+    ring_s,
+    sent_per_node,
+    step,
+    tree_s,
+    useful_share,
+    young_interval_s,
+)
+from scripts.plan.workload import data_of, kind_of, look_at
+
+LINK = Link(1e-3, 1e6)
+GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
+"""A megabyte each, a quarter of backward apart."""
+
+
+def test_the_ring_is_the_formula():
+    """Four ranks, 8 MB over 1 MB/s: six hops of 1 ms, and 2 x 3/4 of the bytes over each link."""
+    assert ring_s(8e6, 4, LINK) == pytest.approx(6 * 1e-3 + 12)
+    assert ring_s(8e6, 1, LINK) == 0
+    assert flat_ring_s(8e6, Cluster(4, 1, LINK)) == pytest.approx(6 * 1e-3 + 12)
+
+
+def test_within_and_between_nodes():
+    """Two nodes of four GPUs: of the ring's 14 hops 2 leave the node, of the tree's 8 two do."""
+    fast = Link(1e-5, 1e7)
+    cluster = Cluster(2, 4, LINK, fast)
+    assert flat_ring_s(8e6, cluster) == pytest.approx(2e-3 + 12e-5 + 14)
+    assert tree_s(8e6, cluster) == pytest.approx(2e-3 + 6e-5 + 16)
+    # 2 x 3/4 of 8 MB at 10 MB/s within, then 8 MB between two nodes.
+    assert hierarchical_s(8e6, cluster) == pytest.approx(6e-5 + 1.2 + 2e-3 + 8)
+    assert all_reduce_s(8e6, cluster, "auto") == flat_ring_s(8e6, cluster)
+    assert all_reduce_s(8, Cluster(256, 4, LINK, fast), "auto") == tree_s(8, Cluster(256, 4, LINK, fast))
+
+
+def test_what_a_node_sends():
+    cluster = Cluster(2, 4, LINK, LINK)
+    assert sent_per_node(8e6, cluster, "ring") == pytest.approx(14e6)  # 2 x 7/8: the ring leaves each node once
+    assert sent_per_node(8e6, cluster, "hierarchical") == pytest.approx(8e6)
+    assert sent_per_node(8e6, Cluster(1, 4, LINK, LINK), "ring") == 0
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
+@pytest.mark.parametrize("intra", ["nvlink", "none"])
+def test_more_nodes_more_bytes_and_slower_links_take_no_less_time(algorithm, intra):
+    slow, fast = (network(FABRICS[name], 8, None) for name in ("tcp-10", "ib-400"))
+    last = 0.0
+    for nodes in (1, 2, 4, 16, 64, 512):
+        seconds = all_reduce_s(1e8, Cluster(nodes, 8, slow, INTRA[intra]), algorithm)
+        assert seconds >= last
+        assert seconds >= all_reduce_s(1e8, Cluster(nodes, 8, fast, INTRA[intra]), algorithm)
+        assert seconds >= all_reduce_s(1e7, Cluster(nodes, 8, slow, INTRA[intra]), algorithm)
+        last = seconds
+
+
+def test_buckets_close_once_they_are_full():
+    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1.5e6)] == [2e6, 2e6]
+    assert [m.ready for m in ddp_buckets(GRADIENTS, 1.5e6)] == [0.5, 1.0]
+    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 2.5e6, factor=0.5)] == [1.5e6, 0.5e6]
+    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1e9)] == [4e6]
+
+
+def test_exchanges_overlap_with_backward():
+    """Forward 1 s, backward 4 s; an exchange of 1 MB takes 0.5 s, then 2 s."""
+    compute, buckets = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 0.5e-6, compute) == pytest.approx(5.5)
+    # The first can begin after 2 s; then the link is always busy.
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(10)
+    assert exchanges_end_s(ddp_buckets(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(13)
+
+
+def test_an_exchange_that_wants_the_same_cores_slows_backward_down():
+    """Half of the cores are away from 2 s on, for all that is left: 3 s of backward take 6 s."""
+    compute, buckets = Compute(1.0, 4.0, load=0.5), ddp_buckets(GRADIENTS, 1e6)
+    assert exchanges_end_s(buckets, lambda nbytes: nbytes * 10e-6, compute) == pytest.approx(42)
+    assert exchanges_end_s(buckets[:1], lambda nbytes: 100.0, compute) == pytest.approx(102)
+    # 2 s of exchange cost 1 s of computing.
+    assert exchanges_end_s(buckets[:1], lambda nbytes: 2.0, compute) == pytest.approx(6)
+
+
+def test_backward_slows_an_exchange_down_that_wants_the_same_cores():
+    """The one of 2 s begins at 2 s; until backward ends at 5 s it comes as far as 0.6 s would: 1.4 s are left."""
+    compute, [first, *_] = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
+    end_s = exchanges_end_s([first], lambda nbytes: 2.0, compute, loaded_cost=lambda nbytes: 10.0)
+    assert end_s == pytest.approx(5 + 1.4)
+
+
+def test_horovod_sends_together_what_has_come_up_meanwhile():
+    """The first megabyte alone, from 2 s to 4 s; two more have come up by then and go together."""
+    messages = ddp_buckets(GRADIENTS, 1e6)
+
+    def cost(nbytes):
+        return 0.5 + nbytes * 1.5e-6
+
+    assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1e9) == pytest.approx(2 + 2 + 3.5 + 2)
+    assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1.5e6) == pytest.approx(2 + 4 * 2)
+
+
+def test_powersgd_sends_two_factors_of_what_is_worth_it():
+    """1,000 x 50 with rank 4: 4 x 1,050 numbers. 8 x 9 would not be half, and a bias is no matrix."""
+    gradients = [Gradient((1000, 50), 0.5), Gradient((8, 9), 0.7), Gradient((1000,), 1.0)]
+    assert [m.nbytes for m in powersgd_messages(gradients, 4)] == [4 * 1072, 4 * 4000, 4 * 200]
+    assert {m.ready for m in powersgd_messages(gradients, 4)} == {1.0}
+
+
+def test_powersgd_agrees_with_torch_on_what_is_worth_it():
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+
+    for rows, columns, rank in [(1000, 50, 4), (8, 9, 4), (64, 147, 4), (16, 16, 4), (17, 17, 4), (10, 84, 1)]:
+        is_factored = len(powersgd_messages([Gradient((rows, columns), 1.0)], rank)) == 2
+        assert is_factored == _should_compress(rows, columns, rank, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "exchange_s"),
+    [
+        (Method("ddp", bucket_bytes=1e9), 4.0 + 2e-3),
+        (Method("ddp", "fp16", bucket_bytes=1e9), 2.0 + 2e-3),
+        (Method("scratch"), 4.0 + 4e-3),  # two pieces to a chunk of 2 MB
+        (Method("scratch", allreduce="naive"), 2 * (4.0 + 4e-3)),
+        (Method("single"), 0.0),
+    ],
+    ids=["ddp", "fp16", "ring", "naive", "single"],
+)
+def test_recipes_exchange_as_they_do(method, exchange_s):
+    """Two nodes, 4 MB of gradients over 1 MB/s, hops of 1 ms."""
+    found = step(GRADIENTS, Compute(1.0, 2.0, 0.1), Cluster(2, 1, LINK), method)
+    assert found.exchange_s == pytest.approx(exchange_s, rel=1e-3)
+    assert found.step_s == pytest.approx(3.1 + exchange_s, rel=1e-3)
+
+
+def test_a_sharded_optimizer_hands_the_weights_out():
+    plain, sharded = (
+        step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), Method("ddp", zero=zero)) for zero in (False, True)
+    )
+    assert sharded.sent_bytes_per_node == pytest.approx(1.5 * plain.sent_bytes_per_node)
+    assert sharded.step_s > plain.step_s
+
+
+def test_what_limits_a_step_is_named():
+    quick, cluster, ddp = Link(1e-6, 1e12), Cluster(64, 1, LINK), Method("ddp")
+    compute = Compute(1.0, 2.0)
+    assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp).limit == "compute"
+    assert step(GRADIENTS, compute, cluster, ddp).limit == "exchange"
+    assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp, control_alpha_s=0.1).limit == "vote"
+    assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).limit == "input"
+    assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).step_s == 100.0
+
+
+# ---- failures
+
+
+def simulate(interval_s, cost_s, mtbf_s, restart_s, work_s):
+    """Return the useful share of a job that fails at random: work, checkpoint, fail, go back, start again."""
+    chance = random.Random(1)
+    now = done = 0.0
+    fails_at = chance.expovariate(1 / mtbf_s)
+
+    def survives(seconds):
+        nonlocal now, fails_at
+        if now + seconds <= fails_at:
+            now += seconds
+            return True
+        now, fails_at = fails_at, fails_at + chance.expovariate(1 / mtbf_s)
+        return False
+
+    while done < work_s:
+        if survives(interval_s + cost_s):
+            done += interval_s
+        else:
+            while not survives(restart_s):
+                pass
+    return done / now
+
+
+@pytest.mark.parametrize("interval_s", [200, 1060, 5000])
+def test_the_useful_share_is_what_a_simulation_gives(interval_s):
+    share = useful_share(interval_s, 60, 10_000, 300)
+    assert share == pytest.approx(simulate(interval_s, 60, 10_000, 300, 2e7), rel=0.01)
+
+
+@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(60, 10_000), (5, 100_000), (300, 3_000)])
+def test_dalys_interval_is_the_best_one(cost_s, mtbf_s):
+    daly = daly_interval_s(cost_s, mtbf_s)
+    best = max(range(1, 20_000, 1), key=lambda seconds: useful_share(seconds, cost_s, mtbf_s, 300))
+    assert daly == pytest.approx(best, rel=0.01)
+    assert young_interval_s(cost_s, mtbf_s) == pytest.approx(daly + cost_s, rel=0.15)
+    assert daly_interval_s(3 * mtbf_s, mtbf_s) == mtbf_s
+
+
+def test_a_hopeless_job_gets_nowhere():
+    assert useful_share(1000, 10, 1, 300) == 0
+
+
+# ---- the model, without memory or time
+
+
+def looked_at(*words):
+    args = train.options(list(words))
+    kind = kind_of(args, None, None)
+    return args, kind, look_at(args, kind)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--momentum", "0"), ("--optimizer", "adamw"), ("--model", "vit-tiny", "--optimizer", "adamw")],
+    ids=["sgd", "plain", "adamw", "vit"],
+)
+def test_memory_of_weights_and_optimizer_is_that_of_real_state(words):
+    args, kind, workload = looked_at(*words)
+    model = build_model(args, data_of(kind))
+    optimizer = build_optimizer(args, model.parameters())
+    model(torch.rand(2, kind.channels, kind.image_size, kind.image_size)).sum().backward()
+    optimizer.step()
+    weights = sum(value.nbytes for value in model.state_dict().values())
+    state = optimizer.state_dict()["state"].values()
+    held = sum(v.nbytes for values in state for v in values.values() if isinstance(v, torch.Tensor))
+    assert workload.parameter_bytes + workload.buffer_bytes == weights
+    assert workload.state_bytes(args) == held
+    assert workload.checkpoint_bytes(args) == weights + held
+
+
+def test_lenets_arithmetic_is_the_one_by_hand():
+    """8x8 digits: two convolutions of 5x5 and three matrices; each weight is used once a place and sample.
+
+    Multiply and add are two; backward needs as many for the weights again, and for the inputs but of the first.
+    """
+    _, _, workload = looked_at()
+    first = 2 * 25 * 6 * 64
+    others = 2 * (25 * 6 * 16 * 16 + 64 * 120 + 120 * 84 + 84 * 10)
+    assert workload.flops_per_sample == 2 * first + 3 * others
+    assert workload.parameters == 21_386
+
+
+def test_gradients_come_from_the_last_layer_to_the_first():
+    args, kind, workload = looked_at()
+    shapes = [tuple(p.shape) for p in build_model(args, data_of(kind)).parameters()]
+    assert [gradient.shape for gradient in workload.gradients] == shapes[::-1]
+    ready = [gradient.ready for gradient in workload.gradients]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] < ready[-1] == 1.0
+
+
+# ---- the command
+
+
+def plan(tmp_path, *words):
+    assert command.main([*words, "--output", str(tmp_path / "plan")]) == 0
+    return json.loads((tmp_path / "plan/plan.json").read_text())
+
+
+def test_a_plan_is_written_whole(tmp_path, capsys):
+    words = (
+        "ddp",
+        "--model",
+        "lenet",
+        "--data",
+        "digits",
+        "--nodes",
+        "12",
+        "--gpus",
+        "2",
+        "--local-batch-size",
+        "8",
+    )
+    made = plan(tmp_path, *words, "--compute-ms", "5", "--fabric", "tcp-10")
+    rows = made["rows"]
+    assert [row["nodes"] for row in rows] == [1, 2, 4, 8, 12]
+    assert [row["global_batch_size"] for row in rows] == [16, 32, 64, 128, 192]
+    assert rows[0]["sent_bytes_per_node"] == 0
+    assert rows[1]["sent_bytes_per_node"] == pytest.approx(2 * 3 / 4 * 4 * 21_386)
+    assert all(a["step_s"] <= b["step_s"] for a, b in itertools.pairwise(rows))
+    assert all(a["useful_share"] >= b["useful_share"] for a, b in itertools.pairwise(rows))
+    assert all(row["cost"] == pytest.approx(row["hours"] * row["ranks"] * 2.5) for row in rows)
+    assert {path.name for path in (tmp_path / "plan").iterdir()} == {"plan.json", "table.md", "plan.png"}
+    shown = capsys.readouterr().out
+    assert "compute 5.0 ms a step of 8 samples, given: --compute-ms 5" in shown
+    assert (tmp_path / "plan/table.md").read_text().splitlines()[0] in shown
+
+
+def test_a_fixed_global_batch_is_shared_out(tmp_path):
+    """64 samples on 1, 2 and 4 ranks: 64, 32 and 16 each; what --compute-ms says is for 64 of them."""
+    words = ("ddp", "--data", "digits", "--nodes", "4", "--gpus", "1", "--global-batch-size", "64")
+    rows = plan(tmp_path, *words, "--local-batch-size", "64", "--compute-ms", "8", "--fabric", "ib-400")["rows"]
+    assert [row["global_batch_size"] for row in rows] == [64, 64, 64]
+    assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 4e-3, 2e-3])
+
+
+def test_an_estimate_says_that_it_is_one(tmp_path, capsys):
+    made = plan(tmp_path, "ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5")
+    assert made["compute"]["source"].startswith("ESTIMATED: 50% of the 156 TFLOP/s of a a100")
+    seconds = made["compute"]["forward_s"] + made["compute"]["backward_s"]
+    assert seconds == pytest.approx(128 * made["flops_per_sample"] / (0.5 * 156e12))
+    assert math.isclose(made["compute"]["backward_s"], 2 * made["compute"]["forward_s"])
+
+
+def test_compute_is_measured_on_request(tmp_path):
+    words = ("single", "--data", "digits", "--nodes", "1", "--gpus", "1", "--measure", "--device", "cpu")
+    made = plan(tmp_path, *words)
+    assert made["compute"]["source"].startswith("measured here: CPU")
+    assert made["rows"][0]["step_s"] > 0
+
+
+def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
+    plan(tmp_path, "ddp", "--model", "lenet", "--nodes", "64", "--gpus", "8", "--compute-ms", "100")
+    shown = capsys.readouterr().out
+    assert "gives R x 256; warm up over 5 epochs: --warmup-steps 95" in shown
+    assert "up to about 8,192" in shown
+    assert "that is 8 nodes" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ddq",), "did you mean 'ddp'?"),
+        (("pipeline",), "RECIPE pipeline cannot be planned; one of single, "),
+        (("ddp", "--fabric", "ib-40"), "--fabric: does not know 'ib-40'; did you mean 'ib-400'?"),
+        (("ddp", "--model", "resnet5"), "did you mean 'resnet50'?"),
+        (("ddp", "--gbits", "3"), "unknown option --gbits; did you mean '--gbit'?"),
+        (("ddp", "--grad-compresion", "fp16"), "did you mean '--grad-compression'?"),
+        (("ddp", "--gbit", "3"), "--gbit and --alpha-us belong together"),
+        (("ddp", "--nodes", "0"), "--nodes: wants a whole number of at least 1, got '0'"),
+        (("ddp", "--nodes", "1000000"), "NODES wants at most 100000"),
+        (("dataparallel", "--nodes", "2"), "RECIPE dataparallel is for one node"),
+        (("ddp", "--compute-ms", "3", "--measure"), "give one"),
+        (("ddp", "--data", "digits", "--local-batch-size", "5000"), "larger than the data, on one node"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_refused_in_a_line(words, said, capsys, tmp_path):
+    try:
+        status = command.main([*words, "--output", str(tmp_path / "plan")])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert text.count("\n") == 1
+    assert said in text
+    assert not (tmp_path / "plan").exists()
