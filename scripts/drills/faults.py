@@ -163,7 +163,9 @@ def preempt_in_checkpoint(trial: Trial) -> str:
 
 def two_at_once(trial: Trial) -> str:
     """Two faults at once, of those that need no network."""
-    first, second = trial.chance.sample((kill_rank, kill_agent, stop_rank, storm), 2)
+    drawn = trial.chance.sample((kill_rank, kill_agent, stop_rank, storm), 2)
+    # A storm lasts a second, in which the job may end: what comes after it would come too late.
+    first, second = sorted(drawn, key=lambda fault: fault is storm)
     words = [first(trial)]
     words.append(second(trial) if trial.job.ranks() else "too late for the second")
     return f"{first.__name__} {words[0]}, {second.__name__} {words[1]}".replace("_", "-")
