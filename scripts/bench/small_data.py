@@ -83,7 +83,7 @@ class Bench:
 
     def run(self, module: str, processes: int, words: list[str]) -> str:
         """Run a module in so many processes; return what it printed."""
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--master-port=0"]
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
         command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *words]
         environment = {
             **os.environ,
@@ -115,7 +115,7 @@ class Bench:
 
     def other(self, name: str, program: str, processes: int, *more: str, steps: int = STEPS) -> float:
         """Run another contender; return its samples/s."""
-        words = ["--data-dir", str(self.data_dir), "--start", str(self.start)]
+        words = ["--data-dir", str(self.data_dir), "--begin-with", str(self.start)]
         words += ["--batch-size", str(BATCH_SIZE), "--steps", str(steps), *more]
         text = self.run(f"scripts.bench.contenders.{program}", processes, words)
         result: dict[str, Any] = json.loads(text.splitlines()[-1])

@@ -15,7 +15,7 @@ def test_the_lenet_of_the_tutorials_is_that_of_the_recipes(tmp_path):
     torch.manual_seed(0)
     ours = LeNet(1, 28, 10)
     torch.save({"weights": [parameter.detach() for parameter in ours.parameters()]}, tmp_path / "start.pt")
-    theirs = lenet.model_of(argparse.Namespace(start=tmp_path / "start.pt"))
+    theirs = lenet.model_of(argparse.Namespace(begin_with=tmp_path / "start.pt"))
     images, labels = torch.randn(32, 1, 28, 28), torch.arange(32) % 10
     losses = [cross_entropy(model(images), labels) for model in (ours, theirs)]
     for loss in losses:

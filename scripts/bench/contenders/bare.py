@@ -19,7 +19,7 @@ READY = 16
 def main() -> None:
     """Train on batches that were made before."""
     args = arguments()
-    start = torch.load(args.start, weights_only=True)
+    start = torch.load(args.begin_with, weights_only=True)
     recipe = options(start["options"])
     data = datasets.FashionMNIST(str(args.data_dir), train=True)
     mean, std = torch.tensor([start["mean"]]), torch.tensor([start["std"]])

@@ -23,7 +23,9 @@ def arguments() -> argparse.Namespace:
     """Return what all of these programs are told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", type=Path, required=True, help="with FashionMNIST/raw")
-    parser.add_argument("--start", type=Path, required=True, help="weights, order and statistics, by torch.save")
+    parser.add_argument(
+        "--begin-with", type=Path, required=True, help="weights, order and statistics, by torch.save"
+    )
     parser.add_argument("--batch-size", type=int, required=True, help="over all processes")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--workers", type=int, default=0)
@@ -57,7 +59,7 @@ def model_of(args: argparse.Namespace) -> LeNet:
     model = LeNet()
     with torch.no_grad():
         for parameter, value in zip(
-            model.parameters(), torch.load(args.start, weights_only=True)["weights"], strict=True
+            model.parameters(), torch.load(args.begin_with, weights_only=True)["weights"], strict=True
         ):
             parameter.copy_(value)
     return model
@@ -78,7 +80,7 @@ class Given(Sampler[int]):
 
 def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return the usual data set and loader, of this rank's share where there are several."""
-    start = torch.load(args.start, weights_only=True)
+    start = torch.load(args.begin_with, weights_only=True)
     transform = transforms.Compose(
         [transforms.ToTensor(), transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))]
     )
