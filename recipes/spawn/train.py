@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.synchronize import Event
@@ -32,7 +31,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -201,9 +199,6 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
             raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
         # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # DDP: a bucket leaves once it is full, and backward's end has to wait for the last one. 4 MB take 33 ms at
-    # 1 Gbit/s, a hundred times gloo's latency; NCCL's links are faster, and torch's own sizes are made for them.
-    bucket_cap_mb = args.bucket_cap_mb or (4 if world.device.type == "cpu" else None)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
     ddp = DistributedDataParallel(
@@ -211,7 +206,8 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        bucket_cap_mb=bucket_cap_mb,
+        # The last bucket is waited for: 4 MB take 33 ms at 1 Gbit/s. For NCCL's links torch has sizes of its own.
+        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
         settle_buckets(ddp, data, world)
@@ -242,34 +238,19 @@ def register_compression(ddp: DistributedDataParallel, args: Options) -> None:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10
         )
-        hook = powerSGD_hook.powerSGD_hook
-        ddp.register_comm_hook(state, in_order(hook) if ddp.device.type == "cpu" else hook)
+
+        # DDP: a bucket is three messages, each sent once the one before has arrived. Gloo tells messages apart by
+        # their order alone, which is another on each rank where two buckets are under way: one by one, then.
+        def one_by_one(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 (DDP reads types)
+            exchange = powerSGD_hook.powerSGD_hook(state, bucket)
+            exchange.wait()
+            return exchange
+
+        ddp.register_comm_hook(state, one_by_one if ddp.device.type == "cpu" else powerSGD_hook.powerSGD_hook)
     else:
         # DDP: half the bytes; the sum is formed in half precision too.
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         ddp.register_comm_hook(None, hooks[args.grad_compression])
-
-
-def in_order(hook: Callable[[Any, dist.GradBucket], Future]) -> Callable[[Any, Any], Future]:
-    """Return a communication hook that ends one bucket before it begins the next, in a thread beside backward."""
-    # DDP: PowerSGD sends three messages a bucket, each once the one before it has arrived. Gloo tells messages
-    # apart by their order alone, and two buckets at once may begin theirs in another order on each rank: ranks add
-    # up what does not belong together, or wait for ever. (NCCL's order is fixed while backward runs.)
-    thread = ThreadPoolExecutor(1, "buckets")
-
-    def begin(state: Any, bucket: dist.GradBucket) -> Future:
-        done: Future = Future()
-
-        def exchange() -> None:
-            try:
-                done.set_result(hook(state, bucket).wait())
-            except RuntimeError as error:
-                done.set_exception(error)
-
-        thread.submit(exchange)
-        return done
-
-    return lambda state, bucket: begin(state, bucket)  # DDP takes no annotations that are strings
 
 
 def shard_optimizer(model: nn.Module, args: Options) -> torch.optim.Optimizer:
