@@ -123,11 +123,9 @@ class Bench:
     def probe(self, nodes: int, mbit: float, args: Namespace) -> dict[str, float]:
         """Return what a prediction for so many nodes and such links may know."""
         result = self.folder / "probe.json"
-        self.ranks(
-            nodes,
-            run_probe,
-            [words_of_recipe(args, nodes, 1, self.folder), LOCAL_BATCH, int(BUCKET_MB * 2**20), str(result)],
-        )
+        words = words_of_recipe(args, nodes, 1, self.folder)
+        with self.links(nodes, mbit):
+            self.ranks(nodes, run_probe, [words, LOCAL_BATCH, int(BUCKET_MB * 2**20), str(result)])
         found: dict[str, float] = json.loads(result.read_text())
         return found
 
