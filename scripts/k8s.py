@@ -474,7 +474,9 @@ class Watch:
                 missing = "the job has not gone on" if seen else "node 0 has not started"
                 reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
                 raise UserError(f"{reason}; make k8s-delete NAME={self.name} removes the job")
-            self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
+            is_done = head and container_state(head).get("terminated", {}).get("exitCode") == 0
+            if not is_done:  # the job will be known to be complete in a moment
+                self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
             time.sleep(POLL_S)
 
     def follow(self, head: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def method_of(args: Namespace, options: Options) -> Method:
         args.recipe,
         compression,
         powersgd_rank=getattr(options, "powersgd_rank", 4),
-        bucket_bytes=getattr(options, "bucket_cap_mb", 25.0) * 2**20,
+        bucket_bytes=(getattr(options, "bucket_cap_mb", None) or 25.0) * 2**20,
         allreduce=getattr(options, "allreduce", "ring"),
         piece_bytes=getattr(options, "piece_kib", 1024) * 1024,
         zero=getattr(options, "zero", False),

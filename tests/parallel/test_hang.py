@@ -112,6 +112,6 @@ def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     pattern = r"^warning: rank (\d) on \S+ is slow: of a step of (\d+) ms it works (\d+) ms by itself, the others "
     said = re.findall(pattern, outcome.outputs[0], re.MULTILINE)
     assert {rank for rank, *_ in said} == {"1"}, outcome.text
-    assert all(int(step_ms) >= int(work_ms) >= 90 for *_, step_ms, work_ms in said)
+    assert all(int(step_ms) >= int(work_ms) >= 50 for *_, step_ms, work_ms in said)
     assert "is slow" not in "".join(outcome.outputs[1:])
     assert outcome.outputs[0].splitlines()[-1].startswith(f"result recipe={recipe} world_size=3 ")
