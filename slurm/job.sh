@@ -57,6 +57,10 @@ begin_job() {
     export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}} MASTER_PORT
     MASTER_PORT=$(free_port)
     export FABRIC=${FABRIC:-auto}
+    # Refused here, before there are steps: of nodes that refuse it alike, the first to end gets the others killed.
+    if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
+        refuse "FABRIC wants auto, ib, roce, efa or tcp, got '$FABRIC'"
+    fi
     srun=(srun --kill-on-bad-exit=1)
     set_python
     run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
