@@ -1,8 +1,8 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
-# MODEL, GPUS, FABRIC, CHECK, REHEARSE are the plan's.
+# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's. WITH=docker runs in
+# containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ WITH ?=
 MIN_NODES ?=
 MAX_RESTARTS ?=
 PARTS ?=
+BACKENDS ?=
 FAULTS ?=
 ROUNDS ?=
 SEED ?=
@@ -46,7 +47,7 @@ ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTA
 PLAN_OPTIONS = $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") $(if $(GPUS),--gpus "$(GPUS)") \
 	$(if $(FABRIC),--fabric "$(FABRIC)") $(if $(MODEL),--model "$(MODEL)")
 
-.PHONY: help list setup run bench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
+.PHONY: help list setup run bench commbench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -96,6 +97,12 @@ bench: ## Measure speed against the limit and the peers: PARTS="small-data wire"
 	@scripts/setup.sh bench
 	@scripts/horovod/build.sh --if-missing
 	@exec $(PYTHON) -m scripts.bench $(PARTS) $(if $(ROUNDS),--rounds "$(ROUNDS)") $(ARGS)
+
+commbench: ## Measure all-reduce, broadcast, all-gather over sizes: NODES=2 BACKENDS="gloo mpi" ARGS="--link-gbit 10"
+	@scripts/setup.sh run
+	@$(if $(filter horovod,$(BACKENDS)),scripts/horovod/build.sh --if-missing)
+	@exec $(PYTHON) -m scripts.commbench $(BACKENDS) $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") \
+		$(if $(NPROC_PER_NODE),--nproc-per-node "$(NPROC_PER_NODE)") $(ARGS)
 
 plan: ## Rehearse a job of any size: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400; CHECK=1; REHEARSE=1024
 	@scripts/setup.sh run

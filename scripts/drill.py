@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import nearest
+from scripts import network
 from scripts.compare import next_folder
-from scripts.drills import network
 from scripts.drills.faults import FAULTS, Fault, why_not
 from scripts.drills.trial import START_S, Figures, Setting, Trial
 from scripts.local import ROOT, count, refuse
@@ -95,15 +95,16 @@ def show(cells: Sequence[str]) -> None:
     print("  ".join(texts).rstrip(), flush=True)
 
 
-def undisturbed(setting: Setting) -> Path:
+def undisturbed(setting: Setting, model: str) -> Path:
     """Run the job that nothing disturbs; return its record."""
-    job = setting.launch(setting.options(setting.folder, "undisturbed", 60), setting.folder / "log.txt", False, {})
+    name = f"undisturbed-{model}"
+    job = setting.launch(setting.options(setting.folder, name, model, 60), setting.folder / "log.txt", False, {})
     status = job.wait(START_S)
     job.kill()
     if status != 0:
         print(job.text, file=sys.stderr)
         refuse(f"the undisturbed job ended with status {status}: there is nothing to compare with")
-    return setting.folder / "undisturbed"
+    return setting.folder / name
 
 
 def facts(setting: Setting, is_plain: bool) -> dict[str, Any]:
@@ -123,11 +124,11 @@ def facts(setting: Setting, is_plain: bool) -> dict[str, Any]:
 
 def run_all(setting: Setting, faults: Sequence[Fault]) -> list[Figures]:
     """Run a trial of each fault, with a line of the table for each."""
-    reference = undisturbed(setting)
+    references = {model: undisturbed(setting, model) for model in sorted({fault.model for fault in faults})}
     show(list(WIDTHS))
     done = []
     for number, fault in enumerate(faults, start=1):
-        trial = Trial(setting, fault, number, reference)
+        trial = Trial(setting, fault, number, references[fault.model])
         try:
             figures = trial.run()
         finally:

@@ -264,7 +264,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", default="")
     parser.add_argument("--min-nodes", default="", help="go on with so many, and take in those that come back")
     parser.add_argument("--max-restarts", default="", help="rounds after the first, with --min-nodes (3)")
-    # NAMESPACE=ADDRESS,...: a network for each node, from scripts/drill.py
+    # NAMESPACE=ADDRESS,...: a network for each node, from scripts/network.py
     parser.add_argument("--networks", default="", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])

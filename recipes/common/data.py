@@ -28,6 +28,9 @@ SKIPPED = -100
 EVAL_BATCH_SIZE = 256
 """Samples of one evaluation batch; it bounds memory and changes no result."""
 
+CACHED = 2**18
+"""Pixels that are normalised at a time on a CPU: 1 MB of them, as float32, stay in its cache."""
+
 Batch = tuple[Tensor, Tensor]
 """Images, float32 of shape (B, C, H, W) and normalised, and labels, int64 of shape (B,)."""
 
@@ -55,6 +58,32 @@ class Data:
     num_classes: int
 
 
+class Normalise:
+    """Subtract the mean and divide by the standard deviation.
+
+    Args:
+        mean, std: float32, shape (C,), in units of the raw pixels.
+        width: of the images.
+        device: where the images are.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, width: int, device: torch.device) -> None:
+        # A row of an image at a time: channels alone, one or three, are too short for vector instructions.
+        self.scale = (1 / std).repeat(width).to(device)
+        self.shift = (-mean / std).repeat(width).to(device)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Map uint8 (B, H, W, C) to float32 (B, C, H, W), channels last in memory."""
+        rows = pixels.flatten(2)
+        result = torch.empty(rows.shape, device=pixels.device)
+        # On a CPU so much at a time as its cache holds.
+        at_once = CACHED // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
+        count = max(1, at_once)
+        for some, place in zip(rows.split(count), result.split(count), strict=True):
+            torch.addcmul(self.shift, some.float(), self.scale, out=place)
+        return result.view(pixels.shape).permute(0, 3, 1, 2)
+
+
 class TensorSplit:
     """Samples that live on the device.
 
@@ -67,20 +96,25 @@ class TensorSplit:
     def __init__(
         self, images: Tensor, labels: Tensor, mean: Tensor, std: Tensor, channels_last: bool = False
     ) -> None:
-        self.images, self.labels = images, labels
-        self.mean = mean.to(images.device).view(1, -1, 1, 1)
-        self.std = std.to(images.device).view(1, -1, 1, 1)
+        self.pixels = images.permute(0, 2, 3, 1).contiguous()
+        self.labels = labels
+        self.normalise = Normalise(mean, std, images.shape[3], images.device)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.skipped = 0
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def images(self) -> Tensor:
+        """The raw images: uint8, shape (N, C, H, W)."""
+        return self.pixels.permute(0, 3, 1, 2)
+
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor."""
         for index in indices:
             index = index.to(self.labels.device, non_blocking=True)
-            images = (self.images[index].float() - self.mean) / self.std
+            images = self.normalise(self.pixels.index_select(0, index))  # on a CPU 7 times as fast as [index]
             yield images.contiguous(memory_format=self.memory_format), self.labels[index]
 
 

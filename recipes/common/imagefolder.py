@@ -6,20 +6,22 @@ whichever rank or worker process decodes it, and after a resume.
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
 
-from recipes.common.data import SKIPPED, Batch, Data
+from recipes.common.data import SKIPPED, Batch, Data, Normalise
 from recipes.common.errors import UserError
+from recipes.common.images import BAD_IMAGE, Box, decode, decodes_parts
 from recipes.common.options import Options
 from recipes.common.seeding import mix
 from recipes.common.signals import restore_default_handlers
@@ -32,12 +34,15 @@ STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 
 MAX_WARNINGS = 10
 
+SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+"""Of random-resized crops: the share of the image's area, width over height, draws before the centre is taken."""
+
 
 class Decoded(NamedTuple):
     """One sample as a worker process hands it over."""
 
     image: Tensor
-    """uint8, shape (3, S, S)."""
+    """uint8, shape (S, S, 3)."""
     label: int
     fault: str
     """Why the image does not decode, with its path; empty when it does."""
@@ -48,14 +53,6 @@ class ImageFolder(Dataset[Decoded]):
 
     def __init__(self, samples: list[tuple[str, int]], image_size: int, seed: int, train: bool) -> None:
         self.samples, self.image_size, self.seed, self.train = samples, image_size, seed, train
-        if train:
-            self.transform = v2.Compose(
-                [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
-            )
-        else:
-            # ImageNet's customary evaluation: the shorter side to 256/224 of the crop, then its centre.
-            resize = round(image_size * 256 / 224)
-            self.transform = v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(image_size)])
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -64,16 +61,61 @@ class ImageFolder(Dataset[Decoded]):
         epoch, index = key
         path, label = self.samples[index]
         try:
-            with Image.open(path) as image:
-                rgb = image.convert("RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            blank = torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8)
-            return Decoded(blank, SKIPPED, f"{path} does not decode ({error})")
-        # torchvision draws from the process's generator: lend it to this sample, then put it back.
-        with torch.random.fork_rng(devices=[], enabled=self.train):
             if self.train:
-                torch.default_generator.manual_seed(mix(self.seed, epoch, index))
-            return Decoded(v2.functional.pil_to_tensor(self.transform(rgb)), label, "")
+                image = self._random_crop(path, mix(self.seed, epoch, index))
+            else:
+                image = centre_crop(decode(path, whole), self.image_size)
+        except BAD_IMAGE as error:
+            blank = torch.zeros(self.image_size, self.image_size, 3, dtype=torch.uint8)
+            return Decoded(blank, SKIPPED, f"{path} does not decode ({error})")
+        return Decoded(image, label, "")
+
+    def _random_crop(self, path: str, seed: int) -> Tensor:
+        part = decode(path, lambda width, height: random_box(width, height, random.Random(seed)))
+        image = resize(part, self.image_size, self.image_size)
+        # A coin of its own: the box draws as many numbers as it needs.
+        return image.flip(1) if mix(seed) & 1 else image
+
+
+def random_box(width: int, height: int, chance: random.Random) -> Box:
+    """Draw the box of a random-resized crop, distributed as that of torchvision's RandomResizedCrop.
+
+    Source: Szegedy et al. 2014, Going deeper with convolutions, https://arxiv.org/abs/1409.4842.
+    """
+    low, high = math.log(RATIO[0]), math.log(RATIO[1])
+    for _ in range(TRIES):
+        area = width * height * chance.uniform(*SCALE)
+        ratio = math.exp(chance.uniform(low, high))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return Box(chance.randint(0, width - w), chance.randint(0, height - h), w, h)
+    # Long and narrow: its centre, with the nearest ratio.
+    ratio = min(max(width / height, RATIO[0]), RATIO[1])
+    w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return Box((width - w) // 2, (height - h) // 2, w, h)
+
+
+def whole(width: int, height: int) -> Box:
+    """Return the box of the whole image."""
+    return Box(0, 0, width, height)
+
+
+def resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, smoothed where it shrinks."""
+    planes = pixels.unsqueeze(0).permute(0, 3, 1, 2)  # a view, channels last: that kernel is the fast one
+    scaled = interpolate(planes, (height, width), mode="bilinear", antialias=True)
+    return scaled.permute(0, 2, 3, 1)[0]
+
+
+def centre_crop(pixels: Tensor, size: int) -> Tensor:
+    """Return ImageNet's customary view for evaluation: the shorter side to 256/224 of size, then the centre."""
+    height, width = pixels.shape[:2]
+    short = round(size * 256 / 224)
+    # The longer side is rounded down, as torchvision's Resize does it.
+    rows = short if height <= width else int(short * height / width)
+    columns = short if width <= height else int(short * width / height)
+    top, left = round((rows - size) / 2), round((columns - size) / 2)
+    return resize(pixels, rows, columns)[top : top + size, left : left + size]
 
 
 class ImageFolderSplit:
@@ -87,7 +129,7 @@ class ImageFolderSplit:
         on_bad_image: Callable[[UserError], None],
     ) -> None:
         self.dataset, self.args, self.device, self.on_bad_image = dataset, args, device, on_bad_image
-        self.mean, self.std = MEAN.to(device).view(1, 3, 1, 1), STD.to(device).view(1, 3, 1, 1)
+        self.normalise = Normalise(MEAN, STD, args.image_size, device)
         self.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         self.skipped = 0
 
@@ -107,9 +149,8 @@ class ImageFolderSplit:
         for images, labels, faults in loader:
             for fault in faults:
                 self._report(fault)
-            images = images.to(self.device, non_blocking=True)
-            images = ((images.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
-            yield images, labels.to(self.device, non_blocking=True)
+            images = self.normalise(images.to(self.device, non_blocking=True))
+            yield images.contiguous(memory_format=self.memory_format), labels.to(self.device, non_blocking=True)
 
     def _report(self, fault: str) -> None:
         if not self.args.skip_bad_images:
@@ -143,6 +184,9 @@ def load_imagefolder(args: Options, device: torch.device, on_bad_image: Callable
     if unknown:
         raise UserError(f"{args.data_dir / 'val'} has the class {unknown[0]!r}, which train does not have")
     number = {name: i for i, name in enumerate(classes)}
+    # Asked here, so that workers find the library loaded.
+    if not decodes_parts() and os.environ.get("RANK", "0") == "0":
+        print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
 
     def split(samples: list[tuple[str, str]], is_train: bool) -> ImageFolderSplit:
         numbered = [(path, number[name]) for path, name in samples]

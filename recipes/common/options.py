@@ -264,7 +264,7 @@ def _add_compute_options(group: argparse._ArgumentGroup) -> None:
         help="mixed precision: none, bf16, or fp16 with a gradient scaler",
     )
     add_switch(group, "--sync-batchnorm", "batch-norm statistics over the global batch (GPUs)")
-    add_switch(group, "--channels-last", "NHWC memory layout")
+    add_switch(group, "--channels-last", "NHWC memory layout, the faster one for convolutions", default=True)
     add_switch(group, "--compile", "torch.compile the model")
     group.add_argument("--seed", type=non_negative_int, default=0, help="seed of weights, order and augmentation")
     add_switch(group, "--deterministic", "bit-for-bit repeatable kernels")

@@ -81,9 +81,8 @@ def options(argv: Sequence[str] | None = None) -> Options:
     group.add_argument(
         "--bucket-cap-mb",
         type=positive_float,
-        default=25.0,
         metavar="MB",
-        help="gradients that travel together",
+        help="gradients that travel together (default: 4 on CPUs, 25 after a first 1 on GPUs)",
     )
     add_switch(group, "--zero", "shard the optimizer's state over the ranks (ZeRO stage 1)")
     return parse(parser, argv)
@@ -173,10 +172,6 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
             raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
         # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    # DDP: PowerSGD over gloo needs one bucket: two of its exchanges in flight may start in a different
-    # order on different ranks.
-    bucket_cap_mb = parameter_bytes / 2**20 + 1 if args.grad_compression == "powersgd" else args.bucket_cap_mb
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
     ddp = DistributedDataParallel(
@@ -184,7 +179,8 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        bucket_cap_mb=bucket_cap_mb,
+        # The last bucket is waited for: 4 MB take 33 ms at 1 Gbit/s. For NCCL's links torch has sizes of its own.
+        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
         settle_buckets(ddp, data, world)
@@ -215,7 +211,15 @@ def register_compression(ddp: DistributedDataParallel, args: Options) -> None:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10
         )
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+        # DDP: a bucket is three messages, each sent once the one before has arrived. Gloo tells messages apart by
+        # their order alone, which is another on each rank where two buckets are under way: one by one, then.
+        def one_by_one(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 (DDP reads types)
+            exchange = powerSGD_hook.powerSGD_hook(state, bucket)
+            exchange.wait()
+            return exchange
+
+        ddp.register_comm_hook(state, one_by_one if ddp.device.type == "cpu" else powerSGD_hook.powerSGD_hook)
     else:
         # DDP: half the bytes; the sum is formed in half precision too.
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}

@@ -120,6 +120,8 @@ def wrap(model: nn.Module, args: Options, world: World) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
         raise UserError("--sync-batchnorm is not in this recipe; use RECIPE=ddp for it")
+    # Horovod: it takes contiguous tensors only; --channels-last is for images and activations here.
+    model.to(memory_format=torch.contiguous_format)
     # Horovod: rank 0's parameters go to all ranks.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if args.compile:

@@ -31,10 +31,10 @@ from recipes.common.errors import nearest
 from scripts.bench.figures import Figure, table
 from scripts.local import ROOT, count, refuse
 
-PARTS: tuple[str, ...] = ("plan",)
+PARTS = ("small-data", "jpeg", "step", "overlap", "wire", "launch", "checkpoint", "gpu", "plan")
 """Each is a module of this package with `measure(rounds, folder) -> list[Figure]`."""
 
-PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate")
+PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate", "simplejpeg")
 
 
 def facts(rounds: int) -> dict[str, Any]:

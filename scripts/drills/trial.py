@@ -18,7 +18,7 @@ import psutil
 
 from scripts.drills.faults import ERROR, RIDES, ROUNDS, STOPPED, Fault, build_clock
 from scripts.drills.job import Job, Steps
-from scripts.drills.network import Network
+from scripts.network import Network
 
 NOTICE_S = 15.0
 """A fault that ends the job has to end it on every node within this."""
@@ -41,15 +41,16 @@ class Setting:
     folder: Path
     network: Network | None
 
-    def options(self, runs_dir: Path, name: str, timeout_s: float) -> list[str]:
-        """Return the recipe's options: gentle steps, so that other world sizes differ by rounding alone."""
+    def options(self, runs_dir: Path, name: str, model: str, timeout_s: float) -> list[str]:
+        """Return the recipe's options: gentle steps, so that rounding does not grow with them."""
         words = {
             "--runs-dir": runs_dir,
             "--name": name,
+            "--model": model,
             "--seed": self.seed,
             "--max-steps": self.steps,
             "--epochs": 100000,
-            "--lr": 0.0005,
+            "--lr": 0.001,
             "--checkpoint-every": self.interval,
             "--log-every": 1,
             "--timeout-s": timeout_s,
@@ -135,7 +136,7 @@ class Trial:
 
     def launch(self, *more: str) -> None:
         """Start the job."""
-        options = [*self.setting.options(self.runs_dir, "drill", self.fault.timeout_s), *more]
+        options = [*self.setting.options(self.runs_dir, "drill", self.fault.model, self.fault.timeout_s), *more]
         self.job = self.setting.launch(options, self.folder / "log.txt", self.fault.then == ROUNDS, self.env)
         self.figures.starts += 1
 

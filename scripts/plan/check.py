@@ -31,7 +31,7 @@ from typing import Any
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, non_negative_float, positive_int
-from scripts.drills import network
+from scripts import network
 from scripts.local import free_port, refuse
 from scripts.plan.model import Cluster, Compute, Link, Method, step
 from scripts.plan.ranks import rank_main, run_probe, run_recipe

@@ -43,7 +43,7 @@ def assert_same_run(run, single, tolerance):
     assert losses(run) == pytest.approx(losses(single), rel=tolerance)
 
 
-@pytest.mark.parametrize("argv", [(), ("--accumulate-steps", "3"), ("--channels-last",), ("--zero",)], ids=str)
+@pytest.mark.parametrize("argv", [(), ("--accumulate-steps", "3"), ("--no-channels-last",), ("--zero",)], ids=str)
 def test_one_gpu_equals_the_cpu(tmp_path, argv):
     """Convolutions on tensor cores round to TF32 unless told otherwise: 11 bits, as fp16, and 60 steps of it."""
     run = train("ddp", tmp_path, 1, *STEPS, *argv)

@@ -94,7 +94,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
     [
         ("--clip-grad-norm", "0.3"),
         ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
-        ("--channels-last",),
+        ("--no-channels-last",),
         ("--optimizer", "adamw", "--lr", "0.002"),
         ("--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
         ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
@@ -105,7 +105,7 @@ def test_a_batch_that_does_not_divide_is_spread_exactly(baseline, tmp_path, worl
 def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
     run = train("ddp", tmp_path, 3, *STEPS, *argv)
     assert_same_run(run, baseline(*STEPS, *argv))
-    if argv != ("--channels-last",):  # a layout changes no number; all others have to
+    if argv != ("--no-channels-last",):  # a layout changes no number; all others have to
         assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
 
 
@@ -218,6 +218,14 @@ def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
     """Factors that would be no smaller than the gradient itself are not made: it travels whole."""
     run = train("ddp", tmp_path, 3, *STEPS, "--grad-compression", "powersgd", "--powersgd-rank", "200")
     assert_same_run(run, baseline(*STEPS))
+
+
+def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
+    """Nine buckets, each with three messages: the same again, to the last bit."""
+    words = ("--max-steps", "40", "--seed", "1", "--grad-compression", "powersgd", "--bucket-cap-mb", "0.005")
+    first, second = (train("ddp", tmp_path / name, 3, *words, "--deterministic") for name in ("first", "second"))
+    assert losses(first) == losses(second)
+    assert losses(first)[-1] < losses(first)[0] / 2
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from scripts.drills import network
+from scripts import network
 from tests.conftest import require
 from tests.support import Command
 
@@ -27,7 +27,7 @@ def test_plain_processes(tmp_path):
     assert fault["left_over"] == []
     assert fault["starts"] == 2
     assert fault["victim"] in ("rank 0", "rank 1")
-    assert [path.name for path in (tmp_path / "drill-001").iterdir() if path.is_dir()] == ["undisturbed"]
+    assert [path.name for path in (tmp_path / "drill-001").iterdir() if path.is_dir()] == ["undisturbed-lenet"]
 
 
 def test_a_cut_link(tmp_path):

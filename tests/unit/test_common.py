@@ -216,7 +216,7 @@ class TestModels:
         assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
     def test_channels_last_changes_the_layout_alone(self):
-        plain, other = (build_model(options(argv), tiny_data(channels=3)) for argv in ([], ["--channels-last"]))
+        plain, other = (build_model(options(argv), tiny_data(channels=3)) for argv in (["--no-channels-last"], []))
         assert other.features[3].weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(plain.features[3].weight, other.features[3].weight)
 

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
+from scripts.commbench import __main__ as commbench
+from scripts.commbench import rank as commbench_rank
 from scripts.doctor import __main__ as doctor
 from scripts.plan import __main__ as plan
 from scripts.plan import check
@@ -89,14 +91,15 @@ def anchors(text):
 
 
 def known_flags():
-    """Return every --flag that a recipe's parser, slurm/submit.py's, the doctor's or the plan's has."""
+    """Return every --flag that a parser of the recipes or of scripts/ has."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
         pass
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
-    for parse in [*parsers, submit.parse_args, doctor.parse_args, plan.parse_args, check.parse_args]:
+    others = [submit.parse_args, doctor.parse_args, commbench.options, commbench_rank.options]
+    for parse in [*parsers, *others, plan.parse_args, check.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())

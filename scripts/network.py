@@ -1,7 +1,7 @@
-"""Nodes with a network each on this machine: addresses of their own, and links that can be cut or spoilt.
+"""Nodes with a network each on this machine: addresses of their own, links that can be cut, spoilt or narrowed.
 
 Each node is a network namespace behind a bridge, as in scripts/slurm_cluster.sh. All of it lives in namespaces of
-the drill's own: whatever ends the drill, the kernel takes everything with it.
+the command that wants it (the drill, the benchmarks): whatever ends that, the kernel takes everything with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SUBNET = "10.79.0"
-INSIDE = "DRILL_INSIDE"
+INSIDE = "NETWORK_INSIDE"
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 
 
@@ -100,11 +100,26 @@ class Network:
             call(*inside, "iptables", *rule)
         return "iptables"
 
-    def narrow(self, node: int, rate: str) -> None:
-        """Let only so much through a node's link each way, 20mbit say."""
-        shape = ("root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+    def narrow(self, node: int, rate: str, burst: str = "32kb") -> None:
+        """Let only so much through a node's link each way, 20mbit say, after a burst at full speed.
+
+        What is larger than the burst (the kernel hands on 64 kB at once) is cut into packets of 1,500 bytes, which
+        costs time of the processor: for a fast link take a burst above that.
+        """
+        shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
         call("tc", "qdisc", "add", "dev", f"v{node}", *shape)
         call("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+    def inside(self, node: int, command: Sequence[str]) -> list[str]:
+        """Return a command that runs in a node's network."""
+        return ["nsenter", f"--net=/run/netns/{self.names[node]}", "--", *command]
+
+    def sent_bytes(self, node: int) -> int:
+        """Return what a node has sent by its link so far, as its interface counts it."""
+        command = self.inside(node, ["cat", "/proc/net/dev"])
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        [line] = [line for line in text.splitlines() if line.strip().startswith("eth0:")]
+        return int(line.split(":")[1].split()[8])
 
     def mend(self, node: int) -> None:
         """Undo everything that was done to a node's link."""

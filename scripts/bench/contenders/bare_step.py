@@ -1,0 +1,75 @@
+"""The least that training can be: forward, backward and step on one ready batch; no data, no record, no checks.
+
+    python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
+
+Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP. --tf32 lets a
+GPU multiply float32 in TF32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.common.optim import autocast, optimizer_class
+from recipes.ddp.train import options
+
+
+def main() -> None:
+    """Print the mean milliseconds of a step."""
+    own, of_recipe = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--tf32", action="store_true")
+    own_args = parser.parse_args(own)
+    steps: int = own_args.steps
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
+    args = options(of_recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    data = load_data(args, device, on_bad_image=print)
+    model = build_model(args, data).to(device)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    make, settings = optimizer_class(args)
+    optimizer = make(model.parameters(), **settings)
+    indices = torch.arange(args.global_batch_size // world_size)
+    images, labels = next(iter(data.train.batches([indices], 0)))
+
+    def step() -> None:
+        with autocast(args, device):
+            loss = cross_entropy(ddp(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps({"step_ms": 1000 * seconds / steps}), flush=True)
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The least that a launch can be: import torch, meet the other processes, and do one step under DDP."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    """Print a line once the first step is done."""
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(32, 64)).sum().backward()
+    optimizer.step()
+    if os.environ["RANK"] == "0":
+        print("first step", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""What the programs that train LeNet share: their arguments, the tutorial's model and data, and a clock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
+from torchvision import datasets, transforms
+
+LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.9, 0.01
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def arguments() -> argparse.Namespace:
+    """Return what all of these programs are told."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, required=True, help="with FashionMNIST/raw")
+    parser.add_argument(
+        "--begin-with", type=Path, required=True, help="weights, order and statistics, by torch.save"
+    )
+    parser.add_argument("--batch-size", type=int, required=True, help="over all processes")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true")
+    return parser.parse_args()
+
+
+class LeNet(nn.Module):
+    """LeNet-5 as tutorials have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 6, 5, padding=2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(16 * 5 * 5, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (B, 1, 28, 28) to logits (B, 10)."""
+        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2)
+        x = torch.flatten(x, 1)
+        x = functional.relu(self.fc1(x))
+        x = functional.relu(self.fc2(x))
+        return self.fc3(x)
+
+
+def model_of(args: argparse.Namespace) -> LeNet:
+    """Return the model with the weights that all contenders start from."""
+    model = LeNet()
+    with torch.no_grad():
+        for parameter, value in zip(
+            model.parameters(), torch.load(args.begin_with, weights_only=True)["weights"], strict=True
+        ):
+            parameter.copy_(value)
+    return model
+
+
+class Given(Sampler[int]):
+    """The samples in the order that all contenders take them in, in place of shuffle=True."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Return the usual data set and loader, of this rank's share where there are several."""
+    start = torch.load(args.begin_with, weights_only=True)
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))]
+    )
+    data = datasets.FashionMNIST(str(args.data_dir), train=True, transform=transform)
+    order = start["order"].tolist()
+    sampler: Sampler[int] = Given(order)
+    dataset: datasets.FashionMNIST | Subset[tuple[Tensor, Tensor]] = data
+    if WORLD_SIZE > 1:
+        dataset = Subset(data, order)
+        sampler = DistributedSampler(dataset, WORLD_SIZE, RANK, shuffle=False)
+    return DataLoader(
+        dataset,
+        batch_size=args.batch_size // WORLD_SIZE,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.workers,
+    )
+
+
+class Clock:
+    """Count steps and keep their losses; the first step only starts it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.losses: list[float] = []
+        self._since = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done."""
+        return len(self.losses) == self.args.steps
+
+    def count(self, loss: float) -> None:
+        """Count a step: loss is the mean over its batch, or over this rank's share of it."""
+        if not self.losses:
+            self._since = time.perf_counter()
+        self.losses.append(loss)
+
+    def report(self) -> None:
+        """Print the result, on rank 0."""
+        seconds = time.perf_counter() - self._since
+        if RANK == 0:
+            speed = (len(self.losses) - 1) * self.args.batch_size / seconds
+            print(json.dumps({"samples_per_s": speed, "losses": self.losses}), flush=True)

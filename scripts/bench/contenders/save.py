@@ -1,0 +1,97 @@
+"""Train a model, save it time and again both ways, and read it back: what the checkpoints of a run cost.
+
+python -m scripts.bench.contenders.save FOLDER --saves 6 -- --model resnet50 --optimizer adamw
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from recipes.common.checkpoint import CheckpointFolder, CheckpointWriter, Position, pack, read_checkpoint
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.common.optim import build_optimizer
+from recipes.single.train import options
+
+
+def drop_from_memory(path: Path) -> None:
+    """Let the next read of a file come from the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain_read(path: Path) -> float:
+    """Return the seconds of reading a file from the disk from end to end, in large pieces."""
+    drop_from_memory(path)
+    piece = bytearray(2**23)
+    begin = time.perf_counter()
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Print the stalls of saves of both kinds, the seconds of reading back, and the file's size."""
+    own, of_recipe = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--saves", type=int, default=6)
+    own_args = parser.parse_args(own)
+    args = options(of_recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
+    data = load_data(args, device, on_bad_image=print)
+    model = build_model(args, data).to(device)
+    optimizer = build_optimizer(args, model.parameters())
+    images, labels = next(iter(data.train.batches([torch.arange(args.global_batch_size)], 0)))
+
+    def train(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while True:
+            cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if time.perf_counter() > end:
+                return
+
+    def fail(error: Exception) -> None:
+        raise SystemExit(f"error: {error}")
+
+    train(0.0)
+    writer = CheckpointWriter(CheckpointFolder(own_args.folder, keep=1), fail)
+    write_s: list[float] = []
+    begin_s: list[float] = []
+    restore_s, read_s = [], []
+    for i in range(2 * own_args.saves + 2):
+        content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
+        save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
+        save(content)
+        if i > 1:  # the first of each kind takes memory that the others use again
+            stalls_s.append(writer.stalls_s[-1])
+            train(2 * max(write_s))  # as long as a save in the background may take: none has to wait for the last
+    writer.wait()
+    assert writer.newest
+    for _ in range(own_args.saves):
+        read_s.append(plain_read(writer.newest))
+        drop_from_memory(writer.newest)
+        begin = time.perf_counter()
+        content = read_checkpoint(writer.newest)
+        model.load_state_dict(content["model"])
+        optimizer.load_state_dict(content["optimizer"])
+        restore_s.append(time.perf_counter() - begin)
+    size = writer.newest.stat().st_size
+    figures = {"write_s": write_s, "begin_s": begin_s, "restore_s": restore_s, "read_s": read_s}
+    print(json.dumps({**figures, "bytes": size}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The step: whether gradients travel while backward still computes, on links of 1 Gbit/s.
+
+    python -m scripts.bench overlap
+    python -m scripts.bench.overlap --rounds 3 --bucket-cap-mb 4    # a look at another size of buckets
+
+Two nodes with a network each (scripts/network.py, as root on Linux), one thread each, train resnet18 on images of
+32x32 by the ddp recipe's own train_one_epoch. Three things take turns in the same two processes:
+
+compute         the same steps with the exchange of gradients switched off (no_sync), on both nodes at once: they
+                share the machine's memory and cache
+communication   all-reduces of tensors of the sizes of DDP's buckets, all begun at once, and nothing computed
+step            the recipe as it is
+
+No gradient is there before backward, so that forward always comes on top of the communication: where both halves
+are as long as each other, no overlap reaches 1. "forward" is measured too, and the note says what the best one
+would reach: forward, then the longer of backward and communication.
+
+The batch decides how long computing takes: it is chosen so that it is a quarter of the communication, the same,
+and twice as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import load_data
+from recipes.common.job import Job
+from recipes.common.models import build_model
+from recipes.common.optim import build_optimizer, build_scaler
+from recipes.common.signals import Stop
+from recipes.ddp import train
+from scripts import network
+from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
+from scripts.doctor.ranks import wait
+from scripts.local import ROOT, die_with_parent, free_port, node_environment
+
+NODES, RATE = 2, "1gbit"
+STEPS = 4
+"""Of one measurement: an epoch of so many batches."""
+
+SHARES = (0.25, 1.0, 2.0)
+"""Computing over communication."""
+
+PROBE_BATCH = 4
+"""Of a rank, to find out how long a sample takes."""
+
+PRECISIONS = {"fp32": "none", "fp16": "fp16"}
+TIMEOUT_S = 600
+
+
+class Trainer:
+    """The recipe's own training of one batch size, ready to do a few steps at a time."""
+
+    def __init__(self, world: train.World, batch: int, compression: str, bucket_cap_mb: float | None) -> None:
+        words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--device", "cpu"]
+        words += ["--global-batch-size", str(batch * world.world_size), "--lr", "0.001", "--epochs", "1000000"]
+        words += ["--num-samples", str(STEPS * batch * world.world_size), "--log-every", "1000000"]
+        words += ["--grad-compression", compression]
+        words += [] if bucket_cap_mb is None else ["--bucket-cap-mb", str(bucket_cap_mb)]
+        args = train.options(words)
+        stop = Stop()
+        data = load_data(args, world.device, stop.fail)
+        model = build_model(args, data)
+        self.world, self.ddp = world, train.wrap(model, args, world, data)
+        optimizer = build_optimizer(args, model.parameters())
+        self.job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
+        self.share = torch.arange(batch)
+        self.run()  # the first backward puts the buckets together as they stay
+        element = 2 if compression == "fp16" else 4
+        self.buckets = [torch.zeros(size // 4, dtype=DTYPES[element]) for size in bucket_bytes(self.ddp)]
+
+    def run(self) -> None:
+        """Train an epoch of STEPS batches."""
+        train.train_one_epoch(self.job, self.ddp, self.world)
+        self.job.position.record_accuracy(0.0)
+
+    def compute(self) -> None:
+        """Train without the exchange."""
+        with self.ddp.no_sync():
+            self.run()
+
+    def forward(self) -> None:
+        """Do the first half of a step alone, as often."""
+        images, labels = next(iter(self.job.data.train.batches([self.share], 0)))
+        for _ in range(STEPS):
+            cross_entropy(self.job.model(images), labels, reduction="sum")
+
+    def communicate(self) -> None:
+        """Exchange what as many steps exchange, without training."""
+        for _ in range(STEPS):
+            works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
+            for work in works:
+                work.wait()
+
+
+DTYPES = {2: torch.float16, 4: torch.float32}
+
+
+def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
+    """Return the bytes of DDP's buckets of fp32 gradients, in the order in which they travel."""
+    sizes = str(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
+    return [int(size) for size in sizes.split(",")]
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """Return the seconds of a step of what all ranks begin together."""
+    dist.barrier()
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def agreed(value: float) -> float:
+    """Return the mean of the ranks' numbers."""
+    number = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(number)
+    return float(number) / dist.get_world_size()
+
+
+def be_a_rank(args: argparse.Namespace) -> None:
+    """Measure all batch sizes of one precision; rank 0 writes the rounds."""
+    world = train.join_world(train.options(["--device", "cpu"]))
+    compression = PRECISIONS[args.precision]
+    probe = Trainer(world, PROBE_BATCH, compression, args.bucket_cap_mb)
+    quick = take_turns(
+        {"compute": lambda: seconds(probe.compute), "communication": lambda: seconds(probe.communicate)}, 2
+    )
+    sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
+    found = []
+    for share in args.shares:
+        batch = max(2, round(share * communication_s / sample_s))
+        trainer = Trainer(world, batch, compression, args.bucket_cap_mb)
+        contenders = {
+            "compute": lambda trainer=trainer: seconds(trainer.compute),
+            "forward": lambda trainer=trainer: seconds(trainer.forward),
+            "communication": lambda trainer=trainer: seconds(trainer.communicate),
+            "step": lambda trainer=trainer: seconds(trainer.run),
+        }
+        rounds = take_turns(contenders, args.rounds)
+        sizes = [bucket.nbytes for bucket in trainer.buckets]
+        found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": rounds})
+    if world.rank == 0:
+        args.result.write_text(json.dumps(found))
+    train.leave_world(world)
+
+
+def start(net: network.Network, words: list[str]) -> None:
+    """Start a rank on each node and wait for both; raises RuntimeError with the words of one that fails."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
+        processes = []
+        for rank in range(NODES):
+            environment = node_environment(rank, NODES, 1, [], port) | {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(NODES),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": net.addresses[0],
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+            }
+            command = net.inside(rank, [sys.executable, "-m", "scripts.bench.overlap", "--rank", *words])
+            with open(Path(folder) / f"{rank}.txt", "wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=die_with_parent,
+                )
+            processes.append(process)
+        wait(processes, TIMEOUT_S)
+        for rank, process in enumerate(processes):
+            if process.returncode:
+                text = (Path(folder) / f"{rank}.txt").read_text(errors="replace").strip()
+                raise RuntimeError(f"rank {rank} ended with status {process.returncode}: {text[-400:]}")
+
+
+def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rounds: Rounds) -> Figure:
+    """Return the step's time over that of its longer half."""
+    longer = [max(pair) for pair in zip(rounds["compute"], rounds["communication"], strict=True)]
+    values = ratio({"step": rounds["step"], "longer": longer}, "step", "longer")
+    middle = {name: sorted(times)[len(times) // 2] for name, times in rounds.items()}
+    backward = middle["compute"] - middle["forward"]
+    best = (middle["forward"] + max(backward, middle["communication"])) / sorted(longer)[len(longer) // 2]
+    sizes = " + ".join(f"{size / 2**20:.1f}" for size in buckets)
+    note = (
+        f"step {1e3 * middle['step']:.0f} ms, compute {1e3 * middle['compute']:.0f} ms, "
+        f"communication {1e3 * middle['communication']:.0f} ms; the best overlap {best:.2f}; "
+        f"{batch} samples a rank, buckets of {sizes} MB"
+    )
+    name = f"step, ddp {precision}, computing {share:g} x communication"
+    return Figure("overlap", name, *values, "<= 1.15", "the longer of the two", note)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command and of its ranks."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.overlap")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=sorted(PRECISIONS))
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--bucket-cap-mb", type=float)
+    parser.add_argument("--rank", action="store_true")
+    parser.add_argument("--result", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Be a rank, or start the ranks in namespaces of this process's own and write what they have measured."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parse(words)
+    if args.rank:
+        be_a_rank(args)
+        return
+    network.enter("scripts.bench.overlap", words)
+    net = network.Network(NODES)
+    for node in range(NODES):
+        net.narrow(node, RATE, burst="256kb")
+    found: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
+        for precision in [args.precision] if args.precision else PRECISIONS:
+            result = Path(folder) / f"{precision}.json"
+            own = ["--rounds", str(args.rounds), "--precision", precision, "--result", str(result)]
+            own += ["--shares", *map(str, args.shares)]
+            own += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
+            start(net, own)
+            for row in json.loads(result.read_text()):
+                found.append(figure(precision, **row))
+                print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)
+    if args.result:
+        args.result.write_text(json.dumps([vars(each) for each in found]))
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Return the figures of this part; the work is done by processes in namespaces of their own."""
+    if reason := network.why_not() or ("" if network.can_narrow() else "the kernel has no tbf"):
+        return [unmeasured("overlap", f"step, ddp {name}", reason, "<= 1.15") for name in PRECISIONS]
+    result = folder / "overlap.json"
+    command = [sys.executable, "-m", "scripts.bench.overlap", "--rounds", str(rounds), "--result", str(result)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return [Figure(**row) for row in json.loads(result.read_text())]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Start the contenders: each in processes of its own and with a bound."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.local import ROOT
+
+TIMEOUT_S = 600.0
+
+_numbers = itertools.count(1)
+
+
+def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
+    """Run a command and return what it printed.
+
+    Raises:
+        RuntimeError: it failed or took too long; the message has its last lines.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment | (env or {}), capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(command)} took longer than {timeout_s:.0f} s") from None
+    if done.returncode:
+        words = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{words}")
+    return done.stdout
+
+
+def recipe(name: str, folder: Path, options: Sequence[str], nodes: int = 1, processes: int = 1) -> dict[str, Any]:
+    """Run a recipe as `make run` does and return its result.json."""
+    run_name = f"{name}-{next(_numbers)}"
+    command = [sys.executable, "-m", "scripts.local", name, "--nodes", str(nodes)]
+    command += ["--nproc-per-node", str(processes), "--", "--runs-dir", str(folder), "--name", run_name]
+    run([*command, "--no-tensorboard", *options])
+    return json.loads((folder / run_name / "result.json").read_text())
+
+
+def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
+    """Run a module of scripts.bench.contenders, under torchrun where it has several processes.
+
+    Its last line is a JSON object: what it has measured.
+    """
+    module = f"scripts.bench.contenders.{name}"
+    if processes == 1:
+        command = [sys.executable, "-m", module, *options]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command += [str(processes), "-m", module, *options]
+    return json.loads(run(command, threads(processes)).splitlines()[-1])
+
+
+def threads(processes: int) -> dict[str, str]:
+    """Return the environment that gives each process its share of the cores, as `make run` does."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "GOMP_SPINCOUNT": "1000"}

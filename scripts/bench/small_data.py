@@ -1,0 +1,201 @@
+"""Small data on a CPU: LeNet on 60,000 images of 28x28; the recipes, the usual loop, two frameworks, the limit.
+
+The images are made up, ten classes of them, in Fashion-MNIST's own files: nothing is downloaded, and all read the
+same. Contenders start from the same weights and take the samples in the same order, each in processes of its own
+with a thread for each core in all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.common.seeding import permutation
+from recipes.single.train import options
+from scripts.bench.figures import Figure, Rounds, ratio, take_turns
+from scripts.local import ROOT
+
+PART = "small-data"
+SAMPLES, SIDE, CLASSES = 60_000, 28, 10
+BATCH_SIZE, STEPS, LOG_EVERY = 256, 150, 10
+COMPARED = 50
+"""Steps whose losses are compared: rounding grows with the steps, whatever the program."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+TIMEOUT_S = 600.0
+
+
+def write_data(folder: Path) -> None:
+    """Write images that can be told apart, more or less, as the four files of Fashion-MNIST."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(CLASSES, 1, 7, 7, generator=generator)
+    shapes = torch.nn.functional.interpolate(coarse, (SIDE, SIDE), mode="bilinear").squeeze(1)
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, count in (("train", SAMPLES), ("t10k", 1000)):
+        labels = torch.randint(CLASSES, (count,), generator=generator)
+        noise = torch.rand(count, SIDE, SIDE, generator=generator)
+        images = (255 * (0.4 * shapes[labels] + 0.6 * noise)).to(torch.uint8)
+        # A third of the labels are guesses: the loss cannot fall to where a rounding is most of it.
+        labels = torch.where(torch.rand(count, generator=generator) < 1 / 3, labels.flip(0), labels)
+        for kind, values in (("images-idx3", images), ("labels-idx1", labels.to(torch.uint8))):
+            # The idx format: two zeros, 8 for bytes, the number of dimensions; then each, big-endian.
+            header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
+            (raw / f"{name}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
+
+
+def recipe_words(data_dir: Path) -> list[str]:
+    """Return the options of the recipes' runs."""
+    words = ["--data", "fashion-mnist", "--data-dir", str(data_dir), "--global-batch-size", str(BATCH_SIZE)]
+    words += ["--epochs", "1", "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY), "--device", "cpu"]
+    return [*words, "--lr-schedule", "constant", "--warmup-steps", "0"]
+
+
+class Bench:
+    """The contenders on one folder of data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.data_dir, self.start = folder, folder / "data", folder / "start.pt"
+        self.losses: dict[str, list[float]] = {}
+        """By contender, the losses of its last run, of every LOG_EVERY-th step."""
+        write_data(self.data_dir)
+        words = recipe_words(self.data_dir)
+        args = options(words)
+        data = load_data(args, torch.device("cpu"), on_bad_image=print)
+        pixels = data.train.images.float()  # type: ignore[attr-defined]
+        start = {
+            "options": words,
+            "weights": [parameter.detach() for parameter in build_model(args, data).parameters()],
+            "order": permutation(SAMPLES, args.seed, 0),
+            "mean": float(pixels.mean()),
+            "std": float(pixels.std()),
+        }
+        torch.save(start, self.start)
+
+    def run(self, module: str, processes: int, words: list[str]) -> str:
+        """Run a module in so many processes; return what it printed."""
+        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+        command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *words]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(max(1, CORES // processes)),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def ours(self, name: str, processes: int, *more: str) -> float:
+        """Run a recipe as a user does; return its samples/s."""
+        words = [
+            *recipe_words(self.data_dir),
+            "--runs-dir",
+            str(self.folder),
+            "--name",
+            name,
+            "--overwrite",
+            *more,
+        ]
+        self.run(f"recipes.{'ddp' if processes > 1 else 'single'}.train", processes, words)
+        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        self.losses[name] = [line["loss"] for line in lines if "loss" in line]
+        return json.loads((self.folder / name / "result.json").read_text())["samples_per_s"]
+
+    def other(self, name: str, program: str, processes: int, *more: str, steps: int = STEPS) -> float:
+        """Run another contender; return its samples/s."""
+        words = ["--data-dir", str(self.data_dir), "--begin-with", str(self.start)]
+        words += ["--batch-size", str(BATCH_SIZE), "--steps", str(steps), *more]
+        text = self.run(f"scripts.bench.contenders.{program}", processes, words)
+        result: dict[str, Any] = json.loads(text.splitlines()[-1])
+        self.losses[name] = result["losses"][LOG_EVERY - 1 :: LOG_EVERY]
+        return result["samples_per_s"]
+
+    def best_workers(self, processes: int) -> int:
+        """Return with how many workers the usual loop is fastest here."""
+        choices = range(CORES // processes + 1)
+        speed = {n: self.other("try", "plain", processes, "--workers", str(n), steps=60) for n in choices}
+        return max(speed, key=lambda n: speed[n])
+
+
+def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable[[], float]]:
+    """Return by name what runs each contender and returns its samples/s."""
+    loading = ("--workers", str(workers))
+    name = f"{processes}-"
+    return {
+        "ours": lambda: bench.ours(f"{name}ours", processes),
+        "ours bf16": lambda: bench.ours(f"{name}ours-bf16", processes, "--amp", "bf16"),
+        "plain": lambda: bench.other(f"{name}plain", "plain", processes, *loading),
+        "lightning": lambda: bench.other("lightning", "with_lightning", processes, *loading),
+        "accelerate": lambda: bench.other("accelerate", "with_accelerate", processes, *loading),
+        "bare": lambda: bench.other("bare", "bare", processes),
+        "bare bf16": lambda: bench.other("bare", "bare", processes, "--bf16"),
+    }
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Measure with one process and with two, each with its share of the cores."""
+    bench = Bench(folder)
+    figures = []
+    for processes in (1, 2):
+        workers = bench.best_workers(processes)
+        values = take_turns(contenders(bench, processes, workers), rounds)
+        figures += figures_of(values, processes, workers)
+        figures += [
+            difference(bench, f"{processes}-ours", f"fp32, {of(processes)}", "<= 0.0001"),
+            difference(bench, f"{processes}-ours-bf16", f"bf16, {of(processes)}", ""),
+        ]
+    return figures
+
+
+def of(processes: int) -> str:
+    """Return the number of processes in words."""
+    return f"{processes} process{'es' if processes > 1 else ''}"
+
+
+def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
+    """Return the ratios of speed."""
+
+    def figure(name: str, ours: str, against: str, goal: str, peer: str, is_time: bool = False) -> Figure:
+        pair = (against, ours) if is_time else (ours, against)
+        note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} samples/s"
+        return Figure(PART, f"{name}, {of(processes)}", *ratio(values, *pair), goal, peer, note)
+
+    loop = f"usual eager loop in fp32, DataLoader with {workers} workers{' and DDP' if processes > 1 else ''}"
+    return [
+        figure("LeNet fp32: samples/s", "ours", "plain", ">= 1.8", loop),
+        figure("LeNet bf16: samples/s", "ours bf16", "plain", ">= 2.6", loop),
+        figure("LeNet fp32: samples/s", "ours", "lightning", "", "Lightning"),
+        figure("LeNet fp32: samples/s", "ours", "accelerate", "", "accelerate"),
+        figure("LeNet fp32: time", "ours", "bare", "<= 1.05", "bare compute on ready tensors", is_time=True),
+        figure("LeNet bf16: time", "ours bf16", "bare bf16", "<= 1.05", "bare compute on ready tensors", True),
+    ]
+
+
+def difference(bench: Bench, name: str, what: str, goal: str) -> Figure:
+    """Return how far a recipe's losses are from those of the usual loop in one process."""
+    logged = COMPARED // LOG_EVERY
+    pairs = zip(bench.losses[name][:logged], bench.losses["1-plain"][:logged], strict=True)
+    largest = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
+    note = f"of every {LOG_EVERY}th of the first {COMPARED} steps"
+    return Figure(
+        PART,
+        f"LeNet {what}: largest relative difference of the loss",
+        largest,
+        None,
+        None,
+        goal,
+        "usual loop",
+        note,
+    )

@@ -1,0 +1,62 @@
+"""What a recipe adds to a step: its time over that of the same model's bare forward, backward and step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+from scripts.bench.figures import Figure, ratio, take_turns
+from scripts.bench.programs import contender, recipe
+
+PART = "step"
+STEP_MS = 50.0
+"""The goal is set for steps of about this length."""
+
+STEPS = 100
+BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Measure `single` against a bare loop, and `ddp` with two processes against bare DDP."""
+    return [_overhead(rounds, folder, name, processes) for name, processes in (("single", 1), ("ddp", 2))]
+
+
+def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
+    options = ["--model", "resnet18", "--data", "synthetic", "--image-size", "16", "--num-samples", "1024"]
+    options += ["--seed", "1", "--lr", "0.001"]
+    batch = _batch_for(options, processes)
+    options += ["--global-batch-size", str(batch), "--epochs", "1000", "--max-steps"]
+
+    def ours() -> float:
+        # Neither the first step nor what comes at an epoch's end is in it.
+        result = recipe(name, folder, [*options, str(STEPS + 1)], processes=processes)
+        return 1000 * batch / result["samples_per_s"]
+
+    def bare() -> float:
+        return contender("bare_step", ["--steps", str(STEPS), "--", *options, str(STEPS)], processes)["step_ms"]
+
+    values = take_turns({"ours": ours, "bare": bare}, rounds)
+    middle, low, high = ratio(values, "ours", "bare")
+    return Figure(
+        PART,
+        f"{name}, {processes} process{'es' if processes > 1 else ''}: time of a step",
+        middle,
+        low,
+        high,
+        "<= 1.02",
+        "bare forward + backward + step" + (" under DDP" if processes > 1 else ""),
+        f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms (resnet18, batch {batch})",
+    )
+
+
+def _batch_for(options: list[str], processes: int) -> int:
+    """Return the batch whose bare step takes nearest to STEP_MS."""
+    best, distance = BATCHES[0], float("inf")
+    for batch in BATCHES:
+        words = ["--steps", "5", "--", *options, "--global-batch-size", str(batch)]
+        milliseconds = contender("bare_step", words, processes)["step_ms"]
+        if abs(milliseconds - STEP_MS) < distance:
+            best, distance = batch, abs(milliseconds - STEP_MS)
+        if milliseconds > STEP_MS:
+            break
+    return best

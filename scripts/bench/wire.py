@@ -1,0 +1,269 @@
+"""The wire: what the recipes send for a step, and how long it takes them on links of 1 Gbit/s.
+
+    python -m scripts.bench wire
+    python -m scripts.bench.wire --rounds 1 --only ddp-fp32,scratch    # a look at some of it
+
+The recipes run as `make run` starts them, with a network for each node (scripts/network.py, as root on Linux). The
+model is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of real
+size after as little computing as can be.
+
+Bytes are the difference of two runs that differ in --max-steps alone, read from the counters of each node's
+interface before and after: what a run sends once (the meeting, the first broadcast, the evaluation, the goodbye)
+is in both and goes away, and everything that a step sends stays: gradients, votes, the headers of packets, and the
+notes that ranks leave in the store meanwhile. Reading the counters while a job runs would cut steps in two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts import network
+from scripts.bench.figures import Figure, table, unmeasured
+from scripts.local import ROOT
+
+RATE, RATE_BITS = "1gbit", 1e9
+PACKET, DATA = 1514, 1448
+"""Bytes of a full packet on the link, and of the data in it. The link's speed is that of packets, as tbf counts
+them; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
+
+NODES = (2, 4)
+RANK_BATCH = 2
+LOG_EVERY = 4
+RUN_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all variants train."""
+
+    model: str = "resnet18"
+    image_size: int = 16
+    few: int = 12
+    more: int = 32
+    """Steps of the two runs. The few are left out of the time: warm-up, and PowerSGD's ten steps in fp32."""
+    gradient_bytes: int = 4 * 11_681_832
+    """Of resnet18 with 1,000 classes and the stem for small images, as recipes/common/models.py builds it."""
+
+    def ring_bytes(self, nodes: int) -> float:
+        """Return what a rank has to send at least for the sum of fp32 gradients: 2 (N-1)/N of their bytes."""
+        return 2 * (nodes - 1) / nodes * self.gradient_bytes
+
+
+WORK = Work()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe with options, and what is asked of its bytes."""
+
+    name: str
+    recipe: str
+    options: tuple[str, ...] = ()
+    goal: str = ""
+    bytes_per_parameter: int = 4
+    """On the wire: what the time of the wire alone follows from."""
+    is_timed: bool = False
+    """Whether its time is measured in every round."""
+
+
+VARIANTS = (
+    Variant("ddp-fp32", "ddp", goal="<= 1.01", is_timed=True),
+    Variant("ddp-fp16", "ddp", ("--grad-compression", "fp16"), "<= 0.505", 2, is_timed=True),
+    Variant("ddp-bf16", "ddp", ("--grad-compression", "bf16"), "<= 0.505", 2),
+    Variant("ddp-powersgd", "ddp", ("--grad-compression", "powersgd"), "", 0),
+    Variant("horovod-fp32", "horovod", ("--compression", "none"), "<= 1.01", is_timed=True),
+    Variant("horovod-fp16", "horovod", ("--compression", "fp16"), "<= 0.505", 2, is_timed=True),
+    Variant("scratch", "scratch", goal="<= 1.01"),
+)
+
+
+@dataclass
+class Measured:
+    """What was seen of one variant on so many nodes."""
+
+    variant: str
+    nodes: int
+    sent_bytes: list[list[float]] = field(default_factory=list)
+    """By round, what each node sent for a step."""
+    step_s: list[float] = field(default_factory=list)
+    """By round, the median over the run."""
+
+    def ratios(self, work: Work) -> list[list[float]]:
+        """Return by round and node the bytes of a step over the ring limit."""
+        return [[sent / work.ring_bytes(self.nodes) for sent in nodes] for nodes in self.sent_bytes]
+
+
+def run(
+    work: Work, variant: Variant, net: network.Network, nodes: int, steps: int, runs: Path
+) -> tuple[list[int], float]:
+    """Run a recipe; return the bytes that each node has sent in all, and the median seconds of a step."""
+    name = f"{variant.name}-{nodes}-{steps}"
+    words = ["--model", work.model, "--data", "synthetic", "--image-size", str(work.image_size)]
+    words += ["--num-samples", "1000"]
+    words += ["--global-batch-size", str(RANK_BATCH * nodes), "--max-steps", str(steps), "--device", "cpu"]
+    words += ["--log-every", str(LOG_EVERY), "--no-tensorboard", "--runs-dir", str(runs), "--name", name]
+    # An untrained model on noise, in halves: gentle steps, so that nothing overflows.
+    words += ["--lr", "0.001", "--overwrite", *variant.options]
+    launch = [
+        sys.executable,
+        "-m",
+        "scripts.local",
+        variant.recipe,
+        "--nodes",
+        str(nodes),
+        "--nproc-per-node",
+        "1",
+    ]
+    before = [net.sent_bytes(node) for node in range(nodes)]
+    done = subprocess.run(
+        [*launch, "--networks", net.option(), "--", *words],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+    )
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["without a word"]
+        raise RuntimeError(f"{variant.name} on {nodes} nodes ended with status {done.returncode}: {lines[-1]}")
+    after = [net.sent_bytes(node) for node in range(nodes)]
+    logged = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(runs / name)  # a checkpoint of 93 MB
+    speeds = [line["samples_per_s"] for line in logged if "loss" in line and line["step"] > work.few]
+    step_s = RANK_BATCH * nodes / median(speeds) if speeds else 0.0
+    return [b - a for a, b in zip(before, after, strict=True)], step_s
+
+
+def wire(
+    work: Work, rounds: int, variants: Sequence[Variant], counts: Sequence[int], folder: Path
+) -> list[Measured]:
+    """Measure all variants on all numbers of nodes, in turns; call it within namespaces of its own."""
+    net = network.Network(max(counts))
+    for node in range(max(counts)):
+        net.narrow(node, RATE, burst="256kb")
+    found = {(v.name, nodes): Measured(v.name, nodes) for v in variants for nodes in counts}
+    bases: dict[tuple[str, int], list[int]] = {}
+    for number in range(rounds):
+        for nodes in counts:
+            for variant in variants if number == 0 else [v for v in variants if v.is_timed]:
+                key = (variant.name, nodes)
+                if number == 0:
+                    bases[key], _ = run(work, variant, net, nodes, work.few, folder)
+                sent, step_s = run(work, variant, net, nodes, work.more, folder)
+                steps = work.more - work.few
+                found[key].sent_bytes.append([(b - a) / steps for a, b in zip(bases[key], sent, strict=True)])
+                found[key].step_s.append(step_s)
+                share = max(found[key].ratios(work)[-1])
+                print(
+                    f"  {variant.name}, {nodes} nodes: {share:.4f} of the ring's bytes, {1e3 * step_s:.0f} ms",
+                    flush=True,
+                )
+    return list(found.values())
+
+
+def figures(found: Sequence[Measured], variants: Sequence[Variant]) -> list[Figure]:
+    """Return the figures of what was measured."""
+    by_name = {variant.name: variant for variant in variants}
+    rows = [bytes_figure(measured, by_name[measured.variant]) for measured in found]
+    rows += [time_figure(measured, by_name[measured.variant]) for measured in found if measured.step_s]
+    for nodes in NODES:
+        pair = {m.variant: m for m in found if m.nodes == nodes and m.variant in ("horovod-fp16", "horovod-fp32")}
+        if len(pair) == 2:
+            rows.append(halves_figure(nodes, pair["horovod-fp16"], pair["horovod-fp32"]))
+    return rows
+
+
+def bytes_figure(measured: Measured, variant: Variant) -> Figure:
+    """Return the bytes of the node that sends most, over the ring limit."""
+    ratios = measured.ratios(WORK)
+    most = [max(nodes) for nodes in ratios]
+    share = median(most)
+    return Figure(
+        "wire",
+        f"bytes sent, {variant.name}, {measured.nodes} nodes",
+        share,
+        min(min(nodes) for nodes in ratios),
+        max(most),
+        variant.goal,
+        "ring limit, fp32",
+        f"{share * WORK.ring_bytes(measured.nodes) / 1e6:.2f} MB per node and step",
+    )
+
+
+def time_figure(measured: Measured, variant: Variant) -> Figure:
+    """Return the step's time over that which its bytes take on the link."""
+    data_bytes = WORK.ring_bytes(measured.nodes) / 4 * variant.bytes_per_parameter
+    wire_s = data_bytes * PACKET / DATA * 8 / RATE_BITS
+    name = f"step at 1 Gbit/s, {variant.name}, {measured.nodes} nodes"
+    milliseconds = f"{1e3 * median(measured.step_s):.0f} ms a step"
+    if not wire_s:
+        wire_s = median(max(nodes) for nodes in measured.sent_bytes) * 8 / RATE_BITS
+        note = f"{milliseconds}, of which its bytes take {1e3 * wire_s:.0f} ms"
+        return Figure("wire", name, median(measured.step_s), note=f"seconds; {note}")
+    ratios = [step_s / wire_s for step_s in measured.step_s]
+    note = f"{milliseconds}, the wire alone {1e3 * wire_s:.0f} ms"
+    return Figure("wire", name, median(ratios), min(ratios), max(ratios), "<= 1.15", "the wire's own time", note)
+
+
+def halves_figure(nodes: int, fp16: Measured, fp32: Measured) -> Figure:
+    """Return the time of Horovod's step with fp16 over that with fp32."""
+    ratios = [a / b for a, b in zip(fp16.step_s, fp32.step_s, strict=True)]
+    note = f"{1e3 * median(fp16.step_s):.0f} and {1e3 * median(fp32.step_s):.0f} ms a step"
+    name = f"horovod (gloo), step with fp16, {nodes} nodes"
+    return Figure("wire", name, median(ratios), min(ratios), max(ratios), "<= 1.0", "step with fp32", note)
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Return the figures of this part; the work is done by a process in namespaces of its own."""
+    if reason := network.why_not() or ("" if network.can_narrow() else "the kernel has no tbf"):
+        return [unmeasured("wire", f"bytes sent, {variant.name}", reason, variant.goal) for variant in VARIANTS]
+    variants = [v for v in VARIANTS if v.recipe != "horovod" or importlib.util.find_spec("horovod")]
+    result = folder / "wire.json"
+    words = ["--rounds", str(rounds), "--only", ",".join(v.name for v in variants), "--result", str(result)]
+    subprocess.run([sys.executable, "-m", "scripts.bench.wire", *words], cwd=ROOT, check=True)
+    found = [Measured(**row) for row in json.loads(result.read_text())]
+    left_out = [v for v in VARIANTS if v not in variants]
+    return [
+        *figures(found, variants),
+        *(unmeasured("wire", f"bytes sent, {v.name}", "horovod is not installed", v.goal) for v in left_out),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure in namespaces of this process's own."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.wire")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default=",".join(variant.name for variant in VARIANTS))
+    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
+    parser.add_argument("--result", type=Path)
+    for name in ("model", "image_size", "few", "more"):
+        default = getattr(WORK, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    args = parser.parse_args(words)
+    network.enter("scripts.bench.wire", words)
+    variants = [variant for variant in VARIANTS if variant.name in args.only.split(",")]
+    with tempfile.TemporaryDirectory(prefix="bench-wire-") as folder:
+        work = Work(args.model, args.image_size, args.few, args.more)
+        found = wire(work, args.rounds, variants, args.nodes, Path(folder))
+    if args.result:  # bytes: who reads them knows the model
+        rows: list[dict[str, Any]] = [asdict(measured) for measured in found]
+        args.result.write_text(json.dumps(rows))
+    else:
+        print(table(figures(found, variants)))
+
+
+if __name__ == "__main__":
+    main()

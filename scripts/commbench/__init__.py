@@ -1,0 +1,1 @@
+"""How fast ranks talk: all-reduce, broadcast and all-gather over sizes and backends, held against the link."""

@@ -1,0 +1,25 @@
+"""What crosses the wire for a step, as interfaces of nodes with a network each count it: bytes, never times."""
+
+import json
+import sys
+
+from scripts import network
+from scripts.bench.wire import Work
+from tests import wire_ranks
+from tests.conftest import require
+from tests.support import run_command
+
+
+def test_bytes_of_a_step(tmp_path):
+    """LeNet on images of 96 pixels and 1,000 classes has 1,027,436 parameters: 4.1 MB of gradients."""
+    require("netns", not network.why_not(), network.why_not(), "run `make test` as root")
+    done = run_command(sys.executable, "-m", "tests.wire_ranks", str(tmp_path), timeout_s=60)
+    assert done.status == 0, done.stdout + done.stderr
+    # conv 6 x 3 x 25 + 6, conv 16 x 6 x 25 + 16, linear 16 x 22 x 22 -> 120 -> 84 -> 1,000
+    parameters = 456 + 2_416 + (7_744 + 1) * 120 + 121 * 84 + 85 * 1_000
+    limit = Work(gradient_bytes=4 * parameters).ring_bytes(2)
+    results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in wire_ranks.VARIANTS}
+    sent = {name: result["sent_bytes_per_step"] / limit for name, result in results.items()}
+    assert 1.0 < sent["ddp-fp32"] <= 1.01, sent
+    assert 0.5 < sent["ddp-fp16"] <= 0.505, sent
+    assert 1.0 < sent["scratch"] <= 1.01, sent

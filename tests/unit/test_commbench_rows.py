@@ -1,0 +1,54 @@
+"""The arithmetic of make commbench, and what it refuses."""
+
+import sys
+
+import pytest
+
+from recipes.common.errors import UserError
+from scripts.commbench.options import parse_sizes
+from scripts.commbench.rows import Row, bus_factor, link_speed, table
+from tests.support import run_command
+
+
+def test_sizes():
+    assert parse_sizes("16m,4,64k,64K,1kb") == [4, 1024, 65536, 16 * 2**20]
+    for text in ("", "6", "0", "4,x", "-4", "4.0", "16g"):
+        with pytest.raises(UserError, match="--sizes wants multiples of 4 bytes"):
+            parse_sizes(text)
+
+
+def test_a_row_by_hand():
+    """64 MB in 0.4 s by 4 ranks: 160 MB/s; an all-reduce sends 1.5 times its bytes through each link."""
+    row = Row("gloo", "all-reduce", 64_000_000, 4, "cpu", 400_000, 5)
+    assert row.algorithm_gb_s == pytest.approx(0.16)
+    assert row.bus_gb_s == pytest.approx(0.24)
+    assert row.link_share(10) == pytest.approx(0.192)
+    assert row.link_share(None) is None
+    assert (bus_factor("broadcast", 4), bus_factor("all-gather", 4), bus_factor("all-reduce", 2)) == (1, 0.75, 1)
+    lines = table([row], 10).splitlines()
+    assert lines[1].split() == ["gloo", "all-reduce", "64,000,000", "400,000.0", "0.160", "0.240", "19.2%"]
+    assert table([row], None).splitlines()[1].endswith(" -")
+
+
+def test_an_interface_without_a_speed():
+    assert link_speed("lo") is None
+    assert link_speed("no-such-interface") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["glo"], "BACKENDS does not know 'glo'; did you mean 'gloo'? (some of gloo, nccl, mpi, horovod)"),
+        (["--ops", "all-reduce,scatter"], "--ops does not know 'scatter' (some of "),
+        (["--sizes", "5"], "--sizes wants multiples of 4 bytes up to 8g, such as 4,64k,16m, got '5'"),
+        (["--nodes", "0"], "NODES wants a whole number from 1 to 1024, got '0'"),
+        (["--narrow", "1 gbit"], "--narrow wants a rate such as 100mbit or 1gbit, got '1 gbit'"),
+        (["nccl", "--nodes", "1000"], "nccl cannot be measured here: it wants a GPU for each of"),
+        (["--seconds", "-1"], "--seconds: wants a number above 0, got '-1'"),
+    ],
+)
+def test_refusals_are_one_line(words, refusal):
+    result = run_command(sys.executable, "-m", "scripts.commbench", *words)
+    assert result.status == 2
+    assert result.stderr.splitlines() == [f"error: {refusal}"] or result.stderr.startswith(f"error: {refusal}")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,231 @@
+"""Decoding a part of an image gives the pixels of the whole; crops are distributed as torchvision's."""
+
+import io
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.stats import ks_2samp
+from torchvision.transforms import v2
+
+from recipes.common import imagefolder, images
+from recipes.common.data import SKIPPED
+from recipes.common.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
+from recipes.common.images import BAD_IMAGE, Box, decode
+from recipes.common.seeding import mix
+
+WIDTH, HEIGHT = 83, 61
+
+
+def picture():
+    """Return an image with smooth parts, edges and noise, as a photograph has."""
+    y, x = np.mgrid[:HEIGHT, :WIDTH]
+    noise = np.random.default_rng(0).normal(0, 12, (HEIGHT, WIDTH, 3))
+    waves = np.stack([128 + 100 * np.sin(x / 9 + y / 17), 2 * x + y, 255 * (x * y % 37 > 20)], axis=2)
+    return Image.fromarray((waves + noise).clip(0, 255).astype(np.uint8))
+
+
+def encoded(image, **settings):
+    memory = io.BytesIO()
+    image.save(memory, **{"format": "JPEG", "quality": 90, **settings})
+    return memory.getvalue()
+
+
+def rotated_exif():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+KINDS = {
+    "4:2:0": lambda: encoded(picture(), subsampling=2),
+    "4:2:2": lambda: encoded(picture(), subsampling=1),
+    "4:4:4": lambda: encoded(picture(), subsampling=0),
+    "progressive": lambda: encoded(picture(), progressive=True),
+    "restart markers": lambda: encoded(picture(), restart_marker_blocks=3),
+    "RGB within": lambda: encoded(picture(), keep_rgb=True),
+    "grey": lambda: encoded(picture().convert("L")),
+    "CMYK": lambda: encoded(picture().convert("CMYK")),
+    "turned by EXIF": lambda: encoded(picture(), exif=rotated_exif()),
+    "something behind its end": lambda: encoded(picture()) + b"\0\0more",
+    "PNG": lambda: encoded(picture(), format="PNG"),
+    "PNG with a palette and transparency": lambda: encoded(picture().convert("P"), format="PNG", transparency=3),
+    "BMP": lambda: encoded(picture(), format="BMP"),
+    "GIF": lambda: encoded(picture().convert("P"), format="GIF"),
+}
+
+
+@pytest.fixture(params=["nvImageCodec", "Pillow"])
+def decoder(request, monkeypatch):
+    """Decode with nvImageCodec where that can, or with Pillow alone."""
+    if request.param == "Pillow":
+        monkeypatch.setattr(images, "_library", lambda: None)
+    elif not images.decodes_parts():
+        pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
+    return request.param
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
+    content = KINDS[kind]()
+    path = tmp_path / "image.jpg"
+    path.write_bytes(content)
+    with Image.open(io.BytesIO(content)) as image:
+        expected = np.array(image.convert("RGB"))
+    chance = random.Random(0)
+    boxes = [Box(0, 0, WIDTH, HEIGHT), Box(WIDTH - 1, HEIGHT - 1, 1, 1), Box(0, HEIGHT - 1, WIDTH, 1)]
+    for _ in range(20):
+        left, top = chance.randrange(WIDTH), chance.randrange(HEIGHT)
+        boxes.append(Box(left, top, chance.randint(1, WIDTH - left), chance.randint(1, HEIGHT - top)))
+    for box in boxes:
+        asked = []
+        part = decode(str(path), lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
+        assert set(asked) == {(WIDTH, HEIGHT)}
+        assert part.dtype == torch.uint8
+        inside = expected[box.top : box.top + box.height, box.left : box.left + box.width]
+        assert np.array_equal(part.numpy(), inside), box
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive"])
+def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
+    """Or else the tests above would hold without it."""
+    if not images.decodes_parts():
+        pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
+    monkeypatch.setattr(Image, "open", None)
+    path = tmp_path / "image.jpg"
+    path.write_bytes(KINDS[kind]())
+    assert decode(str(path), lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("share", [0, 0.01, 0.2, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "PNG"])
+def test_a_cut_file_is_a_fault_wherever_the_crop_is(tmp_path, kind, share):
+    content = KINDS[kind]()
+    path = tmp_path / "image.jpg"
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(BAD_IMAGE):
+        decode(str(path), lambda *_: Box(0, 0, 4, 4))
+
+
+@pytest.mark.usefixtures("decoder")
+def test_what_is_no_image_is_a_fault(tmp_path):
+    path = tmp_path / "image.jpg"
+    for content in (
+        b"",
+        b"x",
+        b"no image",
+        b"\xff\xd8\xff\xe0\xff\xd9",
+        b"\xff\xd8\xff" + bytes(1000) + b"\xff\xd9",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(BAD_IMAGE):
+            decode(str(path), whole)
+    with pytest.raises(BAD_IMAGE):
+        decode(str(tmp_path / "none.jpg"), whole)
+
+
+@pytest.mark.usefixtures("decoder")
+def test_an_image_of_too_many_pixels_is_a_fault(tmp_path, monkeypatch):
+    path = tmp_path / "image.jpg"
+    path.write_bytes(KINDS["4:2:0"]())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", WIDTH * HEIGHT // 3)
+    with pytest.raises(Image.DecompressionBombError):
+        decode(str(path), whole)
+
+
+class TestCrops:
+    @pytest.mark.parametrize(("width", "height"), [(500, 375), (60, 64), (300, 40), (5, 400)])
+    def test_boxes_are_distributed_as_those_of_torchvision(self, width, height):
+        count = 1500
+        ours = np.array([random_box(width, height, random.Random(mix(1, i))) for i in range(count)])
+        torch.manual_seed(0)
+        transform, image = v2.RandomResizedCrop(224), torch.empty(3, height, width)
+        drawn = [transform.make_params([image]) for _ in range(count)]
+        theirs = np.array([[box[name] for name in ("left", "top", "width", "height")] for box in drawn])
+        assert (ours[:, :2] >= 0).all()
+        assert (ours[:, :2] + ours[:, 2:] <= (width, height)).all()
+        area = [boxes[:, 2] * boxes[:, 3] for boxes in (ours, theirs)]
+        ratio = [boxes[:, 2] / boxes[:, 3] for boxes in (ours, theirs)]
+        pairs = [area, ratio, *zip(ours.T, theirs.T, strict=True)]
+        # Of fair draws, the least of six is below this once in 300 times; the draws here are always the same.
+        assert min(ks_2samp(*pair).pvalue for pair in pairs) > 0.0005
+
+    def test_long_and_narrow_images_give_their_centre(self):
+        assert random_box(1000, 10, random.Random(0)) == Box(493, 0, 13, 10)
+        assert random_box(10, 1000, random.Random(0)) == Box(0, 493, 10, 13)
+
+    def test_boxes_stay_what_they_were(self):
+        """A run that goes on with a newer version sees the same crops."""
+        boxes = [random_box(500, 375, random.Random(mix(0, epoch, 7))) for epoch in range(3)]
+        assert boxes == BOXES
+
+    def test_half_of_the_samples_are_flipped(self, tmp_path):
+        image = Image.new("RGB", (64, 64), (255, 255, 255))
+        image.paste((0, 0, 0), (0, 0, 32, 64))
+        image.save(tmp_path / "image.png")
+        dataset = ImageFolder([(str(tmp_path / "image.png"), 0)] * 400, 8, 0, train=True)
+        sides = Counter()
+        for i in range(400):
+            pixels = dataset[0, i].image.float()
+            left, right = float(pixels[:, :4].mean()), float(pixels[:, 4:].mean())
+            sides[(left > right) - (left < right)] += 1
+        assert abs(sides[1] - sides[-1]) < 4 * 20  # 20: the standard deviation of 400 fair coins' difference
+
+    def test_pixels_are_those_of_torchvision(self, tmp_path):
+        path = tmp_path / "image.jpg"
+        path.write_bytes(KINDS["4:2:0"]())
+        with Image.open(path) as image:
+            rgb = image.convert("RGB")
+        for i in range(20):
+            box = random_box(WIDTH, HEIGHT, random.Random(i))
+            ours = resize(decode(str(path), lambda *_, box=box: box), 32, 32)
+            left, top, width, height = box
+            theirs = v2.functional.resized_crop(rgb, top, left, height, width, [32, 32], antialias=True)
+            assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
+
+    @pytest.mark.parametrize(("width", "height"), [(83, 61), (61, 83), (50, 50), (300, 31)])
+    def test_the_view_for_evaluation_is_that_of_torchvision(self, width, height):
+        image = picture().resize((width, height))
+        theirs = v2.Compose([v2.Resize(round(32 * 256 / 224)), v2.CenterCrop(32)])(image)
+        ours = centre_crop(torch.from_numpy(np.array(image)), 32)
+        assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
+
+
+BOXES = [Box(116, 21, 351, 328), Box(200, 100, 237, 186), Box(211, 132, 213, 226)]
+
+
+@pytest.mark.usefixtures("decoder")
+def test_a_sample_is_the_same_whoever_decodes_it(tmp_path, monkeypatch):
+    (tmp_path / "bad.jpg").write_bytes(KINDS["4:2:0"]()[:500])
+    paths = [tmp_path / "bad.jpg"]
+    for i, kind in enumerate(KINDS):
+        paths.append(tmp_path / f"{i}.jpg")
+        paths[-1].write_bytes(KINDS[kind]())
+    dataset = ImageFolder([(str(path), 1) for path in paths], 16, 3, train=True)
+    samples = [dataset[5, i] for i in range(len(paths))]
+    monkeypatch.setattr(images, "_library", lambda: None)
+    again = [dataset[5, i] for i in reversed(range(len(paths)))][::-1]
+    assert all(torch.equal(one.image, other.image) for one, other in zip(samples, again, strict=True))
+    assert [sample.label for sample in samples] == [SKIPPED] + [1] * len(KINDS)
+    assert samples[0].fault == again[0].fault
+    assert samples[0].fault.startswith(f"{paths[0]} does not decode")
+
+
+def test_what_decodes_whole_images_only_says_so_once(tmp_path, monkeypatch, capfd):
+    for half in ("train", "val"):
+        (tmp_path / half / "a").mkdir(parents=True)
+        picture().save(tmp_path / half / "a" / "0.jpg")
+    from recipes.common.data import load_data
+    from recipes.single.train import options
+
+    args = options(["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"])
+    monkeypatch.setattr(imagefolder, "decodes_parts", lambda: False)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        load_data(args, torch.device("cpu"), print)
+    assert capfd.readouterr().err.count("Pillow decodes whole images") == 1

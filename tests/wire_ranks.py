@@ -1,0 +1,58 @@
+"""Two nodes with a network each, whose ranks train with one recipe after another in the same two processes.
+
+    python -m tests.wire_ranks FOLDER
+
+as root; FOLDER/NAME/result.json then says what node 0 has sent for a step. There is one import for all recipes: to
+start each by itself would take longer than to train.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+
+from scripts import network
+from scripts.local import free_port
+
+VARIANTS = {
+    "ddp-fp32": ("ddp",),
+    "ddp-fp16": ("ddp", "--grad-compression", "fp16"),
+    "scratch": ("scratch",),
+}
+WORDS = ("--data", "synthetic", "--image-size", "96", "--num-samples", "1000", "--global-batch-size", "4")
+WORDS += ("--max-steps", "13", "--log-every", "1000", "--lr", "0.001", "--device", "cpu", "--no-tensorboard")
+
+
+def be_a_rank(folder, ports):
+    for (name, (recipe, *words)), port in zip(VARIANTS.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = port
+        module = importlib.import_module(f"recipes.{recipe}.train")
+        module.main([*WORDS, *words, "--runs-dir", folder, "--name", name])
+
+
+def main(folder, *ports):
+    if ports:
+        be_a_rank(folder, ports)
+        return
+    network.enter("tests.wire_ranks", [folder])
+    net = network.Network(2)
+    for node in range(2):  # a queue fills up before a link, and the kernel hands on large pieces: few headers
+        net.narrow(node, "1gbit", burst="256kb")
+    ports = [str(free_port()) for _ in VARIANTS]
+    ranks = []
+    for rank in range(2):
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        own |= {"MASTER_ADDR": net.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
+        command = net.inside(rank, [sys.executable, "-m", "tests.wire_ranks", folder, *ports])
+        ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
