@@ -158,11 +158,15 @@ def cluster_of(args: Namespace, nodes: int) -> Cluster:
 def method_of(args: Namespace, options: Options) -> Method:
     """Return how the recipe exchanges gradients under its options."""
     compression = getattr(options, "grad_compression", getattr(options, "compression", "none"))
+    is_cpu = options.device == "cpu"
+    cap_mb = getattr(options, "bucket_cap_mb", None)  # without one, as the recipe's wrap() has it
     return Method(
         args.recipe,
         compression,
         powersgd_rank=getattr(options, "powersgd_rank", 4),
-        bucket_bytes=(getattr(options, "bucket_cap_mb", None) or 25.0) * 2**20,
+        bucket_bytes=(cap_mb or (4 if is_cpu else 25)) * 2**20,
+        first_bucket_bytes=None if cap_mb or is_cpu else 2**20,
+        waits=is_cpu and compression == "powersgd",
         allreduce=getattr(options, "allreduce", "ring"),
         piece_bytes=getattr(options, "piece_kib", 1024) * 1024,
         zero=getattr(options, "zero", False),

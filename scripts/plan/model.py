@@ -167,28 +167,35 @@ class Message:
     """What is exchanged, compressed if they are."""
 
 
-def ddp_buckets(gradients: Sequence[Gradient], cap_bytes: float, factor: float = 1.0) -> list[Message]:
-    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size.
+def in_buckets(gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float) -> list[list[Gradient]]:
+    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size."""
+    buckets: list[list[Gradient]] = [[]]
+    for gradient in gradients:
+        limit = first_bytes if len(buckets) == 1 else cap_bytes
+        if sum(one.nbytes for one in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(gradient)
+    return [bucket for bucket in buckets if bucket]
 
-    factor is that of the compression: 0.5 for half precision.
+
+def ddp_buckets(
+    gradients: Sequence[Gradient], cap_bytes: float, factor: float = 1.0, first_bytes: float | None = None
+) -> list[Message]:
+    """Return what DDP exchanges: a message for each bucket.
+
+    factor is that of the compression: 0.5 for half precision. The first bucket may have a size of its own.
     """
-    buckets: list[Message] = []
-    size = 0
-    for i, gradient in enumerate(gradients):
-        size += gradient.nbytes
-        if size >= cap_bytes or i == len(gradients) - 1:
-            buckets.append(Message(gradient.ready, size * factor))
-            size = 0
-    return buckets
+    buckets = in_buckets(gradients, cap_bytes, cap_bytes if first_bytes is None else first_bytes)
+    return [Message(bucket[-1].ready, factor * sum(one.nbytes for one in bucket)) for bucket in buckets]
 
 
-def powersgd_messages(gradients: Sequence[Gradient], rank: int) -> list[Message]:
-    """Return what PowerSGD exchanges once backward is done: what it leaves whole, then both factors.
+def powersgd_messages(bucket: Sequence[Gradient], rank: int) -> list[Message]:
+    """Return what PowerSGD exchanges of a bucket once it is full: what it leaves whole, then both factors.
 
     A gradient of n x m numbers travels as (n + m) x rank where that is less than half of it.
     """
     whole = left = right = 0
-    for gradient in gradients:
+    for gradient in bucket:
         rows = gradient.shape[0] if gradient.shape else 1
         columns = gradient.numel // rows
         if len(gradient.shape) > 1 and 2 * (rows + columns) * rank < rows * columns:
@@ -196,7 +203,7 @@ def powersgd_messages(gradients: Sequence[Gradient], rank: int) -> list[Message]
             right += columns * min(rank, rows, columns) * gradient.itemsize
         else:
             whole += gradient.nbytes
-    return [Message(1.0, nbytes) for nbytes in (whole, left, right) if nbytes]
+    return [Message(bucket[-1].ready, nbytes) for nbytes in (whole, left, right) if nbytes]
 
 
 # ---- a step
@@ -282,6 +289,10 @@ class Method:
     """none, fp16, bf16 or powersgd."""
     powersgd_rank: int = 4
     bucket_bytes: float = 25 * 2**20
+    first_bucket_bytes: float | None = None
+    """None: as the others."""
+    waits: bool = False
+    """Whether backward waits for each bucket's exchange, as PowerSGD's does over gloo."""
     allreduce: str = "ring"
     """Of scratch: ring or naive."""
     piece_bytes: int = 2**20
@@ -377,11 +388,14 @@ def _exchange(
         single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
         end_s = exchanges_end_s(single, lambda nbytes: cost(nbytes) + CYCLE_S, compute, loaded, FUSION_BYTES)
     else:
+        first = method.first_bucket_bytes
+        messages = ddp_buckets(gradients, method.bucket_bytes, method.factor, first)
         if method.compression == "powersgd":
-            messages = powersgd_messages(gradients, method.powersgd_rank)
-        else:
-            messages = ddp_buckets(gradients, method.bucket_bytes, method.factor)
+            buckets = in_buckets(gradients, method.bucket_bytes, method.bucket_bytes if first is None else first)
+            messages = [one for bucket in buckets for one in powersgd_messages(bucket, method.powersgd_rank)]
         end_s = exchanges_end_s(messages, cost, compute, loaded)
+        if method.waits:
+            end_s = computed_s + sum(cost(message.nbytes) for message in messages)
     sent = sum(sent_per_node(message.nbytes, cluster, method.algorithm) for message in messages)
     return end_s, sum(cost(message.nbytes) for message in messages), sent
 

@@ -17,7 +17,6 @@ import io
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -187,7 +186,7 @@ def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, A
     others = whole - Counter({key: STEPS * number for key, number in step.items()})
     return {
         "world_size": world_size,
-        "step_s": statistics.median(b - a for a, b in itertools.pairwise(trace.ends[1:])),
+        "step_s": min(b - a for a, b in itertools.pairwise(trace.ends[1:])),
         "run_s": seconds,
         "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
         "step_collectives": sum(step.values()),
@@ -221,7 +220,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 COLUMNS = {
     "ranks": lambda one: f"{one['world_size']:,}",
-    "ms a step": lambda one: f"{1e3 * one['step_s']:.1f}",
+    "ms, the fastest step": lambda one: f"{1e3 * one['step_s']:.1f}",
     "peak memory, MB": lambda one: f"{one['peak_memory_bytes'] / 1e6:,.0f}",
     "collectives a step": lambda one: str(one["step_collectives"]),
     "bytes a step": lambda one: f"{one['step_bytes']:,}",
@@ -249,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_STATUS
     if args.only:
+        torch.set_num_threads(1)  # a LeNet's step on two images is too short for more
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
             print(json.dumps(rehearse(args.world_size, args.options, Path(folder))))
         return 0

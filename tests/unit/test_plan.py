@@ -85,6 +85,7 @@ def test_buckets_close_once_they_are_full():
     assert [m.ready for m in ddp_buckets(GRADIENTS, 1.5e6)] == [0.5, 1.0]
     assert [m.nbytes for m in ddp_buckets(GRADIENTS, 2.5e6, factor=0.5)] == [1.5e6, 0.5e6]
     assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1e9)] == [4e6]
+    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1e9, first_bytes=1e6)] == [1e6, 3e6]
 
 
 def test_exchanges_overlap_with_backward():
@@ -143,11 +144,12 @@ def test_powersgd_agrees_with_torch_on_what_is_worth_it():
     [
         (Method("ddp", bucket_bytes=1e9), 4.0 + 2e-3),
         (Method("ddp", "fp16", bucket_bytes=1e9), 2.0 + 2e-3),
+        (Method("ddp", "powersgd", powersgd_rank=4, waits=True), 0.08 + 4e-3),  # 5,000 numbers of each gradient
         (Method("scratch"), 4.0 + 4e-3),  # two pieces to a chunk of 2 MB
         (Method("scratch", allreduce="naive"), 2 * (4.0 + 4e-3)),
         (Method("single"), 0.0),
     ],
-    ids=["ddp", "fp16", "ring", "naive", "single"],
+    ids=["ddp", "fp16", "powersgd", "ring", "naive", "single"],
 )
 def test_recipes_exchange_as_they_do(method, exchange_s):
     """Two nodes, 4 MB of gradients over 1 MB/s, hops of 1 ms."""
@@ -303,6 +305,16 @@ def test_a_plan_is_written_whole(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "compute 5.0 ms a step of 8 samples, given: --compute-ms 5" in shown
     assert (tmp_path / "plan/table.md").read_text().splitlines()[0] in shown
+
+
+def test_buckets_are_the_recipes():
+    """On GPUs torch's: a first one of 1 MiB, then of 25; on CPUs 4; what is asked for, if it is."""
+    sizes = []
+    for words in ((), ("--device", "cpu"), ("--bucket-cap-mb", "7")):
+        args, options = command.parse_args(["ddp", "--grad-compression", "powersgd", *words])
+        method = command.method_of(args, options)
+        sizes.append((method.bucket_bytes, method.first_bucket_bytes, method.waits))
+    assert sizes == [(25 * 2**20, 2**20, False), (4 * 2**20, None, True), (7 * 2**20, None, False)]
 
 
 def test_a_fixed_global_batch_is_shared_out(tmp_path):
