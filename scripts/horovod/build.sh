@@ -28,14 +28,16 @@ die() {
 
 # --- What is there -----------------------------------------------------------------------------------------------
 
-# The note says for which torch Horovod was installed; pip has replaced torch when they differ.
+# The note says for which torch, and with which patch, Horovod was installed: either may have changed since.
 note=.installed-for-torch
+patch_hash=$(sha256sum <"$patch_file" | cut -c1-12)
 if [[ ${1:-} == --if-missing ]]; then
-    "$python" - "$note" <<'PY' && exit
+    "$python" - "$note" "$patch_hash" <<'PY' && exit
 import importlib.metadata, importlib.util, pathlib, sys
 spec = importlib.util.find_spec("horovod")
 note = pathlib.Path(spec.submodule_search_locations[0], sys.argv[1]) if spec else None
-sys.exit(not (note and note.is_file() and note.read_text().strip() == importlib.metadata.version("torch")))
+wanted = [importlib.metadata.version("torch"), sys.argv[2]]
+sys.exit(not (note and note.is_file() and note.read_text().split() == wanted))
 PY
 fi
 
@@ -221,7 +223,8 @@ import importlib.metadata, pathlib, sys
 import horovod, torch, horovod.torch as hvd
 parts = [name for name in ("gloo", "mpi", "nccl") if getattr(hvd, name + "_built")()]
 print(f"horovod: ready: {horovod.__version__} for torch {torch.__version__} ({chr(44).join(parts)})".replace(",", ", "))
-pathlib.Path(horovod.__path__[0], sys.argv[1]).write_text(importlib.metadata.version("torch"))' "$note") || return
+note = pathlib.Path(horovod.__path__[0], sys.argv[1])
+note.write_text(" ".join([importlib.metadata.version("torch"), sys.argv[2]]) + "\n")' "$note" "$patch_hash") || return
     if [[ -n ${WHEEL_DIR:-} ]]; then mkdir -p "$WHEEL_DIR" && cp "$cache/$key"/horovod-*.whl "$WHEEL_DIR"; fi
 }
 

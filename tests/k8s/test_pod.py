@@ -70,7 +70,7 @@ def test_statuses_pass_through(tmp_path):
 
 def test_a_process_that_is_killed_counts_as_128_and_more():
     assert finished.run(["bash", "-c", "kill -KILL $$"], dict(os.environ)) == (137, False)
-    assert finished.run(["bash", "-c", "kill -TERM $PPID; sleep 0.5; exit 3"], dict(os.environ)) == (143, True)
+    assert finished.run(["bash", "-c", "kill -TERM $PPID; exec sleep 60"], dict(os.environ)) == (143, True)
 
 
 def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
