@@ -115,7 +115,7 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
     # All nodes are this machine: a thread per core in all, and nothing listens beyond it.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
     # Threads that wait at a barrier soon sleep instead of burning a core that another process wants.
-    environment.setdefault("GOMP_SPINCOUNT", "1000")
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     return environment
 

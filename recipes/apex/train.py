@@ -241,7 +241,7 @@ class TorchAmp:
         """Add the gradients of the scaled loss to those of the step's earlier passes."""
         self.scaler.scale(loss).backward()
 
-    def step(self, allows: Callable[[Tensor], bool]) -> None:
+    def step(self, allows: Callable[[Sequence[Tensor]], bool]) -> None:
         """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
         # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
         for master, half in self.copies():
@@ -335,7 +335,7 @@ class ApexAmp:
         with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
             scaled_loss.backward()
 
-    def step(self, allows: Callable[[Tensor], bool]) -> None:
+    def step(self, allows: Callable[[Sequence[Tensor]], bool]) -> None:
         """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
         if self.args.clip_grad_norm:
             nn.utils.clip_grad_norm_(self.apex_amp.master_params(self.optimizer), self.args.clip_grad_norm)

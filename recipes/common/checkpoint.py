@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,13 +104,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
     """
-    try:
-        _check_bytes(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except BadCheckpointError:
-        raise
-    except Exception as error:  # pickle and torch raise a dozen kinds for damaged bytes
-        raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(_check_bytes, path)  # beside the load: each takes about as long as the other
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            checked.result()
+        except Exception as error:  # pickle and torch raise a dozen kinds for damaged bytes
+            reason = checked.exception() or error
+            raise BadCheckpointError(str(reason).strip().split("\n")[0] or type(reason).__name__) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
     return content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from recipes.common.checkpoint import CheckpointWriter, Position, copy_tree, pac
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
-from recipes.common.nonfinite import Guard, NonFiniteError
+from recipes.common.nonfinite import Guard
 from recipes.common.options import Options
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
@@ -92,8 +92,8 @@ class Job:
         Where training goes on after it, it does so once a copy has been taken (--async-checkpoints). A recipe
         whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
         """
-        if not self.record or isinstance(self.stop.error, NonFiniteError):
-            return  # what would be saved may be spoilt
+        if not self.record or not self.guard.is_sound(self.position.step, self.model.parameters()):
+            return
         content = pack(
             self.args,
             self.position,
@@ -142,12 +142,12 @@ class Job:
         if self.record:
             self.record.progress.advance()
 
-    def allows(self, loss_sum: Tensor) -> Callable[[Tensor], bool]:
-        """Return what tells of the averaged gradients' norm whether the step may be done (see nonfinite.py)."""
+    def allows(self, loss_sum: Tensor) -> Callable[[Sequence[Tensor]], bool]:
+        """Return what tells of the averaged gradients whether the step may be done (see nonfinite.py)."""
 
-        def allows_norm(norm: Tensor) -> bool:
+        def allows_gradients(gradients: Sequence[Tensor]) -> bool:
             step, before = self.position.step + 1, self.guard.skipped
-            is_allowed = self.guard.allows(step, loss_sum, norm)
+            is_allowed = self.guard.allows(step, loss_sum, gradients)
             if self.guard.skipped > before:
                 went_back = self._go_back()
                 if self.record:
@@ -156,7 +156,7 @@ class Job:
                     )
             return is_allowed
 
-        return allows_norm
+        return allows_gradients
 
     def _keep_state(self) -> None:
         """With --on-nonfinite rollback, keep a copy of what a step changes, on each rank."""

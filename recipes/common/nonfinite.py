@@ -1,7 +1,11 @@
 """A loss or gradient that is no finite number: stop, leave the step out, or go back, on all ranks alike.
 
-What a step looks at is the norm of the averaged gradients. It is the same on all ranks, and not finite as soon as
-the loss of one of them is not: so all decide alike, and nothing more has to be exchanged.
+What a step looks at are the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
+of one of them is not: so all decide alike, and nothing more has to be exchanged.
+
+Reading all gradients once more costs a CPU several percent of a step. To end the run, as `stop` does, the first
+layer's are enough: backward comes to it last, through all the others. A number that has gone bad in another layer
+alone spoils the weights, and with them the next step's loss; and spoilt weights are never saved (job.py).
 """
 
 from __future__ import annotations
@@ -69,15 +73,15 @@ class Guard:
         self._first_bad = torch.full((), -1, device=device)
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
 
-    def allows(self, step: int, loss: Tensor, norm: Tensor) -> bool:
+    def allows(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
         """Whether the weights may be changed.
 
         Args:
             step: the number of the step, from 1.
             loss: this rank's part of it.
-            norm: of the averaged gradients, as all ranks have them.
+            gradients: the averaged ones, the first layer's first, as all ranks have them.
         """
-        is_bad = ~torch.isfinite(norm)
+        is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1] if self.mode == "stop" else gradients))
         if self._is_lazy:
             is_first = is_bad & (self._first_bad < 0)
             self._first_bad = torch.where(is_first, step, self._first_bad)
@@ -104,6 +108,16 @@ class Guard:
         if self._is_lazy and (step := int(self._first_bad)) >= 0:
             self._fail(step, bool(self._bad_loss), "no checkpoint was written since")
 
+    def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:
+        """Whether the weights after a step may be saved; where not, this becomes the rank's vote."""
+        if isinstance(self.stop.error, NonFiniteError):
+            return False
+        sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])  # one reading, and no square
+        if not torch.isfinite(sums).all():
+            self._fail(step, False, "it has spoilt the weights, which are not saved")
+            return False
+        return True
+
     def see_loss(self, step: int, loss: float) -> None:
         """Look at the global batch's loss; with a loss scale, gradients that overflow are the scaler's affair."""
         if self.mode == "stop" and not math.isfinite(loss) and not self.stop.error:
@@ -112,8 +126,3 @@ class Guard:
     def _fail(self, step: int, is_loss: bool, hint: str) -> None:
         mend = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto goes on before it"
         self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {mend}"))
-
-
-def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the norm of the whole gradient; it is finite where all of it is."""
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

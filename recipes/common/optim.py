@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recipes.common.nonfinite import norm_of
 from recipes.common.options import Options
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -65,18 +64,19 @@ def optimizer_step(
     parameters: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    allows: Callable[[Tensor], bool] = lambda norm: True,
+    allows: Callable[[Sequence[Tensor]], bool] = lambda gradients: True,
 ) -> None:
-    """Unscale, clip, step if the gradient's norm allows it, and clear the gradients.
+    """Unscale, clip, step if the gradients allow it, and clear them.
 
     A scaler looks for what is not finite by itself: with one, such a step is left out and the scale lowered.
     """
     parameters = list(parameters)
-    norm = None
     if args.clip_grad_norm:
         scaler.unscale_(optimizer)  # the norm is that of the gradient, not of the scaled one
-        norm = nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)
-    if scaler.is_enabled() or allows(norm_of(parameters) if norm is None else norm):
+        gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # as good as all of them
+    else:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if scaler.is_enabled() or allows(gradients):
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

@@ -41,7 +41,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
-from recipes.common.nonfinite import norm_of, raise_first
+from recipes.common.nonfinite import raise_first
 from recipes.common.optim import autocast, build_optimizer, build_scaler, learning_rate, set_learning_rate
 from recipes.common.options import Options, build_parser, one_of, parse, positive_int
 from recipes.common.partition import (
@@ -416,7 +416,7 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
         set_learning_rate(job.optimizer, rate)
         if args.clip_grad_norm:
             clip_gradients(job, world)
-        if job.allows(loss_sum)(norm_of(job.optimizer.param_groups[0]["params"])):
+        if job.allows(loss_sum)([parameter.grad for parameter in job.optimizer.param_groups[0]["params"]]):
             job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
         job.count_step()

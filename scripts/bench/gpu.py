@@ -35,7 +35,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
     def plain(*words: str) -> float:
         step_ms = contender(
-            "bare", ["--steps", str(STEPS), *words, "--", *options, str(STEPS), "--no-channels-last"]
+            "bare_step", ["--steps", str(STEPS), *words, "--", *options, str(STEPS), "--no-channels-last"]
         )
         return 1000 * BATCH / step_ms["step_ms"]
 

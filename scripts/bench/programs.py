@@ -62,4 +62,4 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
 
 def threads(processes: int) -> dict[str, str]:
     """Return the environment that gives each process its share of the cores, as `make run` does."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "GOMP_SPINCOUNT": "1000"}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "GOMP_SPINCOUNT": "10000"}

@@ -23,6 +23,7 @@ from recipes.common.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns
+from scripts.bench.programs import TIMEOUT_S, threads
 from scripts.local import ROOT
 
 PART = "small-data"
@@ -31,7 +32,6 @@ BATCH_SIZE, STEPS, LOG_EVERY = 256, 150, 10
 COMPARED = 50
 """Steps whose losses are compared: rounding grows with the steps, whatever the program."""
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TIMEOUT_S = 600.0
 
 
 def write_data(folder: Path) -> None:
@@ -85,11 +85,7 @@ class Bench:
         """Run a module in so many processes; return what it printed."""
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
         command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *words]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(max(1, CORES // processes)),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        environment = {**os.environ, **threads(processes), "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
