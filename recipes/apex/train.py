@@ -220,7 +220,7 @@ class TorchAmp:
             gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
         )
         if args.compile:
-            self.ddp.compile()
+            self.ddp.compile(mode=args.compile_mode)
         scaling = "dynamic loss scale" if is_scaled else "no loss scale"
         meaning = MEANING[self.level].format(half=str(self.half).removeprefix("torch."))
         self.summary = f"{self.level} by torch.amp: {meaning}, {scaling} ({why})"

@@ -266,6 +266,12 @@ def _add_compute_options(group: argparse._ArgumentGroup) -> None:
     add_switch(group, "--sync-batchnorm", "batch-norm statistics over the global batch (GPUs)")
     add_switch(group, "--channels-last", "NHWC memory layout, the faster one for convolutions", default=True)
     add_switch(group, "--compile", "torch.compile the model")
+    group.add_argument(
+        "--compile-mode",
+        type=one_of("default", "reduce-overhead", "max-autotune"),
+        default="default",
+        help="torch.compile's mode; reduce-overhead records CUDA graphs, which small models gain from",
+    )
     group.add_argument("--seed", type=non_negative_int, default=0, help="seed of weights, order and augmentation")
     add_switch(group, "--deterministic", "bit-for-bit repeatable kernels")
 
@@ -292,6 +298,8 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
         raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
     if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
         raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
+    if args.compile_mode != "default" and not args.compile:
+        raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
     return args.freeze()
 
 

@@ -79,7 +79,7 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
     if args.compile:
-        model.compile()
+        model.compile(mode=args.compile_mode)
     inner = Autocast(model, args, devices[0])
     if devices[0].type == "cpu":
         return inner  # DataParallel would take all GPUs, also under --device cpu

@@ -125,7 +125,7 @@ def wrap(model: nn.Module, args: Options, world: World) -> Any:
     # Horovod: rank 0's parameters go to all ranks.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     if args.compile:
-        model.compile()
+        model.compile(mode=args.compile_mode)
     # Horovod: a hook on each parameter hands its gradient over as soon as backward has it. Gradients that are
     # ready on all ranks are fused into one buffer and averaged (a ring: 2 (N-1)/N of its bytes per rank).
     return hvd.DistributedOptimizer(

@@ -270,7 +270,7 @@ def wrap(model: nn.Module, args: Options, world: World) -> nn.Module:
     # Scratch: the model's size to each rank, once; all have drawn the same from --seed, so this only makes sure.
     get_params(model.parameters(), world)
     if args.compile:
-        model.compile()
+        model.compile(mode=args.compile_mode)
     return model
 
 

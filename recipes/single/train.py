@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_batch(args, 1, len(data.train))
     model = build_model(args, data).to(device)
     if args.compile:
-        model.compile()
+        model.compile(mode=args.compile_mode)
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, data, device, model, optimizer, build_scaler(args, device), stop)
     job.record, content = open_run(args, "single", [place_of(device)])

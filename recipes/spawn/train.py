@@ -213,7 +213,7 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
         settle_buckets(ddp, data, world)
     register_compression(ddp, args)
     if args.compile:
-        ddp.compile()
+        ddp.compile(mode=args.compile_mode)
     return ddp
 
 

@@ -1,47 +1,67 @@
-"""resnet50 on one GPU: the recipe with all that makes it fast, against plain eager loops and the roofline."""
+"""One GPU: resnet50 with all that makes it fast, from its memory and from JPEGs, and an epoch of LeNet.
+
+resnet50 is measured against plain eager loops and the roofline; LeNet, whose kernels are shorter than their launch,
+with CUDA graphs and without, against the epoch time that the third of the tutorials tells.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from scripts.bench import jpeg, small_data
 from scripts.bench.figures import Figure, ratio, take_turns, unmeasured
 from scripts.bench.programs import contender, recipe
 
 PART = "gpu"
-BATCH = 256
-STEPS = 60
-OPTIONS = ("--model", "resnet50", "--data", "synthetic", "--image-size", "224", "--num-samples", "2048")
+BATCH, STEPS, IMAGES = 256, 60, 2048
+OPTIONS = ("--model", "resnet50", "--image-size", "224", "--epochs", "1000")
+RESIDENT = ("--data", "synthetic", "--num-samples", str(IMAGES))
 FAST = ("--amp", "bf16", "--channels-last", "--compile")
+GRAPHS = ("--compile", "--compile-mode", "reduce-overhead")
 
 TRAINING_FLOP = 3 * 2 * 4.09e9
 """Of a 224 x 224 image in resnet50: 4.09 G multiply-adds forward (He et al. 2016), twice as many backward."""
 
+TUTORIAL_EPOCH_S = 4.1
+"""LeNet on Fashion-MNIST, batch 256, on one GPU, as the tutorial on data parallelism from scratch tells."""
+
+RESNET = "resnet50, 224, bf16, channels_last, compiled: images/s"
+LENET = "LeNet, 60,000 images, batch 256: seconds of an epoch"
+
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure images per second with the data on the GPU, and the memory that they take."""
-    name = "resnet50, 224, bf16, channels_last, compiled: images/s"
+    """Measure images per second with the memory that they take, and the seconds of an epoch."""
     if not torch.cuda.is_available():
-        return [unmeasured(PART, name, "there is no GPU")]
-    options = [*OPTIONS, "--global-batch-size", str(BATCH), "--epochs", "1000", "--max-steps"]
+        reason = "there is no GPU"
+        return [unmeasured(PART, RESNET, reason), unmeasured(PART, LENET, reason, f"<= {TUTORIAL_EPOCH_S}")]
+    return [*resnet(rounds, folder), *lenet(rounds, folder)]
+
+
+def resnet(rounds: int, folder: Path) -> list[Figure]:
+    """Measure resnet50 with the data on the GPU and from JPEGs."""
+    jpeg.write_photos(folder / "photos", IMAGES)
+    photos = ("--data", "imagefolder", "--data-dir", str(folder / "photos"), "--workers", str(os.cpu_count()))
+    size = ("--global-batch-size", str(BATCH), "--max-steps")
     memory: list[float] = []
 
-    def ours() -> float:
-        result = recipe("single", folder, [*options, str(STEPS + 1), *FAST])
+    def ours(*data: str) -> float:
+        result = recipe("single", folder, [*OPTIONS, *data, *size, str(STEPS + 1), *FAST])
         memory.append(result["peak_memory_bytes"])
         return result["samples_per_s"]
 
     def plain(*words: str) -> float:
-        step_ms = contender(
-            "bare_step", ["--steps", str(STEPS), *words, "--", *options, str(STEPS), "--no-channels-last"]
-        )
-        return 1000 * BATCH / step_ms["step_ms"]
+        of_recipe = [*OPTIONS, *RESIDENT, *size, str(STEPS), "--no-channels-last"]
+        step_ms = contender("bare_step", ["--steps", str(STEPS), *words, "--", *of_recipe])["step_ms"]
+        return 1000 * BATCH / step_ms
 
     values = take_turns(
         {
-            "ours": ours,
+            "ours": lambda: ours(*RESIDENT),
+            "photos": lambda: ours(*photos),
             "fp32": plain,
             "tf32": lambda: plain("--tf32"),
             # As many images as the tensor cores could do if there were nothing but products of large matrices.
@@ -49,20 +69,31 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         },
         rounds,
     )
-    ours_s = f"{median(values['ours']):,.0f} images/s, peak memory {median(memory) / 2**30:.1f} GiB"
+    ours_s = f"{median(values['ours']):,.0f} images/s, peak memory {max(memory) / 2**30:.1f} GiB"
     peers = {
         "fp32": "eager fp32 loop on ready tensors",
         "tf32": "eager TF32 loop on ready tensors",
         "roofline": "bf16 matrix products",
+        "photos": f"the same from JPEGs, decoded by {os.cpu_count()} cores",
     }
+    notes = {name: f"{ours_s} against {median(values[name]):,.0f} images/s" for name in peers}
     return [
-        Figure(
-            PART,
-            name,
-            *ratio(values, "ours", against),
-            "",
-            peer,
-            f"{ours_s} against {median(values[against]):,.0f} images/s",
-        )
-        for against, peer in peers.items()
+        Figure(PART, RESNET, *ratio(values, "ours", name), "", peer, notes[name]) for name, peer in peers.items()
+    ]
+
+
+def lenet(rounds: int, folder: Path) -> list[Figure]:
+    """Measure an epoch of the tutorial's work, all of it on the GPU."""
+    small_data.write_data(folder / "small")
+    options = ["--data", "fashion-mnist", "--data-dir", str(folder / "small"), "--epochs", "4"]
+    options += ["--global-batch-size", "256", "--log-every", "100"]
+
+    def epoch_s(*more: str) -> float:
+        return small_data.SAMPLES / recipe("single", folder, [*options, *more])["samples_per_s"]
+
+    values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
+    goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
+    return [
+        Figure(PART, f"{LENET}, {how}", median(values[name]), min(values[name]), max(values[name]), goal, peer)
+        for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

@@ -32,8 +32,8 @@ QUALITY = {"china.jpg": 97, "flower.jpg": 98}
 TIMEOUT_S = 120.0
 
 
-def write_photos(folder: Path) -> float:
-    """Write the images, as ImageNet's folders have them; return their mean size in KB."""
+def write_photos(folder: Path, images: int) -> float:
+    """Write so many images, as ImageNet's folders have them; return their mean size in KB."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("scikit-learn is missing: its photographs are what is read")
@@ -41,7 +41,7 @@ def write_photos(folder: Path) -> float:
     photos = {name: Image.open(source / name).convert("RGB") for name in QUALITY}
     chance = random.Random(0)
     sizes = []
-    for half, count in (("train", COUNT), ("val", 2)):
+    for half, count in (("train", images), ("val", 2)):
         for i in range(count):
             name = list(QUALITY)[i % 2]
             photo = photos[name]
@@ -83,7 +83,7 @@ def differences(folder: Path) -> list[float]:
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure each contender in a process of its own."""
-    kilobytes = write_photos(folder)
+    kilobytes = write_photos(folder, COUNT)
     values = take_turns({name: partial(speed, name, folder) for name in CONTENDERS}, rounds)
     per_image = differences(folder)
     note = f"levels of 255, over {len(per_image)} crops; the same boxes and bilinear filter"

@@ -129,6 +129,7 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
     """Return by name what runs each contender and returns its samples/s."""
     loading = ("--workers", str(workers))
     name = f"{processes}-"
+    exchange = {"bare and DDP": lambda: bench.other("bare", "bare", processes, "--exchange")}
     return {
         "ours": lambda: bench.ours(f"{name}ours", processes),
         "ours bf16": lambda: bench.ours(f"{name}ours-bf16", processes, "--amp", "bf16"),
@@ -137,6 +138,7 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
         "accelerate": lambda: bench.other("accelerate", "with_accelerate", processes, *loading),
         "bare": lambda: bench.other("bare", "bare", processes),
         "bare bf16": lambda: bench.other("bare", "bare", processes, "--bf16"),
+        **(exchange if processes > 1 else {}),
     }
 
 
@@ -168,6 +170,10 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
         note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} samples/s"
         return Figure(PART, f"{name}, {of(processes)}", *ratio(values, *pair), goal, peer, note)
 
+    exchange = "bare compute and DDP on ready tensors"
+    limit = (
+        [figure("LeNet fp32: time", "ours", "bare and DDP", "", exchange, is_time=True)] if processes > 1 else []
+    )
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{' and DDP' if processes > 1 else ''}"
     return [
         figure("LeNet fp32: samples/s", "ours", "plain", ">= 1.8", loop),
@@ -176,6 +182,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
         figure("LeNet fp32: samples/s", "ours", "accelerate", "", "accelerate"),
         figure("LeNet fp32: time", "ours", "bare", "<= 1.05", "bare compute on ready tensors", is_time=True),
         figure("LeNet bf16: time", "ours bf16", "bare bf16", "<= 1.05", "bare compute on ready tensors", True),
+        *limit,
     ]
 
 

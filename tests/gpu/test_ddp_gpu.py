@@ -105,9 +105,11 @@ def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
     torch.testing.assert_close(weights(run)[mean], weights(single)[mean], rtol=1e-3, atol=1e-5)
 
 
-def test_a_compiled_model_learns_the_same(tmp_path):
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model_learns_the_same(mode, tmp_path):
     argv = ("--device", "cuda", "--max-steps", "20", "--seed", "1")
-    assert_same_run(train("ddp", tmp_path, 1, *argv, "--compile"), train("single", tmp_path, 1, *argv), 1e-3)
+    compiled = train("ddp", tmp_path, 1, *argv, "--compile", "--compile-mode", mode)
+    assert_same_run(compiled, train("single", tmp_path, 1, *argv), 1e-3)
 
 
 def test_more_processes_than_gpus_is_refused(tmp_path):

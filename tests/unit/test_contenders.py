@@ -25,8 +25,7 @@ def test_the_lenet_of_the_tutorials_is_that_of_the_recipes(tmp_path):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_photographs_are_like_those_of_imagenet(tmp_path, monkeypatch):
-    monkeypatch.setattr(jpeg, "COUNT", 6)
-    assert 100 < jpeg.write_photos(tmp_path) < 120
+def test_the_photographs_are_like_those_of_imagenet(tmp_path):
+    assert 100 < jpeg.write_photos(tmp_path, 6) < 120
     assert len(list(tmp_path.rglob("*.jpg"))) == 8
     assert max(jpeg.differences(tmp_path)) < 0.5

@@ -16,6 +16,7 @@ REFUSED = {
     "unknown optimizer": (["--optimizer", "adam"], "did you mean 'adamw'?"),
     "unknown amp": (["--amp", "fp61"], "did you mean 'fp16'?"),
     "unknown schedule": (["--lr-schedule", "cosin"], "did you mean 'cosine'?"),
+    "compile mode alone": (["--compile-mode", "reduce-overhead"], "is for compiled models; add --compile"),
     "batch 0": (["--global-batch-size", "0"], "--global-batch-size: wants a whole number of at least 1, got '0'"),
     "batch -1": (["--global-batch-size", "-1"], "--global-batch-size"),
     "batch abc": (["--global-batch-size", "abc"], "wants a whole number of at least 1, got 'abc'"),

@@ -1,9 +1,14 @@
-"""The limit: forward, backward and step of a recipe's own model on ready tensors, and nothing else."""
+"""The limit: forward, backward and step of a recipe's own model on ready tensors, and nothing else.
+
+With --exchange DDP averages the gradients: the limit of what several processes can do together.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torchvision import datasets
 
 from recipes.common.data import Data, TensorSplit
@@ -27,6 +32,9 @@ def main() -> None:
     order = start["order"].split(args.batch_size // WORLD_SIZE)
     ready = list(split.batches(order[:READY], 0))
     model = build_model(recipe, Data(split, split, 1, 28, 10))
+    if args.exchange:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = build_optimizer(recipe, model.parameters())
     clock = Clock(args)
     model.train()
@@ -41,6 +49,8 @@ def main() -> None:
             if clock.is_done:
                 break
     clock.report()
+    if args.exchange:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
