@@ -1,7 +1,7 @@
 """One GPU: resnet50 with all that makes it fast, from its memory and from JPEGs, and an epoch of LeNet.
 
-resnet50 is measured against plain eager loops and the roofline; LeNet, whose kernels are shorter than their launch,
-with CUDA graphs and without, against the epoch time that the third of the tutorials tells.
+resnet50 is measured against plain eager loops and the roofline; LeNet, whose kernels are shorter than their
+launch, with CUDA graphs and without, against the epoch time that the third of the tutorials tells.
 """
 
 from __future__ import annotations
