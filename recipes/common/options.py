@@ -296,10 +296,12 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
         raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
+    # The parsers of the probe and of commbench have neither option.
     if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
         raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
-    if args.compile_mode != "default" and not args.compile:
-        raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
+    mode = getattr(args, "compile_mode", "default")
+    if mode != "default" and not args.compile:
+        raise UserError(f"--compile-mode {mode} is for compiled models; add --compile")
     return args.freeze()
 
 
