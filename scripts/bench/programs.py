@@ -38,12 +38,14 @@ def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: fl
 
 
 def recipe(name: str, folder: Path, options: Sequence[str], nodes: int = 1, processes: int = 1) -> dict[str, Any]:
-    """Run a recipe as `make run` does and return its result.json."""
+    """Run a recipe as `make run` does; return its result.json, and the logged losses of its steps as "losses"."""
     run_name = f"{name}-{next(_numbers)}"
     command = [sys.executable, "-m", "scripts.local", name, "--nodes", str(nodes)]
     command += ["--nproc-per-node", str(processes), "--", "--runs-dir", str(folder), "--name", run_name]
     run([*command, "--no-tensorboard", *options])
-    return json.loads((folder / run_name / "result.json").read_text())
+    lines = [json.loads(line) for line in (folder / run_name / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((folder / run_name / "result.json").read_text())
+    return {**result, "losses": [line["loss"] for line in lines if "loss" in line]}
 
 
 def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:

@@ -7,14 +7,10 @@ with a thread for each core in all.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -23,8 +19,7 @@ from recipes.common.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns
-from scripts.bench.programs import TIMEOUT_S, threads
-from scripts.local import ROOT
+from scripts.bench.programs import contender, recipe
 
 PART = "small-data"
 SAMPLES, SIDE, CLASSES = 60_000, 28, 10
@@ -81,40 +76,18 @@ class Bench:
         }
         torch.save(start, self.start)
 
-    def run(self, module: str, processes: int, words: list[str]) -> str:
-        """Run a module in so many processes; return what it printed."""
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *words]
-        environment = {**os.environ, **threads(processes), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-        return done.stdout
-
     def ours(self, name: str, processes: int, *more: str) -> float:
-        """Run a recipe as a user does; return its samples/s."""
-        words = [
-            *recipe_words(self.data_dir),
-            "--runs-dir",
-            str(self.folder),
-            "--name",
-            name,
-            "--overwrite",
-            *more,
-        ]
-        self.run(f"recipes.{'ddp' if processes > 1 else 'single'}.train", processes, words)
-        lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
-        self.losses[name] = [line["loss"] for line in lines if "loss" in line]
-        return json.loads((self.folder / name / "result.json").read_text())["samples_per_s"]
+        """Run a recipe as `make run` does; return its samples/s."""
+        words = [*recipe_words(self.data_dir), *more]
+        result = recipe("ddp" if processes > 1 else "single", self.folder, words, processes=processes)
+        self.losses[name] = result["losses"]
+        return result["samples_per_s"]
 
     def other(self, name: str, program: str, processes: int, *more: str, steps: int = STEPS) -> float:
         """Run another contender; return its samples/s."""
         words = ["--data-dir", str(self.data_dir), "--begin-with", str(self.start)]
         words += ["--batch-size", str(BATCH_SIZE), "--steps", str(steps), *more]
-        text = self.run(f"scripts.bench.contenders.{program}", processes, words)
-        result: dict[str, Any] = json.loads(text.splitlines()[-1])
+        result = contender(program, words, processes)
         self.losses[name] = result["losses"][LOG_EVERY - 1 :: LOG_EVERY]
         return result["samples_per_s"]
 
