@@ -31,6 +31,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0
 
+AT_ONCE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""Tests that run at the same time, on what may be two cores."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
@@ -57,11 +60,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def bound(seconds: float) -> float:
+    """Return how long to wait for what takes at most so long when no other test runs."""
+    return seconds * AT_ONCE
+
+
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
     """Wait until the condition holds; fail the test with what it is at the bound."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + bound(timeout_s)
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {bound(timeout_s)} s: {what}"
         time.sleep(0.01)
 
 
@@ -132,7 +140,7 @@ class Ranks:
 
     def wait_for_text(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until a rank has printed the text; a process that ends first, or the bound, fails the test."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + bound(timeout_s)
         while text not in self.output(rank):
             alive = self.processes[rank].is_alive()
             assert alive, f"rank {rank} ended before it printed {text!r}:\n{self.output(rank)}"
@@ -166,7 +174,7 @@ class Ranks:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Outcome:
         """Wait for all ranks; one that outlives the bound is killed and fails the test."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + bound(timeout_s)
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
@@ -175,7 +183,7 @@ class Ranks:
             [process.exitcode or 0 for process in self.processes],
             [self.output(rank) for rank in range(len(self.processes))],
         )
-        assert not hung, f"ranks {hung} still ran after {timeout_s} s:\n{outcome.text}"
+        assert not hung, f"ranks {hung} still ran after {bound(timeout_s)} s:\n{outcome.text}"
         return outcome
 
 
@@ -426,9 +434,9 @@ class Command:
     def wait(self, timeout_s: float = TIMEOUT_S, gone_within_s: float = 3.0) -> Result:
         """Wait for the end; fail the test at the bound, or if a process is left over."""
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(bound(timeout_s))
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
+            raise AssertionError(f"still running after {bound(timeout_s)} s:\n{self.text}") from None
         self.wait_for_gone(gone_within_s)
         self.alive.remove(self)
         return Result(self.process.returncode, self._read(self._out), self._read(self._err))

@@ -33,11 +33,16 @@ def has_image(name):
     return subprocess.run([DOCKER, "image", "inspect", name], capture_output=True, timeout=60).returncode == 0
 
 
+def is_engine_up():
+    return (
+        shutil.which(DOCKER) and subprocess.run([DOCKER, "info"], capture_output=True, timeout=60).returncode == 0
+    )
+
+
 def require_engine():
     remedy = "install Docker and Compose, and start the engine"
     require("docker", shutil.which(DOCKER), "there is no docker", remedy)
-    is_up = subprocess.run([DOCKER, "info"], capture_output=True, timeout=60).returncode == 0
-    require("docker", is_up, "no Docker engine answers", remedy)
+    require("docker", is_engine_up(), "no Docker engine answers", remedy)
     compose = [DOCKER, "compose", "version"]
     has_plugin = subprocess.run(compose, capture_output=True, timeout=60).returncode == 0
     require("docker", has_plugin or shutil.which("docker-compose"), "there is no Compose", remedy)
@@ -101,6 +106,18 @@ def left():
     containers = docker("ps", "--all", "--format", "{{.Names}}").split()
     networks = docker("network", "ls", "--format", "{{.Name}}").split()
     return [name for name in containers + networks if name.startswith("cluster-recipes-")]
+
+
+@pytest.fixture(autouse=True)
+def no_container_is_left():
+    """Remove what a failed test has left behind: the engine's processes are not the test's own."""
+    yield
+    if is_engine_up():
+        names = left()
+        for name in names:
+            docker("container", "rm", "--force", name, check=False)
+        for name in names:
+            docker("network", "rm", name, check=False)
 
 
 def containers_of(command):
