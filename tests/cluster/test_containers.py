@@ -1,5 +1,6 @@
 """Images that a real Docker engine builds, and jobs of several containers: equal losses, no rights."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -60,11 +61,18 @@ def base_image():
     return STAND_IN
 
 
+@contextlib.contextmanager
+def alone(what):
+    """Let no other test worker do the same at the same time."""
+    with open(Path(tempfile.gettempdir(), f"cluster-recipes-{what}-{os.getuid()}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def image(recipe):
     """Build the image of a recipe, once for all test workers, and return its name."""
     require_engine()
-    with open(Path(tempfile.gettempdir(), f"cluster-recipes-image-{os.getuid()}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone("image"):
         # Without changes it takes no time: the engine has all layers.
         environment = {**os.environ, "TAG": TAG, "BASE_IMAGE": base_image()}
         build = [ROOT / "scripts/image.sh", "build", recipe]
@@ -110,13 +118,14 @@ def left():
 
 @pytest.fixture(autouse=True)
 def no_container_is_left():
-    """Remove what a failed test has left behind: the engine's processes are not the test's own."""
-    yield
-    if is_engine_up():
-        names = left()
-        for name in names:
-            docker("container", "rm", "--force", name, check=False)
-        for name in names:
+    """Remove what a failed test has left behind: the engine's processes are not the test's own.
+
+    One test at a time: each holds that nothing is left.
+    """
+    with alone("containers"):
+        yield
+        for name in left() if is_engine_up() else []:
+            docker("rm", "--force", name, check=False)
             docker("network", "rm", name, check=False)
 
 
