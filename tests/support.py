@@ -65,11 +65,13 @@ def bound(seconds: float) -> float:
     return seconds * AT_ONCE
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> None:
-    """Wait until the condition holds; fail the test with what it is at the bound."""
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:
+    """Wait until the condition holds; fail the test at the bound with what it is, or with what is so by then."""
     deadline = time.monotonic() + bound(timeout_s)
     while not condition():
-        assert time.monotonic() < deadline, f"not within {bound(timeout_s)} s: {what}"
+        assert time.monotonic() < deadline, (
+            f"not within {bound(timeout_s)} s: {what() if callable(what) else what}"
+        )
         time.sleep(0.01)
 
 
@@ -411,7 +413,9 @@ class Command:
 
     def wait_for_gone(self, within_s: float) -> None:
         """Wait until no process of this command is left; fail the test at the bound."""
-        wait_until(lambda: not self.processes(), within_s, f"all processes gone: {self.processes()}\n{self.text}")
+        wait_until(
+            lambda: not self.processes(), within_s, lambda: f"all processes gone: {self.processes()}\n{self.text}"
+        )
 
     def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until the run has logged the step; an end before that, or the bound, fails the test."""
@@ -420,7 +424,7 @@ class Command:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
             return last_step(run) >= step
 
-        wait_until(is_logged, timeout_s, f"step {step} of {run}\n{self.text}")
+        wait_until(is_logged, timeout_s, lambda: f"step {step} of {run}\n{self.text}")
 
     @property
     def text(self) -> str:

@@ -217,7 +217,7 @@ def test_nothing_is_left_of_a_job_whose_starter_was_killed(ddp_image, folder):
     command = run_nodes(ddp_image, "ddp", 2, folder, "killed", "--epochs", "400", "--deterministic")
     command.wait_for_step(folder / "killed", 30)
     command.process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not left(), 60, f"nothing left: {left()}")
+    wait_until(lambda: not left(), 60, lambda: f"nothing left: {left()}")
     assert newest_checkpoint(folder / "killed")["position"]["step"] >= 30  # TERM came first
 
 

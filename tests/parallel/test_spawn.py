@@ -159,7 +159,8 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
     starters.nodes[0].send_signal(signal.SIGTERM)
     assert starters.wait() == [0], starters.text()
-    assert "wrote" in starters.text()
+    # The second where their start takes longer than a launch waits for it.
+    assert re.search("wrote|stopped by a signal before the ranks had met", starters.text())
 
 
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):

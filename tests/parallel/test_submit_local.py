@@ -22,7 +22,7 @@ def ranks(command):
 
 
 def wait_for_log(command, step, run):
-    wait_until(lambda: (run / "metrics.jsonl").exists(), 60, f"{run}\n{command.text}")
+    wait_until(lambda: (run / "metrics.jsonl").exists(), 60, lambda: f"{run}\n{command.text}")
     command.wait_for_step(run, step)
 
 
