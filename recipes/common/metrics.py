@@ -46,7 +46,8 @@ class Throughput:
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
         self._mark = (0, 0.0)
-        self._sent, self._sent_since = 0, 0
+        self._sent = 0
+        self._sent_since: dict[str, int] = {}
 
     def start(self) -> None:
         """Let the clock run: training goes on."""
@@ -65,7 +66,8 @@ class Throughput:
         """Stop the clock: what follows is no training."""
         self._synchronize()
         self._seconds, self._since = self.seconds(), None
-        self._sent += sent_bytes() - self._sent_since
+        # An interface that has gone, as a container's does with it, has no count any more.
+        self._sent += sum(max(0, sent - self._sent_since.get(name, 0)) for name, sent in sent_bytes().items())
 
     def recent(self) -> float:
         """Return the samples per second since the last call."""
@@ -93,16 +95,17 @@ class Throughput:
             torch.cuda.synchronize(self.device)
 
 
-def sent_bytes() -> int:
-    """Return what all network interfaces of this machine have sent so far, loopback included (0 if unknown).
+def sent_bytes() -> dict[str, int]:
+    """Return what each network interface of this machine has sent so far, loopback included (none if unknown).
 
     Exchanges through shared memory or NVLink do not pass an interface and are not in it.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     except OSError:
-        return 0
-    return sum(int(line.split(":")[1].split()[8]) for line in lines)
+        return {}
+    fields = (line.split(":") for line in lines)
+    return {name.strip(): int(counts.split()[8]) for name, counts in fields}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

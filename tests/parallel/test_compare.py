@@ -24,9 +24,7 @@ def test_figures_are_those_of_the_runs(runs):
     assert single["difference"] == 0
     assert 0 < ddp["difference"] < 1e-5
     assert single["target_s"] is None  # two epochs do not reach 97%
-    # The gradients' 85,544 bytes, at two ranks once from each. Rank 0 counts from the end of its first step to its
-    # 44th; rank 1 may have begun to send the second's by then.
-    assert ddp["sent_kb"] > 85.5 * 42 / 43
+    assert ddp["sent_kb"] > 85.5  # the gradients' 85,544 bytes, at two ranks once from each
 
 
 def test_difference_looks_at_common_steps_up_to_the_bound():

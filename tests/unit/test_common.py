@@ -268,6 +268,25 @@ class TestThroughput:
         assert clock.recent() == pytest.approx(2 * 64 / 0.5)
         assert clock.overall() == pytest.approx(6 * 64 / 2.5)
 
+    def test_bytes_count_while_training_and_an_interface_that_goes_takes_none_away(self, monkeypatch):
+        counts = [
+            {"lo": 10, "veth": 9000},
+            {"lo": 110, "veth": 9000},
+            {"lo": 410},
+            {"lo": 999},
+            {"lo": 1199, "new": 50},
+        ]
+        monkeypatch.setattr(metrics, "sent_bytes", lambda: counts.pop(0))
+        clock = metrics.Throughput(64, CPU)
+        clock.start()
+        for _ in range(3):
+            clock.count_step()  # the first one starts the count again
+        clock.pause()
+        assert clock.sent_per_step() == 300 / 2
+        clock.start()
+        clock.pause()
+        assert clock.sent_per_step() == (300 + 200 + 50) / 2
+
 
 class TestRanks:
     VARIABLES: ClassVar = {
