@@ -269,13 +269,9 @@ class TestThroughput:
         assert clock.overall() == pytest.approx(6 * 64 / 2.5)
 
     def test_bytes_count_while_training_and_an_interface_that_goes_takes_none_away(self, monkeypatch):
-        counts = [
-            {"lo": 10, "veth": 9000},
-            {"lo": 110, "veth": 9000},
-            {"lo": 410},
-            {"lo": 999},
-            {"lo": 1199, "new": 50},
-        ]
+        before = [{"lo": 10, "veth": 9000}, {"lo": 110, "veth": 9000}, {"lo": 999, "veth": 70}]
+        after = [{"lo": 410}, {"lo": 1199, "veth": 60, "new": 50}]  # gone; another one of the same name
+        counts = [before[0], before[1], after[0], before[2], after[1]]
         monkeypatch.setattr(metrics, "sent_bytes", lambda: counts.pop(0))
         clock = metrics.Throughput(64, CPU)
         clock.start()
