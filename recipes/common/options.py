@@ -58,6 +58,17 @@ class Parser(argparse.ArgumentParser):
         """Return every --flag of this parser."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
+    def check(self, args: Options) -> None:
+        """Raise UserError where options do not go together."""
+
+
+class _RecipeParser(Parser):
+    def check(self, args: Options) -> None:
+        if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
+            raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
+        if args.compile_mode != "default" and not args.compile:
+            raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Show the default of every option that has a telling one."""
@@ -115,7 +126,7 @@ def plain_name(text: str) -> str:
 
 def build_parser(recipe: str, description: str | None) -> Parser:
     """Return a parser with the options that all recipes share."""
-    parser = Parser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
+    parser = _RecipeParser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
     _add_run_options(parser.add_argument_group("run and record"))
     _add_data_options(parser.add_argument_group("data and model"))
     _add_training_options(parser.add_argument_group("training"))
@@ -296,12 +307,7 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
         raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
-    # The parsers of the probe and of commbench have neither option.
-    if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
-        raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
-    mode = getattr(args, "compile_mode", "default")
-    if mode != "default" and not args.compile:
-        raise UserError(f"--compile-mode {mode} is for compiled models; add --compile")
+    parser.check(args)
     return args.freeze()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import require
-from tests.support import Command, bound
+from tests.support import Command
 
 COMMANDS = ("ip", "tc", "unshare", "nsenter")
 SUBNET = "10.78.0"
@@ -102,7 +102,7 @@ def examine(
             "MASTER_ADDR": "n0",
             "MASTER_PORT": 29500,
             "RDZV_ID": "the-word-of-this-test",
-            "RDZV_TIMEOUT_S": bound(wait_s),
+            "RDZV_TIMEOUT_S": wait_s,
             "OMP_NUM_THREADS": 1,
             **(env or {}),
         }

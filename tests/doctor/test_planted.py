@@ -13,7 +13,6 @@ import pytest
 
 from tests.conftest import require
 from tests.doctor.nodes import examine
-from tests.support import bound
 
 
 def site(code):
@@ -126,11 +125,9 @@ def test_a_path_that_loses_large_packets():
 def test_a_node_that_never_comes():
     begin = time.monotonic()
     report = examine(3, "--quick", absent=(2,), wait_s=3)
-    assert time.monotonic() - begin < bound(10)
+    assert time.monotonic() - begin < 10
     assert report.rules() == [("attendance", 2)]
-    assert report.findings[0].startswith(
-        f"error: node 2 never came to n0:29500 within {bound(3)} s; see its own log"
-    )
+    assert report.findings[0].startswith("error: node 2 never came to n0:29500 within 3 s; see its own log")
 
 
 def test_a_node_that_does_not_find_node_0_says_so_by_the_shared_folder():

@@ -13,7 +13,6 @@ from tests.support import (
     ROOT,
     Ranks,
     accuracies,
-    bound,
     largest_difference,
     losses,
     metrics,
@@ -95,7 +94,7 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,
         text=True,
-        timeout=bound(120),
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "result recipe=dataparallel world_size=1 " in done.stdout
@@ -109,7 +108,7 @@ def test_several_processes_are_refused_with_the_recipe_to_use(variable):
         env={**os.environ, "PYTHON": sys.executable, variable: "2"},
         capture_output=True,
         text=True,
-        timeout=bound(30),
+        timeout=30,
     )
     assert done.returncode == 2
     assert re.fullmatch(r"error: dataparallel is one process; .*RECIPE=ddp\n", done.stderr)

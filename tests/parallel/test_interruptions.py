@@ -18,7 +18,6 @@ from tests.support import (
     Interrupt,
     Ranks,
     accuracies,
-    bound,
     free_port,
     is_equal,
     largest_difference,
@@ -344,7 +343,7 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     random.Random(victim).choice(found).kill()
     killed_at = time.monotonic()
     result = job.wait(timeout_s=10, gone_within_s=10)
-    assert time.monotonic() - killed_at < bound(10)
+    assert time.monotonic() - killed_at < 10
     assert result.status not in (0, 2)
     if victim != "launcher":
         assert "was killed by SIGKILL" in result.stderr

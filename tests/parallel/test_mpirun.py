@@ -15,7 +15,7 @@ import pytest
 
 from scripts import mpirun
 from tests.conftest import require
-from tests.support import ROOT, bound, largest_difference, losses, weights
+from tests.support import ROOT, largest_difference, losses, weights
 
 ENV = {
     **os.environ,
@@ -38,7 +38,7 @@ def command(*words):
 
 def run(*words, **env):
     return subprocess.run(
-        command(*words), cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=bound(BOUND_S)
+        command(*words), cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=BOUND_S
     )
 
 
@@ -67,7 +67,7 @@ def assert_gone(processes, bound_s=20):
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
     words = ["--max-steps", "10", "--log-every", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
     torchrun = [sys.executable, "-m", "scripts.local", "ddp", "--nproc-per-node", "2", "--"]
-    subprocess.run([*torchrun, *words, "--name", "torchrun"], cwd=ROOT, check=True, timeout=bound(BOUND_S))
+    subprocess.run([*torchrun, *words, "--name", "torchrun"], cwd=ROOT, check=True, timeout=BOUND_S)
     outcome = run("recipes.ddp.train", *words, "--name", "mpirun")
     assert outcome.returncode == 0, outcome.stderr
     assert "result recipe=ddp world_size=2" in outcome.stdout
@@ -88,7 +88,7 @@ def test_a_refusal_is_one_line_and_status_2(mpi):
 def test_usr1_writes_a_checkpoint(mpi, tmp_path):
     with endless(tmp_path) as (job, ranks):
         job.send_signal(signal.SIGUSR1)
-        text = job.communicate(timeout=bound(BOUND_S))[0]
+        text = job.communicate(timeout=BOUND_S)[0]
         assert job.returncode == 0
         assert "stopped by SIGUSR1: wrote" in text
         assert_gone(ranks)
@@ -98,9 +98,9 @@ def test_a_killed_rank_ends_the_job(mpi, tmp_path):
     with endless(tmp_path) as (job, ranks):
         ranks[1].kill()
         began = time.monotonic()
-        job.wait(timeout=bound(BOUND_S))
+        job.wait(timeout=BOUND_S)
         assert job.returncode != 0
-        assert time.monotonic() - began < bound(20)
+        assert time.monotonic() - began < 20
         assert_gone(ranks)
 
 

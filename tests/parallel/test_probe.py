@@ -13,7 +13,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.probe.train import check
 from tests.conftest import require
-from tests.support import ROOT, bound, free_port
+from tests.support import ROOT, free_port
 
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -70,7 +70,7 @@ def test_map(launcher, nodes):
     size = 4 // nodes
     command = launcher(nodes, size)
     outcome = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=bound(120)
+        command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
     )
     assert outcome.returncode == 0, outcome.stderr
     [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun marks each line with the rank

@@ -15,7 +15,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
-from tests.support import ROOT, accuracies, bound, free_port, largest_difference, losses, metrics, train, weights
+from tests.support import ROOT, accuracies, free_port, largest_difference, losses, metrics, train, weights
 
 SETTINGS = (
     "--global-batch-size",
@@ -64,7 +64,7 @@ class Starters:
         return "".join(path.read_text() for path in self.outputs)
 
     def wait_for(self, is_so, what: str) -> None:
-        deadline = time.monotonic() + bound(TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
         while not is_so():
             assert all(node.poll() is None for node in self.nodes), f"ended before {what}:\n{self.text()}"
             assert time.monotonic() < deadline, f"not {what}:\n{self.text()}"
@@ -84,7 +84,7 @@ class Starters:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Return the starters' exit statuses; none of them, and none of their ranks, may outlive the bound."""
-        deadline = time.monotonic() + bound(timeout_s)
+        deadline = time.monotonic() + timeout_s
         try:
             statuses = [node.wait(max(0.1, deadline - time.monotonic())) for node in self.nodes]
             while left := self.left():
@@ -159,8 +159,7 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
     starters.nodes[0].send_signal(signal.SIGTERM)
     assert starters.wait() == [0], starters.text()
-    # The second where their start takes longer than a launch waits for it.
-    assert re.search("wrote|stopped by a signal before the ranks had met", starters.text())
+    assert "wrote" in starters.text()
 
 
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
@@ -244,7 +243,7 @@ def test_a_taken_port_is_refused_in_one_line():
             env={**os.environ, "PYTHON": sys.executable, "MASTER_PORT": port},
             capture_output=True,
             text=True,
-            timeout=bound(60),
+            timeout=60,
         )
     assert done.returncode == 2
     assert done.stderr == f"error: MASTER_PORT {port} is taken; choose another one\n"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT, bound
+from tests.support import ROOT
 
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 TRAINING = [name for name in RECIPES if name != "probe"]
@@ -108,8 +108,7 @@ def test_every_collective_of_a_recipe_says_what_crosses_the_wire(recipe):
 )
 def test_importing_costs_no_more_than_it_must(module, unwanted):
     code = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=bound(60))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
 
 
