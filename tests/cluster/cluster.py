@@ -12,10 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.support import ROOT, bound, wait_until
+from tests.support import ROOT, TIMEOUT_S, wait_until
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
-TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Cluster:
         own |= {"SLURM_CLUSTER_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
         own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **(env or {})}
         command = [str(ROOT / "scripts/slurm_cluster.sh"), *words]
-        return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=bound(TIMEOUT_S))
+        return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     def run(self, *words: str, cwd: Path = ROOT, **env: str) -> str:
         """Run a Slurm command; return what it printed."""
@@ -68,7 +67,7 @@ class Cluster:
     def host_of(self, process: psutil.Process) -> str:
         """Return the host name that a process sees."""
         command = ["nsenter", "--target", str(process.pid), "--uts", "hostname"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=bound(10)).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Job:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for the job's end, after which no process of it may be left; return its state."""
-        deadline = time.monotonic() + bound(timeout_s)
+        deadline = time.monotonic() + timeout_s
         while (state := self.field("JobState")) not in FINAL or self.field("Requeue") == "pending":
             assert time.monotonic() < deadline, f"still {state}:\n{self.text}"
             time.sleep(0.1)

@@ -15,7 +15,17 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
-from tests.support import ROOT, accuracies, free_port, largest_difference, losses, metrics, train, weights
+from tests.support import (
+    ROOT,
+    TIMEOUT_S,
+    accuracies,
+    free_port,
+    largest_difference,
+    losses,
+    metrics,
+    train,
+    weights,
+)
 
 SETTINGS = (
     "--global-batch-size",
@@ -30,7 +40,6 @@ SETTINGS = (
     "constant",
 )
 STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
-TIMEOUT_S = 120
 
 
 class Starters:
