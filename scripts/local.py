@@ -13,8 +13,10 @@ import argparse
 import ast
 import contextlib
 import ctypes
+import itertools
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -41,6 +43,9 @@ STOP_GRACE_S = 60.0
 
 ONE_PROCESS = ("single", "dataparallel")
 """Recipes that are one process, however many GPUs there are."""
+
+_PORTS = range(10000, 20000)
+_offsets = itertools.count(secrets.randbelow(len(_PORTS)))
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -93,10 +98,17 @@ def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nobody listens on now, another one each time.
+
+    It lies below those that a system gives to outgoing connections and to whoever asks for any port: one of those
+    may be somebody else's by the time that rank 0 listens.
+    """
+    for offset in itertools.islice(_offsets, len(_PORTS)):
+        port = _PORTS[offset % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    refuse(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; end what holds them (ss -tlnp shows it)")
 
 
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:

@@ -32,7 +32,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from scripts.local import LOOPBACK, USAGE_STATUS, die_with_parent
+from scripts.local import LOOPBACK, USAGE_STATUS, die_with_parent, free_port
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -142,7 +142,7 @@ class Meeting:
     def __init__(self, port: int) -> None:
         self.token = secrets.token_hex(8)
         self.listener = socket.create_server(("", port), backlog=1024)
-        self.port = int(self.listener.getsockname()[1])
+        self.port = port
         threading.Thread(target=self.serve, daemon=True).start()
 
     def serve(self) -> None:
@@ -180,7 +180,7 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
     offer: tuple[list[str], int, str] | None = None
     if world.rank == 0:
         try:
-            meeting = Meeting(int(os.environ.get("MASTER_PORT") or 0))
+            meeting = Meeting(int(os.environ.get("MASTER_PORT") or free_port()))
             candidates = (
                 [given] if given else ["127.0.0.1"] if is_one_host else [*own_addresses(), socket.getfqdn()]
             )

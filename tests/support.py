@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from scripts.local import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -49,13 +50,6 @@ class Outcome:
     def text(self) -> str:
         """All ranks' output, each line marked with its rank."""
         return "\n".join(f"[{i}] {line}" for i, text in enumerate(self.outputs) for line in text.splitlines())
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from scripts.doctor import meeting, network
-from tests.support import Command, free_port
+from scripts.local import free_port
+from tests.support import Command
 
 DOCTOR = (sys.executable, "-m", "scripts.doctor")
 

@@ -12,9 +12,10 @@ import pytest
 
 from scripts.doctor import __main__ as doctor
 from scripts.k8s import KINDS, Request, load, render
+from scripts.local import free_port
 from tests.conftest import require
 from tests.k8s import simulation
-from tests.support import ROOT, free_port, last_step, losses, train
+from tests.support import ROOT, last_step, losses, train
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds in which scripts/launch.sh starts every node."""

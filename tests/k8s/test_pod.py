@@ -10,6 +10,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.common.node import Node
 from scripts import agent, finished, interface
+from scripts.local import free_port
 from tests.support import Command, run_command, words_for
 
 
@@ -104,12 +105,9 @@ def test_the_store_is_that_of_the_job(value, expected, monkeypatch, tmp_path):
     monkeypatch.setenv("RDZV_ID", value)
     monkeypatch.setattr(torchrun, "parse_args", seen.extend)
     monkeypatch.setattr(torchrun, "run", lambda _: None)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     disabled = agent.logging.root.manager.disable
     try:
-        assert agent.run_torchrun(Node(1, 0, 1, "127.0.0.1", port, 5), "ddp", [], str(tmp_path)) == 0
+        assert agent.run_torchrun(Node(1, 0, 1, "127.0.0.1", free_port(), 5), "ddp", [], str(tmp_path)) == 0
     finally:
         agent.logging.disable(disabled)
     assert expected in seen

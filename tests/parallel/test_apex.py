@@ -23,6 +23,7 @@ from recipes.common.data import load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.models import build_model
+from scripts.local import free_port
 from tests import support
 from tests.support import accuracies, largest_difference, losses, newest_checkpoint, run_ranks, train, weights
 
@@ -189,7 +190,7 @@ def run_changed(change, argv, env, folder):
 def train_changed(change, folder, name, world_size, *argv):
     """Train with a changed recipe; return the run and rank 0's calls of the stand-in."""
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(support.free_port())}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
     processes = []
     for rank in range(world_size):

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.local import free_port
 from tests.support import (
     Command,
     Interrupt,
     Ranks,
     accuracies,
-    free_port,
     is_equal,
     largest_difference,
     last_step,

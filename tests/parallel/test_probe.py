@@ -12,8 +12,9 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.probe.train import check
+from scripts.local import free_port
 from tests.conftest import require
-from tests.support import ROOT, free_port
+from tests.support import ROOT
 
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
+from scripts.local import free_port
 from tests.conftest import require
 from tests.support import (
     ROOT,
     Command,
     Ranks,
-    free_port,
     is_equal,
     last_step,
     local,

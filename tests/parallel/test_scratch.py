@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from recipes.scratch import train as scratch
+from scripts.local import free_port
 from tests.support import (
     Ranks,
     accuracies,
-    free_port,
     largest_difference,
     losses,
     metrics,

@@ -15,11 +15,11 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
+from scripts.local import free_port
 from tests.support import (
     ROOT,
     TIMEOUT_S,
     accuracies,
-    free_port,
     largest_difference,
     losses,
     metrics,

@@ -6,7 +6,8 @@ import pytest
 
 from recipes.common.errors import UserError
 from scripts.elastic import coordinator, node, wire
-from tests.support import free_port, run_command
+from scripts.local import free_port
+from tests.support import run_command
 
 
 class Player:

@@ -87,9 +87,25 @@ def test_bad_recipes(capsys):
         assert error.count("\n") == 1
 
 
-def test_free_ports_are_free():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", local.free_port()))
+def test_free_ports_are_free_and_differ():
+    """And they are none of those that Linux gives to whoever asks for any."""
+    ports = [local.free_port() for _ in range(100)]
+    assert len(set(ports)) == 100
+    for port in ports:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+    assert max(ports) < 32768
+
+
+def test_a_port_in_use_is_passed_over(monkeypatch, capsys):
+    port = local.free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        monkeypatch.setattr(local, "_PORTS", range(port, port + 1))
+        with pytest.raises(SystemExit) as caught:
+            local.free_port()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: no port is free from {port} to {port}; ")
+    assert local.free_port() == port
 
 
 class TestNode:
