@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from scripts import mpirun
+from scripts.local import free_port
 from tests.conftest import require
 from tests.support import ROOT, largest_difference, losses, weights
 
@@ -170,7 +171,7 @@ def test_words_that_cannot_work(capsys, words, reason):
 
 
 def test_an_address_counts_only_if_rank_0_answers():
-    meeting, other = mpirun.Meeting(0), mpirun.Meeting(0)
+    meeting, other = mpirun.Meeting(free_port()), mpirun.Meeting(free_port())
     try:
         assert mpirun.is_reached("127.0.0.1", meeting.port, meeting.token)
         assert not mpirun.is_reached("127.0.0.1", other.port, meeting.token)
