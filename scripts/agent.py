@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from recipes.common.entry import USAGE_STATUS
@@ -77,12 +77,28 @@ def leashed(command: list[str]) -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
 
 
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Import torch without its C++ warnings, in this process alone: the recipe's own processes keep them.
+
+    Where node 0, which keeps the store, has left the last barrier first, the others' agents would print twenty lines
+    about a connection that is gone at the end of a job in which all went well.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "ERROR")
+    yield
+    if not is_set:
+        del os.environ[name]
+
+
 def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Let torchrun start the node's processes; return the job's exit status on this node."""
-    from torch.distributed import DistError
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import api as processes
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with quiet_import():
+        from torch.distributed import DistError
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing import api as processes
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_head(node)
     for name in [name for name in os.environ if name.startswith("PET_")]:

@@ -406,9 +406,10 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
     job.begin_epoch()
     shares = (shard(batch, world) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
-        # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+        # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        if is_vote_due := job.is_vote_due(world.world_size):
+            vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+            voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
 
         seed_step(args.seed, position.step, world.rank, world.device)
         loss_sum = torch.zeros((), device=world.device)
@@ -424,9 +425,10 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
                 amp.backward(loss, is_last)
             loss_sum += loss.detach()
 
-        with world.watch("stop vote"):
-            voting.wait()
-        decision = int(vote)
+        if is_vote_due:
+            with world.watch("stop vote"):
+                voting.wait()
+            decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
@@ -469,7 +471,7 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
     # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)

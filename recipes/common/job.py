@@ -18,7 +18,7 @@ from recipes.common.nonfinite import Guard
 from recipes.common.options import Options
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
-from recipes.common.signals import Stop
+from recipes.common.signals import Stop, vote_interval
 
 
 @dataclass
@@ -233,6 +233,13 @@ class Job:
                 getattr(self.record, kind)(**values)
             except UserError as error:
                 self.stop.fail(error)
+
+    def is_vote_due(self, world_size: int) -> bool:
+        """Whether all ranks vote in the step under way: of many ranks not in each, but always before a checkpoint."""
+        done = self.position.step + 1
+        every = self.args.checkpoint_every
+        is_saved_after = done == self.epoch_end or (bool(every) and done % every == 0)
+        return is_saved_after or done % vote_interval(world_size) == 0
 
     def is_log_due(self) -> bool:
         """Whether the step just done is one of those that are logged."""

@@ -11,7 +11,7 @@ from recipes.common.errors import UserError
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 GO, STOP, FAIL = 0, 1, 2
-"""What a rank votes at each step. The largest vote of all ranks is what all of them do."""
+"""What a rank votes. The largest vote of all ranks is what all of them do."""
 
 
 class Stop:
@@ -45,6 +45,15 @@ class Stop:
         if self.error:
             return FAIL
         return STOP if self.signal else GO
+
+
+def vote_interval(world_size: int) -> int:
+    """Return how many steps there are from one vote to the next.
+
+    Gloo sends a vote around a ring of all ranks: of thousands it takes longer than a step. Up to 64 ranks vote in
+    each step, so that a signal is heeded at once; beyond, what votes cost a step no longer grows with the ranks.
+    """
+    return -(-world_size // 64)
 
 
 def restore_default_handlers() -> None:

@@ -154,9 +154,10 @@ def train_one_epoch(job: Job, world: World) -> int:
     job.begin_epoch()
     shares = (shard(batch, world) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
-        # Horovod: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
-        voting = hvd.allreduce_async(vote, op=hvd.Max, name="vote")
+        # Horovod: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        if is_vote_due := job.is_vote_due(world.world_size):
+            vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+            voting = hvd.allreduce_async(vote, op=hvd.Max, name="vote")
 
         seed_step(args.seed, position.step, world.rank, world.device)
         loss_sum = torch.zeros((), device=world.device)
@@ -172,8 +173,9 @@ def train_one_epoch(job: Job, world: World) -> int:
         # Horovod: the gradients have arrived after this; clipping needs them before the step.
         with world.watch("gradients"):
             job.optimizer.synchronize()  # type: ignore[attr-defined]
-        with world.watch("stop vote"):
-            decision = int(hvd.synchronize(voting))
+        if is_vote_due:
+            with world.watch("stop vote"):
+                decision = int(hvd.synchronize(voting))
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
@@ -215,7 +217,7 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
     # Horovod: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)

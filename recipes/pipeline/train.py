@@ -396,9 +396,10 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
     shares = (shard(batch, world) for batch in job.global_batches())
     batch_size = args.global_batch_size // world.replicas
     for images, labels in read_batches(job.data.train, shares, position.epoch, batch_size, world, "labels"):
-        # DDP: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+        # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        if is_vote_due := job.is_vote_due(world.world_size):
+            vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+            voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
 
         seed_step(args.seed, position.step, world.rank, world.device)
         loss_sum = torch.zeros((), device=world.device)
@@ -407,9 +408,10 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
             with world.watch("gradients", computes=True):
                 loss_sum += pipeline.forward_backward(some_images, some_labels, exchange=i == accumulate - 1)
 
-        with world.watch("stop vote"):
-            voting.wait()
-        decision = int(vote)
+        if is_vote_due:
+            with world.watch("stop vote"):
+                voting.wait()
+            decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
@@ -476,7 +478,7 @@ def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
 
 
 def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
     raise_everywhere(job.stop.error, world)  # a stage sees its own gradients alone, and rank 0 not those of others
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.

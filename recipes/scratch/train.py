@@ -313,16 +313,18 @@ def train_one_epoch(job: Job, world: World) -> int:
     job.begin_epoch()
     shares = (split_batch(batch, world) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
-        # Scratch: every step each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        vote = torch.tensor(job.stop.vote, dtype=torch.int32)
-        voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
+        # Scratch: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
+        if is_vote_due := job.is_vote_due(world.world_size):
+            vote = torch.tensor(job.stop.vote, dtype=torch.int32)
+            voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
 
         seed_step(args.seed, position.step, world.rank, world.device)
         loss_sum = train_batch(job, images, labels, world)
 
-        with world.watch("stop vote"):
-            voting.wait()
-        decision = int(vote)
+        if is_vote_due:
+            with world.watch("stop vote"):
+                voting.wait()
+            decision = int(vote)
         if decision == FAIL:
             break
         rate = learning_rate(args, position.step, job.total_steps)
@@ -363,7 +365,7 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in the next step. Call it on all ranks."""
+    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
     # Scratch: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)

@@ -35,6 +35,7 @@ from recipes.common.options import (
     positive_float,
     positive_int,
 )
+from recipes.common.signals import vote_interval
 from scripts.compare import next_folder
 from scripts.local import ROOT, check_recipe
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
@@ -262,8 +263,8 @@ def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]
         )
     if row["limit"] == "vote":
         texts.append(
-            f"note: the vote on stopping, 4 bytes around a gloo ring of {row['ranks']:,} ranks each step, takes "
-            f"longer than the step itself"
+            f"note: the vote on stopping, 4 bytes around a gloo ring of {row['ranks']:,} ranks in every "
+            f"{vote_interval(row['ranks'])} steps, takes longer than the step beside which it goes on"
         )
     if epoch_steps < 20:
         texts.append(f"warning: {epoch_steps} steps an epoch are too few for schedules in epochs")

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from recipes.common.signals import vote_interval
+
 FUSION_BYTES = 128 * 2**20
 """Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): what has come up meanwhile travels together, up to this."""
 
@@ -336,7 +338,7 @@ def step(
         compute: of one rank.
         cluster: its nodes and links.
         method: how gradients are exchanged.
-        control_alpha_s: a hop of the vote on stopping, which goes around a ring of all ranks during each step.
+        control_alpha_s: a hop of the vote on stopping, which goes around a ring of all ranks beside backward.
         input_s: the time in which a step's samples can be read and decoded, beside everything else.
     """
     end_s, exchange_s, sent = _exchange(gradients, compute, cluster, method)
@@ -348,10 +350,11 @@ def step(
         sent += sent_per_node(weights, cluster, "ring") / 2
     computed_s = compute.forward_s + compute.backward_s
     vote_s = 2 * (cluster.ranks - 1) * control_alpha_s
-    done_s = max(end_s, vote_s)
+    vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks)
+    done_s = end_s + vote_wait_s
     total_s = max(done_s + compute.optimizer_s, input_s)
     limit = "compute" if end_s - computed_s < 0.05 * total_s else "exchange"
-    if vote_s > end_s:
+    if vote_wait_s > max(end_s - computed_s, 0.05 * total_s):
         limit = "vote"
     if input_s > done_s + compute.optimizer_s:
         limit = "input"

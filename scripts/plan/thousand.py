@@ -49,6 +49,9 @@ LOCAL_BATCH = 2
 STEPS = 8
 """Without an epoch's end among them: see samples_for()."""
 
+VOTE = ("allreduce", 4)
+"""The vote on stopping, which comes less often the more ranks there are."""
+
 GPUS = 8
 """Ranks of a node."""
 
@@ -114,8 +117,10 @@ class Trace:
     """The collectives begun by then."""
 
     def a_step(self) -> dict[tuple[str, int], int]:
-        """Return the collectives of a step, those of the first and the last ones left out."""
+        """Return the collectives of a step, those of the first and the last ones and votes left out."""
         steps = [after - before for before, after in zip(self.counts[1:-2], self.counts[2:-1], strict=True)]
+        for one in steps:
+            one.pop(VOTE, None)
         assert all(one == steps[0] for one in steps), f"steps differ: {steps}"
         return dict(steps[0])
 
@@ -184,11 +189,13 @@ def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, A
     seconds = time.perf_counter() - began_at
     step, whole = trace.a_step(), trace.collectives.seen
     others = whole - Counter({key: STEPS * number for key, number in step.items()})
+    votes = others.pop(VOTE)
     return {
         "world_size": world_size,
         "step_s": min(b - a for a, b in itertools.pairwise(trace.ends[1:])),
         "run_s": seconds,
         "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
+        "votes": votes,
         "step_collectives": sum(step.values()),
         "step_bytes": sum(nbytes * number for (_, nbytes), number in step.items()),
         "step_kinds": sorted([name, nbytes, number] for (name, nbytes), number in step.items()),
@@ -224,6 +231,7 @@ COLUMNS = {
     "peak memory, MB": lambda one: f"{one['peak_memory_bytes'] / 1e6:,.0f}",
     "collectives a step": lambda one: str(one["step_collectives"]),
     "bytes a step": lambda one: f"{one['step_bytes']:,}",
+    f"votes in {STEPS} steps": lambda one: str(one["votes"]),
     "other collectives": lambda one: str(one["other_collectives"]),
     "other bytes": lambda one: f"{one['other_bytes']:,}",
     "config.json, bytes": lambda one: f"{one['config_bytes']:,}",

@@ -126,6 +126,27 @@ class TestJob:
         assert not torch.equal(next(job.global_batches()), batches[0])
 
     @pytest.mark.parametrize(
+        ("world_size", "voting"),
+        [
+            (1, range(6)),
+            (64, range(6)),
+            (65, [1, 2, 3, 5]),
+            (128, [1, 2, 3, 5]),
+            (192, [2, 3, 5]),
+            (4096, [2, 3, 5]),
+        ],
+    )
+    def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
+        """Epochs end with steps 3 and 6, and a checkpoint comes after each fourth: there they vote, of any number."""
+        job = self.job("--epochs", "2", "--checkpoint-every", "4")
+        seen = []
+        for step in range(6):
+            job.position.step, job.position.epoch = step, step // 3
+            if job.is_vote_due(world_size):
+                seen.append(step)
+        assert seen == list(voting)
+
+    @pytest.mark.parametrize(
         ("step", "epoch", "complete"), [(0, 0, False), (11, 3, False), (12, 3, False), (12, 4, True)]
     )
     def test_complete_means_evaluated(self, step, epoch, complete):

@@ -4,13 +4,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
 from recipes.common.errors import UserError
 from recipes.common.node import Node, check_head
 from scripts import agent, local
-from tests.support import ROOT
+from tests.support import ROOT, run_command
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,32 @@ def test_the_status_that_tells_most(capsys, statuses, expected, words):
     else:
         assert error.startswith(f"error: {words.format(host=socket.gethostname())}")
         assert error.count("\n") == 1
+
+
+STORE_GONE = """
+import os
+from scripts.agent import quiet_import
+
+with quiet_import():
+    from torch.distributed import TCPStore
+
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+del server
+try:
+    client.wait(["word"])
+except RuntimeError:
+    print("gone", os.environ.get("TORCH_CPP_LOG_LEVEL"))
+"""
+
+
+def test_an_agent_whose_store_has_gone_says_nothing_of_it():
+    """And what it starts has the level of warnings that the user has chosen, or torch's own."""
+    result = run_command(sys.executable, "-c", STORE_GONE)
+    assert (result.stdout, result.stderr) == ("gone None\n", "")
+    result = run_command(sys.executable, "-c", STORE_GONE, TORCH_CPP_LOG_LEVEL="WARNING")
+    assert result.stdout == "gone WARNING\n"
+    assert "recvValueWithTimeout failed" in result.stderr
 
 
 def test_the_port_of_node_0_is_tried_and_found_taken():
