@@ -81,8 +81,8 @@ def leashed(command: list[str]) -> list[str]:
 def quiet_import() -> Iterator[None]:
     """Import torch without its C++ warnings, in this process alone: the recipe's own processes keep them.
 
-    Where node 0, which keeps the store, has left the last barrier first, the others' agents would print twenty lines
-    about a connection that is gone at the end of a job in which all went well.
+    Where node 0, which keeps the store, has left the last barrier first, the other agents would print twenty
+    lines about a connection that is gone, at the end of a job in which all went well.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ

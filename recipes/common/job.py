@@ -235,7 +235,7 @@ class Job:
                 self.stop.fail(error)
 
     def is_vote_due(self, world_size: int) -> bool:
-        """Whether all ranks vote in the step under way: of many ranks not in each, but always before a checkpoint."""
+        """Whether all ranks vote in the step under way: if they are many, not in each, but before a checkpoint."""
         done = self.position.step + 1
         every = self.args.checkpoint_every
         is_saved_after = done == self.epoch_end or (bool(every) and done % every == 0)

@@ -41,7 +41,7 @@ def test_a_step_is_the_same_at_two_ranks_and_at_1024(tmp_path, words):
     gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
     assert many["step_kinds"] == [["allreduce", gradients // (2 if words else 1), 1]]
     assert few["step_kinds"] == many["step_kinds"]
-    # Votes, 4 bytes, go around all ranks: 1,024 have one in 16 steps, and before what the last step's checkpoint holds.
+    # Votes, 4 bytes, go around all ranks: 1,024 have one in 16 steps, and one before the last checkpoint.
     assert few["votes"] == thousand.STEPS
     assert many["votes"] == thousand.STEPS // 16 + 1
     assert few["other_collectives"] == many["other_collectives"]

@@ -137,7 +137,7 @@ class TestJob:
         ],
     )
     def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
-        """Epochs end with steps 3 and 6, and a checkpoint comes after each fourth: there they vote, of any number."""
+        """Epochs end with steps 3 and 6, and a checkpoint comes after each fourth: all vote there."""
         job = self.job("--epochs", "2", "--checkpoint-every", "4")
         seen = []
         for step in range(6):
