@@ -63,7 +63,11 @@ def pass_signals_on(logs: str) -> None:
     while True:
         received = signal.sigwait(STOP_SIGNALS)
         workers = psutil.Process().children()
-        if not workers and not os.listdir(logs):  # something lies there once processes have started
+        try:
+            has_begun = bool(workers or os.listdir(logs))  # something lies there once processes have started
+        except FileNotFoundError:  # all is over
+            return
+        if not has_begun:
             print(f"stopped by {signal.Signals(received).name} before any process had started", flush=True)
             shutil.rmtree(logs)
             os._exit(0)

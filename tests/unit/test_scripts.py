@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from recipes.common.errors import UserError
@@ -197,6 +198,13 @@ def test_an_agent_whose_store_has_gone_says_nothing_of_it():
     result = run_command(sys.executable, "-c", STORE_GONE, TORCH_CPP_LOG_LEVEL="WARNING")
     assert result.stdout == "gone WARNING\n"
     assert "recvValueWithTimeout failed" in result.stderr
+
+
+def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_path):
+    """An elastic node repeats a signal each second until its agent has ended."""
+    monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
+    monkeypatch.setattr(psutil.Process, "children", lambda _: [])
+    agent.pass_signals_on(str(tmp_path / "removed"))
 
 
 def test_the_port_of_node_0_is_tried_and_found_taken():
