@@ -142,7 +142,7 @@ class Meeting:
     def __init__(self, port: int) -> None:
         self.token = secrets.token_hex(8)
         self.listener = socket.create_server(("", port), backlog=1024)
-        self.port = port
+        self.port = int(self.listener.getsockname()[1])
         threading.Thread(target=self.serve, daemon=True).start()
 
     def serve(self) -> None:

@@ -134,7 +134,7 @@ class Job:
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1
-        if self.is_log_due() or self.is_checkpoint_due() or self.position.step == self.epoch_end:
+        if self.is_log_due() or self._is_saved_after(self.position.step):
             self.guard.settle()
         if self.is_checkpoint_due():
             self._keep_state()
@@ -237,9 +237,7 @@ class Job:
     def is_vote_due(self, world_size: int) -> bool:
         """Whether all ranks vote in the step under way: if they are many, not in each, but before a checkpoint."""
         done = self.position.step + 1
-        every = self.args.checkpoint_every
-        is_saved_after = done == self.epoch_end or (bool(every) and done % every == 0)
-        return is_saved_after or done % vote_interval(world_size) == 0
+        return done % vote_interval(world_size) == 0 or self._is_saved_after(done)
 
     def is_log_due(self) -> bool:
         """Whether the step just done is one of those that are logged."""
@@ -247,5 +245,9 @@ class Job:
 
     def is_checkpoint_due(self) -> bool:
         """Whether the step just done calls for a checkpoint (the one at the epoch's end comes anyway)."""
+        return self.position.step < self.epoch_end and self._is_saved_after(self.position.step)
+
+    def _is_saved_after(self, step: int) -> bool:
+        """Whether a checkpoint follows a step of the epoch under way."""
         every = self.args.checkpoint_every
-        return bool(every) and self.position.step % every == 0 and self.position.step < self.epoch_end
+        return step == self.epoch_end or (bool(every) and step % every == 0)
