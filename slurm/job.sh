@@ -114,14 +114,18 @@ set_python() {
     container+=("$CONTAINER_IMAGE")
 }
 
-# run_step COMMAND...: start the ranks, show what the head node prints, and set `status` to how they ended.
+# run_step COMMAND...: start the ranks, show what the head node prints, and set `status` to how they ended: that of the
+# first that ended badly, for srun has the others killed then, and `greatest` to the greatest status of them all.
 run_step() {
-    local tail_pid signal_before
+    local tails=() signal_before first errors=$logs/.srun.txt
+    : >"$errors"
     tail -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
-    tail_pid=$!
+    tails+=("$!")
+    tail -c +1 -f -s 0.2 "$errors" >&2 &
+    tails+=("$!")
     status=0
     if [[ -z $signal ]]; then
-        "$@" &
+        "$@" 2>"$errors" &
         step_pid=$! step=$1
         while :; do # a trap interrupts wait
             signal_before=$signal status=0
@@ -130,8 +134,11 @@ run_step() {
         done
     fi
     sleep 0.5
-    kill "$tail_pid" "${stopper[@]}" 2>/dev/null
-    wait "$tail_pid" 2>/dev/null || true
+    kill "${tails[@]}" "${stopper[@]}" 2>/dev/null
+    wait "${tails[@]}" 2>/dev/null || true
+    greatest=$status # what srun ends with
+    first=$(grep --max-count=1 '^srun: error: .*: tasks\? [0-9,-]*: ' "$errors")
+    if [[ $step == srun && $first =~ ": Exited with exit code "([0-9]+)$ ]]; then status=${BASH_REMATCH[1]}; fi
 }
 
 # An elastic job: run a step for each node until the coordinator has ended the job; its status is the job's.
@@ -200,7 +207,7 @@ end_job() {
     elif ((status == 0)); then
         echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2
         exit 1
-    elif ((status != 2)); then
+    elif ((greatest != 2)); then
         lost=$(lost_nodes)
         if [[ -n $lost ]]; then requeue "no answer from $lost"; fi
     fi

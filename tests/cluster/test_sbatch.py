@@ -271,6 +271,24 @@ class TestEnds:
         assert len(refusals) == 1, job.text
         assert "Traceback" not in job.text
 
+    def test_the_status_is_that_of_the_first_to_end_badly(self, cluster, tmp_path):
+        """And not that of a node that srun has killed thereupon."""
+        python = tmp_path / "python"
+        python.write_text(
+            f"""#!/bin/bash
+            if [[ $* != *scripts.agent* ]]; then exec {sys.executable} "$@"; fi
+            if [[ $SLURM_NODEID == 0 ]]; then sleep 2; exit 2; fi
+            trap "" TERM # as a node that is slow to end: it is ended by KILL
+            while :; do sleep 1; done
+            """
+        )
+        python.chmod(0o755)
+        job = cluster.submit(tmp_path, "ddp.sbatch", flags=("--gpus-per-node=1",), PYTHON=python)
+        assert job.wait() == "FAILED"
+        assert job.field("ExitCode") == "2:0", job.text
+        assert "srun: error: n1: task 0: Exited with exit code 2\n" in job.text
+        assert "srun: error: n2: task 1: Killed\n" in job.text
+
     @pytest.mark.parametrize(
         ("flag", "words"),
         [("--partition=mian", "nvalid partition"), ("--nodes=9", "Batch job submission failed")],
