@@ -226,8 +226,6 @@ def _run_rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
-    # A child of the fork server would start its own children, the data loader's workers, by another fork server.
-    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     from recipes.common.entry import exit_status
 

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,12 +20,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 
+from recipes.common import workers
 from recipes.common.data import SKIPPED, Batch, Data, Normalise
 from recipes.common.errors import UserError
 from recipes.common.images import BAD_IMAGE, Box, decode, decodes_parts
 from recipes.common.options import Options
 from recipes.common.seeding import mix
-from recipes.common.signals import restore_default_handlers
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 
@@ -52,14 +53,24 @@ class ImageFolder(Dataset[Decoded]):
     """Decode by (epoch, index); an image that does not decode comes back blank, with its fault."""
 
     def __init__(self, samples: list[tuple[str, int]], image_size: int, seed: int, train: bool) -> None:
-        self.samples, self.image_size, self.seed, self.train = samples, image_size, seed, train
+        self.image_size, self.seed, self.train = image_size, seed, train
+        # Tensors lie in memory that all workers of a rank share; of a million paths each would have its own.
+        paths = [os.fsencode(path) for path, _ in samples]
+        self.paths = torch.frombuffer(bytearray(b"".join(paths)), dtype=torch.uint8)
+        self.ends = torch.tensor([len(path) for path in paths]).cumsum(0)
+        self.labels = torch.tensor([label for _, label in samples])
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """Return the path of an image."""
+        begin, end = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
+        return os.fsdecode(self.paths[begin:end].numpy().tobytes())
 
     def __getitem__(self, key: tuple[int, int]) -> Decoded:
         epoch, index = key
-        path, label = self.samples[index]
+        path, label = self.path(index), int(self.labels[index])
         try:
             if self.train:
                 image = self._random_crop(path, mix(self.seed, epoch, index))
@@ -118,6 +129,20 @@ def centre_crop(pixels: Tensor, size: int) -> Tensor:
     return resize(pixels, rows, columns)[top : top + size, left : left + size]
 
 
+class Epoch:
+    """What there is to decode in the epoch under way: a loader keeps its workers, and asks in each epoch anew."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[tuple[int, int]]] = []
+        """Of each batch, (epoch, index) of its samples."""
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
 class ImageFolderSplit:
     """Batches decoded by --workers processes and normalised on the device."""
 
@@ -127,26 +152,33 @@ class ImageFolderSplit:
         args: Options,
         device: torch.device,
         on_bad_image: Callable[[UserError], None],
+        context: BaseContext | None,
     ) -> None:
-        self.dataset, self.args, self.device, self.on_bad_image = dataset, args, device, on_bad_image
+        self.args, self.device, self.on_bad_image = args, device, on_bad_image
+        self.epoch = Epoch()
+        self.loader: DataLoader[Decoded] = DataLoader(
+            dataset,
+            batch_sampler=self.epoch,
+            num_workers=args.workers,
+            collate_fn=_collate,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=workers.begin,
+            multiprocessing_context=context,
+            persistent_workers=args.workers > 0,
+        )
         self.normalise = Normalise(MEAN, STD, args.image_size, device)
         self.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         self.skipped = 0
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.loader.dataset)  # type: ignore[arg-type]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
-        loader: DataLoader[Decoded] = DataLoader(
-            self.dataset,
-            batch_sampler=[[(epoch, i) for i in index.tolist()] for index in indices if len(index)],
-            num_workers=self.args.workers,
-            collate_fn=_collate,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_start_worker,
-        )
-        for images, labels, faults in loader:
+        self.epoch.keys = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
+        with workers.without_main():
+            decoded = iter(self.loader)
+        for images, labels, faults in decoded:
             for fault in faults:
                 self._report(fault)
             images = self.normalise(images.to(self.device, non_blocking=True))
@@ -159,11 +191,6 @@ class ImageFolderSplit:
         self.skipped += 1
         if self.skipped <= MAX_WARNINGS:
             print(f"warning: skipped {fault}", file=sys.stderr, flush=True)
-
-
-def _start_worker(worker_id: int) -> None:
-    restore_default_handlers()
-    torch.set_num_threads(1)
 
 
 def _collate(samples: list[Decoded]) -> tuple[Tensor, Tensor, list[str]]:
@@ -184,14 +211,15 @@ def load_imagefolder(args: Options, device: torch.device, on_bad_image: Callable
     if unknown:
         raise UserError(f"{args.data_dir / 'val'} has the class {unknown[0]!r}, which train does not have")
     number = {name: i for i, name in enumerate(classes)}
-    # Asked here, so that workers find the library loaded.
     if not decodes_parts() and os.environ.get("RANK", "0") == "0":
         print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
+
+    context = workers.start_server() if args.workers else None
 
     def split(samples: list[tuple[str, str]], is_train: bool) -> ImageFolderSplit:
         numbered = [(path, number[name]) for path, name in samples]
         dataset = ImageFolder(numbered, args.image_size, args.seed, is_train)
-        return ImageFolderSplit(dataset, args, device, on_bad_image)
+        return ImageFolderSplit(dataset, args, device, on_bad_image, context)
 
     return Data(split(train, True), split(test, False), 3, args.image_size, len(classes))
 

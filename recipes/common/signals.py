@@ -54,9 +54,3 @@ def vote_interval(world_size: int) -> int:
     each step, so that a signal is heeded at once; beyond, what votes cost a step no longer grows with the ranks.
     """
     return -(-world_size // 64)
-
-
-def restore_default_handlers() -> None:
-    """Give a helper process (a data-loading worker) the usual meaning of the stop signals back."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)

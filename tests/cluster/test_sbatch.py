@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import require
+from tests.images import make_images
 from tests.support import ROOT, accuracies, is_equal, losses, train, wait_until, weights
 
 SETTINGS = (
@@ -181,6 +182,18 @@ class TestRequeue:
         assert "got USR1: ranks write a checkpoint" in job.text
         cluster.run("scancel", job.number)
         assert job.wait() == "CANCELLED"
+
+    def test_workers_of_image_folders_outlive_it(self, cluster, tmp_path):
+        """Slurm sends the signal to them, too."""
+        folder = make_images(tmp_path / "images")
+        words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1")
+        job = submit(cluster, tmp_path, "ddp", *words, "--global-batch-size", "8", "--epochs", "60")
+        job.wait_for_text("epoch 2 ")
+        near_the_limit(cluster, job)
+        assert job.complete().startswith("result ")
+        assert job.field("Restarts") == "1"
+        assert "stopped by SIGUSR1: wrote" in job.text
+        assert "resumed from" in job.text
 
     def test_horovod_goes_on_too(self, cluster, tmp_path):
         job = submit(cluster, tmp_path, "horovod-mpirun", "--epochs", "10")

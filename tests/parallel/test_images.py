@@ -1,14 +1,18 @@
 """Folders of images: the same samples and crops at any world size and with any number of workers."""
 
 import functools
-import random
 import shutil
 import signal
+import sys
+import time
 
+import psutil
 import pytest
 from PIL import Image
 
+from tests.images import CLASSES, VAL, make_images
 from tests.support import (
+    TIMEOUT_S,
     Interrupt,
     Ranks,
     accuracies,
@@ -16,33 +20,15 @@ from tests.support import (
     losses,
     metrics,
     newest_checkpoint,
+    run_command,
     run_ranks,
     train,
     wait_until,
     words_for,
 )
 
-CLASSES, TRAIN, VAL = 3, 9, 4
 WORDS = ("--image-size", "32", "--global-batch-size", "8", "--lr", "0.01", "--seed", "1", "--epochs", "3")
 WORDS = ("--data", "imagefolder", *WORDS, "--deterministic")
-
-
-def make_images(folder):
-    """Write a tree of small JPEG files of various sizes, with noise that differs by class."""
-    chance = random.Random(0)
-    for half, count in (("train", TRAIN), ("val", VAL)):
-        for number in range(CLASSES):
-            place = folder / half / f"class{number}"
-            place.mkdir(parents=True)
-            for i in range(count):
-                size = chance.randrange(33, 60), chance.randrange(33, 60)
-                pixels = bytes(
-                    chance.randrange(80 * number, 80 * number + 90) for _ in range(size[0] * size[1] * 3)
-                )
-                Image.frombytes("RGB", size, pixels).save(place / f"{i}.{'JPEG' if i % 2 else 'jpg'}")
-    Image.new("L", (40, 40), 99).save(folder / "train" / "class0" / "grey.png")
-    (folder / "train" / "class0" / "README.txt").write_text("not an image")
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -183,21 +169,81 @@ def test_fewer_test_images_than_ranks(images, tmp_path):
     assert loss[0] == pytest.approx(loss[1], rel=1e-6)
 
 
-def test_workers_end_when_their_rank_is_killed(images, tmp_path):
-    import psutil
+def run_lines(*lines):
+    """Run lines of Python in a process that can load data with workers; return what it prints."""
+    imports = (
+        "import os, torch",
+        "from recipes.common.data import load_data",
+        "from recipes.single.train import options",
+        f"load = lambda *argv: load_data(options([*{WORDS}, *argv]), torch.device('cpu'), print)",
+    )
+    result = run_command(sys.executable, "-c", "\n".join((*imports, *lines)), timeout_s=60)
+    assert result.status == 0, result.stderr
+    return result.stdout
 
+
+def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
+    """A worker that was forked off meanwhile would wait for it without end."""
+    printed = run_lines(
+        "lock = torch.storage._share_memory_lock  # a worker wants it, to hand over its first batch",
+        "os.register_at_fork(before=lock.acquire, after_in_parent=lock.release)",
+        f"data = load('--data-dir', {str(images)!r}, '--workers', '1')",
+        "print([len(labels) for _, labels in data.train.batches([torch.arange(4)], 0)])",
+    )
+    assert printed == "[4]\n"
+
+
+def test_an_epoch_that_is_left_leaves_nothing_for_the_next(images):
+    """Workers are kept, and may have decoded ahead."""
+    printed = run_lines(
+        "found = []",
+        "for workers in '02':",
+        f"    data = load('--data-dir', {str(images)!r}, '--workers', workers)",
+        "    next(data.train.batches(torch.arange(16).split(2), 0))",
+        "    batches = data.train.batches(torch.arange(16).split(3), 1)",
+        "    found.append(torch.cat([images for images, _ in batches]))",
+        "print(found[0].shape[0], torch.equal(*found))",
+    )
+    assert printed == "16 True\n"
+
+
+def wait_for_workers(rank):
+    """Return all processes of a rank, once two workers decode for it, and maybe two have."""
+    processes = []
+
+    def is_complete():
+        processes[:] = psutil.Process(rank.pid).children(recursive=True)
+        return len([process for process in processes if process.ppid() != rank.pid]) >= 2
+
+    wait_until(is_complete, TIMEOUT_S, "two workers")
+    return processes
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_workers_outlive_a_signal_to_all_processes(images, tmp_path, number):
+    """Slurm sends it to each process of a job."""
     argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
     job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
     job.wait_for_step(tmp_path / "ddp-2", 2)
-    workers = []
+    workers = [process for rank in job.processes for process in wait_for_workers(rank)]
+    for process in workers:
+        process.send_signal(number)
+    time.sleep(1)
+    assert all(process.is_running() for process in workers)
+    job.send(number)
+    outcome = job.wait(timeout_s=20)
+    assert outcome.statuses == [0, 0], outcome.text
+    assert f"stopped by {number.name}: wrote " in outcome.outputs[0]
+    assert "Traceback" not in outcome.text
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
 
-    def some_worker_runs():
-        workers[:] = psutil.Process(job.processes[0].pid).children()
-        return workers
 
-    wait_until(some_worker_runs, 20, "a worker of rank 0")
+def test_workers_end_when_their_rank_is_killed(images, tmp_path):
+    argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
+    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
+    job.wait_for_step(tmp_path / "ddp-2", 2)
+    workers = wait_for_workers(job.processes[0])
     job.send(signal.SIGKILL, [0])
     outcome = job.wait(timeout_s=20)
     assert outcome.statuses == [-signal.SIGKILL, 1], outcome.text
-    psutil.wait_procs(workers, timeout=10)
-    assert [worker for worker in workers if worker.is_running() and worker.status() != "zombie"] == []
+    assert psutil.wait_procs(workers, timeout=10)[1] == []

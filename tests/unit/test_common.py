@@ -22,7 +22,7 @@ from recipes.common.places import Place, describe, shorten
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
-from recipes.common.signals import FAIL, GO, STOP, Stop, restore_default_handlers
+from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.ddp.train import World, shard
 from recipes.single.train import options
 
@@ -370,11 +370,6 @@ class TestStop:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
         assert Stop().signal == signal.SIGUSR1
-
-    def test_workers_get_the_usual_meaning_back(self):
-        Stop()
-        restore_default_handlers()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL == signal.getsignal(signal.SIGUSR1)
 
 
 class TestRecord:
