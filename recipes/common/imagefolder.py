@@ -154,7 +154,7 @@ class ImageFolderSplit:
         on_bad_image: Callable[[UserError], None],
         context: BaseContext | None,
     ) -> None:
-        self.args, self.device, self.on_bad_image = args, device, on_bad_image
+        self.dataset, self.args, self.device, self.on_bad_image = dataset, args, device, on_bad_image
         self.epoch = Epoch()
         self.loader: DataLoader[Decoded] = DataLoader(
             dataset,
@@ -171,7 +171,7 @@ class ImageFolderSplit:
         self.skipped = 0
 
     def __len__(self) -> int:
-        return len(self.loader.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""

@@ -192,7 +192,7 @@ class TestImageFolder:
             Image.new("RGB", (9, 9), (255, 0, 0)).save(tmp_path / name)
         data = self.load(tmp_path)
         assert data.num_classes == 2
-        dataset = data.train.loader.dataset
+        dataset = data.train.dataset
         names = [(Path(dataset.path(i)).name, int(dataset.labels[i])) for i in range(len(data.train))]
         assert names == [("2.PNG", 0), ("0.png", 1), ("1.png", 1)]
         ((images, labels),) = data.test.batches([torch.tensor([0])], 0)
