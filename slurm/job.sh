@@ -114,10 +114,10 @@ set_python() {
     container+=("$CONTAINER_IMAGE")
 }
 
-# run_step COMMAND...: start the ranks, show what the head node prints, and set `status` to how they ended: that of the
-# first that ended badly, for srun has the others killed then, and `greatest` to the greatest status of them all.
+# run_step COMMAND...: start the ranks, show what the head node prints, and set `greatest` to what srun ends with, the
+# greatest status of all, and `status` to that of the first that ended badly, if it exited: srun has the others killed.
 run_step() {
-    local tails=() signal_before first errors=$logs/.srun.txt
+    local tails=() signal_before first errors=$logs/.srun
     : >"$errors"
     tail -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tails+=("$!")
@@ -136,7 +136,7 @@ run_step() {
     sleep 0.5
     kill "${tails[@]}" "${stopper[@]}" 2>/dev/null
     wait "${tails[@]}" 2>/dev/null || true
-    greatest=$status # what srun ends with
+    greatest=$status
     first=$(grep --max-count=1 '^srun: error: .*: tasks\? [0-9,-]*: ' "$errors")
     if [[ $step == srun && $first =~ ": Exited with exit code "([0-9]+)$ ]]; then status=${BASH_REMATCH[1]}; fi
 }

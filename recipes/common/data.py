@@ -44,7 +44,10 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor, in order; the epoch seeds the augmentation."""
+        """Yield a batch for each index tensor, in order; the epoch seeds the augmentation.
+
+        Call it again only when done with what it gave before: workers serve one caller.
+        """
 
 
 @dataclass(frozen=True)

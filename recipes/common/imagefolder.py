@@ -183,6 +183,7 @@ class ImageFolderSplit:
                 self._report(fault)
             images = self.normalise(images.to(self.device, non_blocking=True))
             yield images.contiguous(memory_format=self.memory_format), labels.to(self.device, non_blocking=True)
+        self.epoch.keys = []
 
     def _report(self, fault: str) -> None:
         if not self.args.skip_bad_images:

@@ -3,8 +3,8 @@
 A rank is not forked: in that moment one of its threads (checkpoints, pinned memory, network) may hold a lock of
 the C library, which stays locked in the worker for ever (https://github.com/pytorch/pytorch/issues/130610).
 
-Slurm sends USR1 and TERM, "write a checkpoint, then leave", to every process of a job. A worker that died of them
-would take its rank along before there is a checkpoint.
+Slurm may send USR1 and TERM, "write a checkpoint, then leave", to every process of a job. A worker that died of
+them would take its rank along before there is a checkpoint. So workers end with their rank, and not before.
 """
 
 from __future__ import annotations
@@ -17,30 +17,45 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 
 from recipes.common.signals import STOP_SIGNALS
 
-CHECK_S = 1.0
-"""Time between two looks of a worker whether its rank is there."""
+
+def start_tracker() -> None:
+    """Start multiprocessing's helper that removes what processes leave behind; what ends them does not end it.
+
+    Slurm may send the stop signals to every process of a job, and torchrun ends a rank by USR2 to its group.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGUSR2])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # starting it unblocks TERM
 
 
 def start_server() -> BaseContext:
     """Let the fork server start, which takes as long as to import torch; return the context to make workers by."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["recipes.common.imagefolder"])
-    # What a rank that was killed leaves behind, the tracker removes. It need not warn of that.
+    # Of a rank that was killed, the tracker removes what workers shared with it. It need not warn of that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    start_tracker()
+    # What is blocked here is so in the server, and in workers that it starts.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        for helper in (resource_tracker, forkserver):
-            # What is blocked here is so in the helper, and in workers that it starts. The tracker unblocks TERM.
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-            helper.ensure_running()
+        forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    # At the rank's exit, before multiprocessing ends workers by TERM, which they do not heed, and waits for them.
+    util.Finalize(None, _kill_workers, exitpriority=100)
     return context
+
+
+def _kill_workers() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @contextlib.contextmanager
@@ -60,14 +75,8 @@ def begin(worker_id: int) -> None:
 
 
 def _end_with_rank() -> None:
-    """End this worker when its rank says so, by a TERM, or has gone.
-
-    The loader looks for the latter only while a worker waits for work, and takes the fork server for the rank.
-    """
+    """End this worker when its rank has gone; the loader itself takes the fork server for the rank."""
     rank = multiprocessing.parent_process()
     assert rank
-    while rank.is_alive():
-        received = signal.sigtimedwait([signal.SIGTERM], CHECK_S)
-        if received and received.si_pid == rank.pid:
-            break
+    rank.join()
     os._exit(0)

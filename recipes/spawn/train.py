@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -68,6 +68,7 @@ from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, STOP_SIGNALS, Stop
 from recipes.common.watch import Watch, bound_of_waits
+from recipes.common.workers import start_tracker
 
 T = TypeVar("T")
 
@@ -438,8 +439,6 @@ def end_with(starter: int) -> None:
 def start_ranks(args: Options, node: Node, has_met: Event) -> mp.ProcessContext:
     """Start this node's ranks, with the stop signals held back: a rank lets them in once it has its handlers."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()  # multiprocessing's own helper; starting it unblocks TERM
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Spawn: each rank is a new interpreter that imports this module, torch and all, before it calls begin_rank.
     # fork would save that and break: CUDA and OpenMP do not survive it. join=False, because mp.spawn's join()
     # ends the other ranks by TERM, which they take for "write a checkpoint", and by KILL 30 s later.
@@ -498,6 +497,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
 
+    start_tracker()  # before the event, which would start it
     has_met = mp.get_context("spawn").Event()
     context = start_ranks(args, node, has_met)
     try:

@@ -183,17 +183,20 @@ class TestRequeue:
         cluster.run("scancel", job.number)
         assert job.wait() == "CANCELLED"
 
-    def test_workers_of_image_folders_outlive_it(self, cluster, tmp_path):
+    @pytest.mark.parametrize("name", ["ddp", "spawn"])
+    def test_workers_of_image_folders_outlive_it(self, cluster, tmp_path, name):
         """Slurm sends the signal to them, too."""
         folder = make_images(tmp_path / "images")
         words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1")
-        job = submit(cluster, tmp_path, "ddp", *words, "--global-batch-size", "8", "--epochs", "60")
+        job = submit(cluster, tmp_path, name, *words, "--global-batch-size", "8", "--epochs", "60")
         job.wait_for_text("epoch 2 ")
         near_the_limit(cluster, job)
         assert job.complete().startswith("result ")
         assert job.field("Restarts") == "1"
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
+        logs = [path.read_text() for path in (job.run / "slurm").glob("*.txt")]
+        assert not re.search("Traceback|[Ww]arning", "".join(logs)), logs
 
     def test_horovod_goes_on_too(self, cluster, tmp_path):
         job = submit(cluster, tmp_path, "horovod-mpirun", "--epochs", "10")

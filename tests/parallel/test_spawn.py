@@ -168,7 +168,8 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
     starters.nodes[0].send_signal(signal.SIGTERM)
     assert starters.wait() == [0], starters.text()
-    assert "wrote" in starters.text()
+    # The latter where the import takes longer than MEETING_S: nothing is lost with such ranks.
+    assert re.search(r"stopped by SIGTERM: wrote|before the ranks had met", starters.text())
 
 
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
