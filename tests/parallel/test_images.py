@@ -172,12 +172,13 @@ def test_fewer_test_images_than_ranks(images, tmp_path):
 def run_lines(*lines):
     """Run lines of Python in a process that can load data with workers; return what it prints."""
     imports = (
+        f"import faulthandler; faulthandler.dump_traceback_later({TIMEOUT_S / 2})  # says where it hangs",
         "import os, torch",
         "from recipes.common.data import load_data",
         "from recipes.single.train import options",
         f"load = lambda *argv: load_data(options([*{WORDS}, *argv]), torch.device('cpu'), print)",
     )
-    result = run_command(sys.executable, "-c", "\n".join((*imports, *lines)), timeout_s=60)
+    result = run_command(sys.executable, "-c", "\n".join((*imports, *lines)))
     assert result.status == 0, result.stderr
     return result.stdout
 
