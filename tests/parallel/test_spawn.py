@@ -167,9 +167,11 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
     starters.nodes[0].send_signal(signal.SIGTERM)
+    sent_at = time.monotonic()
     assert starters.wait() == [0], starters.text()
-    # The latter where the import takes longer than MEETING_S: nothing is lost with such ranks.
-    assert re.search(r"stopped by SIGTERM: wrote|before the ranks had met", starters.text())
+    if time.monotonic() - sent_at > spawn.MEETING_S and "before the ranks had met" in starters.text():
+        return  # a slow import; nothing is lost with such ranks
+    assert "stopped by SIGTERM: wrote" in starters.text()
 
 
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
