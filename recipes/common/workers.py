@@ -49,13 +49,18 @@ def start_server() -> BaseContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At the rank's exit, before multiprocessing ends workers by TERM, which they do not heed, and waits for them.
-    util.Finalize(None, _kill_workers, exitpriority=100)
+    util.Finalize(None, _kill_all, exitpriority=100)
     return context
 
 
-def _kill_workers() -> None:
+def _kill_all() -> None:
+    """Kill the workers, and the server: to end by itself, with torch imported, takes it a second."""
     for process in multiprocessing.active_children():
         process.kill()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
 
 
 @contextlib.contextmanager
