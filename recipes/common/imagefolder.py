@@ -129,20 +129,6 @@ def centre_crop(pixels: Tensor, size: int) -> Tensor:
     return resize(pixels, rows, columns)[top : top + size, left : left + size]
 
 
-class Epoch:
-    """What there is to decode in the epoch under way: a loader keeps its workers, and asks in each epoch anew."""
-
-    def __init__(self) -> None:
-        self.keys: list[list[tuple[int, int]]] = []
-        """Of each batch, (epoch, index) of its samples."""
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
 class ImageFolderSplit:
     """Batches decoded by --workers processes and normalised on the device."""
 
@@ -155,10 +141,11 @@ class ImageFolderSplit:
         context: BaseContext | None,
     ) -> None:
         self.dataset, self.args, self.device, self.on_bad_image = dataset, args, device, on_bad_image
-        self.epoch = Epoch()
+        # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
+        self.keys: list[list[tuple[int, int]]] = []
         self.loader: DataLoader[Decoded] = DataLoader(
             dataset,
-            batch_sampler=self.epoch,
+            batch_sampler=self.keys,
             num_workers=args.workers,
             collate_fn=_collate,
             pin_memory=device.type == "cuda",
@@ -175,7 +162,7 @@ class ImageFolderSplit:
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
-        self.epoch.keys = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
+        self.keys[:] = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
         with workers.without_main():
             decoded = iter(self.loader)
         for images, labels, faults in decoded:
@@ -183,7 +170,7 @@ class ImageFolderSplit:
                 self._report(fault)
             images = self.normalise(images.to(self.device, non_blocking=True))
             yield images.contiguous(memory_format=self.memory_format), labels.to(self.device, non_blocking=True)
-        self.epoch.keys = []
+        self.keys.clear()
 
     def _report(self, fault: str) -> None:
         if not self.args.skip_bad_images:

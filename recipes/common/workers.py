@@ -23,16 +23,23 @@ from multiprocessing.context import BaseContext
 from recipes.common.signals import STOP_SIGNALS
 
 
+@contextlib.contextmanager
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals, also in what is started here; afterwards all is as it was (the tracker unblocks TERM)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start_tracker() -> None:
     """Start multiprocessing's helper that removes what processes leave behind; what ends them does not end it.
 
     Slurm may send the stop signals to every process of a job, and torchrun ends a rank by USR2 to its group.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [*STOP_SIGNALS, signal.SIGUSR2])
-    try:
+    with _blocked(*STOP_SIGNALS, signal.SIGUSR2):
         resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # starting it unblocks TERM
 
 
 def start_server() -> BaseContext:
@@ -42,12 +49,8 @@ def start_server() -> BaseContext:
     # Of a rank that was killed, the tracker removes what workers shared with it. It need not warn of that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_tracker()
-    # What is blocked here is so in the server, and in workers that it starts.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
+    with _blocked(*STOP_SIGNALS):  # and so they are in workers that it starts
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # At the rank's exit, before multiprocessing ends workers by TERM, which they do not heed, and waits for them.
     util.Finalize(None, _kill_all, exitpriority=100)
     return context
