@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -42,6 +41,11 @@ from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.watch import Watch
+
+try:
+    import horovod.torch as hvd
+except ModuleNotFoundError:
+    hvd = None  # not built: main() says how
 
 T = TypeVar("T")
 
@@ -263,6 +267,9 @@ def train(args: Options, stop: Stop, world: World) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say; call it on every rank."""
     args = refusal = None
+    if hvd is None:
+        options(argv)
+        raise UserError("Horovod is not built for this Python; run `make horovod`", on_every_node=True)
     try:
         args = options(argv)
         # Horovod: bounds the wait for a rank that is alive and does not come; a dead one is noticed at once.

@@ -170,3 +170,13 @@ def test_help_is_printed_once_and_names_every_default(monkeypatch, capsys):
     assert "samples per optimizer step over all ranks, whatever their number (default: 64)" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_without_horovod_its_recipe_says_how_to_build_it(monkeypatch):
+    from recipes.horovod import train
+
+    monkeypatch.setattr(train, "hvd", None)
+    with pytest.raises(UserError, match=r"^Horovod is not built for this Python; run `make horovod`$"):
+        train.main(["--epochs", "1"])
+    with pytest.raises(UserError, match="unknown option --epoch"):
+        train.main(["--epoch", "1"])
