@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.checkpoint import CheckpointWriter, Position, copy_tree, pack, position_of
+from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
@@ -42,8 +42,6 @@ class Job:
         self._writer: CheckpointWriter | None = None
         self.take_stragglers: Callable[[], list[str]] = list
         """What there is to say of slow ranks; set by the Watch of a recipe that has several."""
-        self._kept: dict[str, Any] = {}
-        """With --on-nonfinite rollback, on every rank: its state at the last checkpoint."""
         self.guard = Guard(self.args, self.device, self.stop)
 
     @property
@@ -124,7 +122,6 @@ class Job:
 
     def begin_epoch(self) -> None:
         """Start the clock and the progress bar."""
-        self._keep_state()
         self.throughput.start()
         if self.record:
             done = self.position.step - self.position.epoch * self.steps_per_epoch
@@ -136,8 +133,6 @@ class Job:
         self.position.step += 1
         if self.is_log_due() or self._is_saved_after(self.position.step):
             self.guard.settle()
-        if self.is_checkpoint_due():
-            self._keep_state()
         self.throughput.count_step()
         if self.record:
             self.record.progress.advance()
@@ -148,29 +143,11 @@ class Job:
         def allows_gradients(gradients: Sequence[Tensor]) -> bool:
             step, before = self.position.step + 1, self.guard.skipped
             is_allowed = self.guard.allows(step, loss_sum, gradients)
-            if self.guard.skipped > before:
-                went_back = self._go_back()
-                if self.record:
-                    self.record.progress.say(
-                        f"warning: left step {step} out: its loss or gradient is not finite{went_back}"
-                    )
+            if self.record and self.guard.skipped > before:
+                self.record.progress.say(f"warning: left step {step} out: its loss or gradient is not finite")
             return is_allowed
 
         return allows_gradients
-
-    def _keep_state(self) -> None:
-        """With --on-nonfinite rollback, keep a copy of what a step changes, on each rank."""
-        if self.args.on_nonfinite == "rollback":
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            self._kept = copy_tree({**state, "step": self.position.step}, self._kept)
-
-    def _go_back(self) -> str:
-        """Take the weights and the optimizer's state of the last checkpoint again; return this in words."""
-        if not self._kept:
-            return ""
-        self.model.load_state_dict(self._kept["model"])
-        self.optimizer.load_state_dict(self._kept["optimizer"])
-        return f"; the weights are those of step {self._kept['step']} again"
 
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""

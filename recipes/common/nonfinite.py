@@ -1,4 +1,4 @@
-"""A loss or gradient that is no finite number: stop, leave the step out, or go back, on all ranks alike.
+"""A loss or gradient that is no finite number: stop, or skip the step, on all ranks alike.
 
 What a step looks at are the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
 of one of them is not: so all decide alike, and nothing more has to be exchanged.
@@ -23,9 +23,6 @@ from recipes.common.signals import Stop
 
 MOST_IN_A_ROW = 10
 """Steps that `skip` leaves out one after another before it gives up: by then the weights are at fault."""
-
-MOST_ROLLBACKS = 10
-"""How often `rollback` goes back in a run before it gives up."""
 
 
 class NonFiniteError(UserError):
@@ -93,9 +90,7 @@ class Guard:
         self._in_a_row += 1
         if self.mode == "stop":
             self._fail(step, not bool(torch.isfinite(loss)), "the weights are those before it")
-        elif self.mode == "rollback" and self.skipped == MOST_ROLLBACKS:
-            self._fail(step, not bool(torch.isfinite(loss)), f"rolled back {MOST_ROLLBACKS} times before it")
-        elif self.mode == "skip" and self._in_a_row > MOST_IN_A_ROW:
+        elif self._in_a_row > MOST_IN_A_ROW:
             self._fail(
                 step, not bool(torch.isfinite(loss)), f"so were the {MOST_IN_A_ROW} before it: skipped those"
             )

@@ -64,8 +64,6 @@ class Parser(argparse.ArgumentParser):
 
 class _RecipeParser(Parser):
     def check(self, args: Options) -> None:
-        if getattr(args, "zero", False) and args.on_nonfinite == "rollback":
-            raise UserError("--on-nonfinite rollback: no rank has the whole state with --zero; use skip")
         if args.compile_mode != "default" and not args.compile:
             raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
 
@@ -259,10 +257,9 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--on-nonfinite",
-        type=one_of("stop", "skip", "rollback"),
+        type=one_of("stop", "skip"),
         default="stop",
-        help="a loss or gradient that is not finite: stop the job with its step and ranks, skip that step, or "
-        "skip it and go back to the weights of the last checkpoint",
+        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step",
     )
 
 

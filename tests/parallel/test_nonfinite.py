@@ -1,17 +1,10 @@
 """A loss that is not finite, on one rank: all stop after the same step, or all leave that step out."""
 
-import json
 import re
 import signal
 
 import pytest
-import torch
 
-from recipes.common.checkpoint import read_checkpoint
-from recipes.common.data import load_data
-from recipes.common.models import build_model
-from recipes.common.seeding import permutation
-from recipes.single import train as single
 from tests.support import (
     Interrupt,
     Ranks,
@@ -105,50 +98,3 @@ def test_the_pipeline_refuses_to_skip(tmp_path):
     outcome = Ranks("pipeline", words, 2, tmp_path / "out").wait(60)
     assert set(outcome.statuses) == {2}
     assert "error: --on-nonfinite skip: a stage sees its own gradients only; use stop" in outcome.text
-
-
-@pytest.mark.parametrize(
-    ("recipe", "world_size", "argv"),
-    [
-        ("ddp", 2, ("--optimizer", "adamw")),
-        ("scratch", 2, ()),
-        ("single", 1, ()),
-        ("apex", 2, ("--opt-level", "O2")),
-    ],
-)
-def test_rollback_takes_the_weights_of_the_last_checkpoint(tmp_path, recipe, world_size, argv):
-    """With a checkpoint every 5 steps, those after step 10 are undone at step 13, and training goes on with 14."""
-    argv = ("--on-nonfinite", "rollback", "--checkpoint-every", "5", "--keep-checkpoints", "9", *argv)
-    outcome, run = spoilt(recipe, tmp_path, world_size, "loss", None, *argv)
-    assert set(outcome.statuses) == {0}, outcome.text
-    line = (
-        f"warning: left step {BAD} out: its loss or gradient is not finite; the weights are those of step 10 again"
-    )
-    assert line in outcome.outputs[0]
-    lines = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
-    _, other = spoilt(recipe, tmp_path, world_size, "optimizer_step", None, *argv, name="other")
-    theirs = {line["step"]: line["loss"] for line in metrics(other) if "loss" in line}
-    assert [lines[step] == theirs[step] for step in (11, 12, 14)] == [True, True, False]
-    # Step 14 is that of the weights of step 10.
-    expected = loss_of(run, recipe, 10, 14)
-    assert lines[14] == pytest.approx(expected, rel=1e-2 if recipe == "apex" else 1e-4)
-
-
-def loss_of(run, recipe, step, batch):
-    """Return the loss that the weights after a step have on a later step's batch."""
-    config = json.loads((run / "config.json").read_text())["options"]
-    args = single.options(["--seed", str(config["seed"])])
-    data = load_data(args, torch.device("cpu"), on_bad_image=pytest.fail)
-    model = build_model(args, data)
-    model.load_state_dict(read_checkpoint(run / f"checkpoints/step-{step:09d}.pt")["model"])
-    size = args.global_batch_size
-    indices = permutation(len(data.train), args.seed, 0)[(batch - 1) * size : batch * size]
-    [(images, labels)] = list(data.train.batches([indices], 0))
-    return torch.nn.functional.cross_entropy(model(images), labels).item()
-
-
-def test_rollback_gives_up(tmp_path):
-    argv = ("--on-nonfinite", "rollback", "--lr", "1e30", "--warmup-steps", "0")
-    outcome = Ranks("ddp", words_for(tmp_path, "run", *WORDS, *argv), 2, tmp_path / "out").wait(60)
-    assert set(outcome.statuses) == {1}, outcome.text
-    assert "; rolled back 10 times before it" in outcome.outputs[0]
