@@ -47,7 +47,7 @@ ELASTIC_OPTIONS = $(if $(MIN_NODES),--min-nodes "$(MIN_NODES)") $(if $(MAX_RESTA
 PLAN_OPTIONS = $(if $(filter file,$(origin NODES)),,--nodes "$(NODES)") $(if $(GPUS),--gpus "$(GPUS)") \
 	$(if $(FABRIC),--fabric "$(FABRIC)") $(if $(MODEL),--model "$(MODEL)")
 
-.PHONY: help list setup run bench commbench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test lint audit format lock clean
+.PHONY: help list setup run bench commbench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -131,9 +131,13 @@ k8s-delete: ## Delete a job from the cluster, NAME=mine; its record stays on the
 	@scripts/setup.sh run
 	@exec $(PYTHON) -m scripts.k8s --namespace "$(NAMESPACE)" --delete "$(NAME)"
 
-test: ## Run the tests; REQUIRE=slurm,docker,... turns a skip into a failure; COVERAGE=1 tells what they have run
+test: ## Run the tests that take minutes, as an ordinary user or as root: ARGS="-k resume -x"
 	@scripts/setup.sh dev
-	@scripts/test.sh $(ARGS)
+	@scripts/test.sh quick $(ARGS)
+
+test-all: ## Run all tests; REQUIRE=slurm,docker,... turns a skip into a failure; COVERAGE=1 measures coverage
+	@scripts/setup.sh dev
+	@scripts/test.sh all $(ARGS)
 
 lint: ## Check formatting, names, types, shell scripts and YAML
 	@scripts/setup.sh dev

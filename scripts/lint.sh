@@ -10,4 +10,5 @@ ruff check .
 mypy
 git ls-files -z --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
 yamllint --strict .
+check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 hadolint docker/*.Dockerfile

@@ -1,15 +1,26 @@
 #!/usr/bin/env bash
 # Run the tests; with COVERAGE=1 also print how much of the code they have run, in all processes: ranks, agents, ...
 #
-#   scripts/test.sh [PYTEST ARGUMENTS]         e.g. tests/unit --numprocesses 0
+#   scripts/test.sh quick [PYTEST ARGUMENTS]   all but those marked slow: minutes
+#   scripts/test.sh all [PYTEST ARGUMENTS]     all, e.g. tests/unit --numprocesses 0
 #
 # Three workers, also on two cores: tests wait for processes to start or to end most of the time. Coverage takes a
 # quarter longer.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tier=${1:-}
+case $tier in
+quick) chosen=(-m "not slow") ;;
+all) chosen=() ;;
+*)
+    echo "error: unknown tier '$tier'; usage: scripts/test.sh quick|all [PYTEST ARGUMENTS]" >&2
+    exit 2
+    ;;
+esac
+shift
 python=${PYTHON:-.venv/bin/python}
-tests=(pytest --numprocesses 3 --dist worksteal "$@")
+tests=(pytest --numprocesses 3 --dist worksteal "${chosen[@]}" "$@")
 
 if [[ -z ${COVERAGE:-} ]]; then exec "$python" -m "${tests[@]}"; fi
 
