@@ -68,8 +68,8 @@ class Interrupt:
     count: int
     """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it.
 
-    Not a signal but a fault: with "loss", the so manieth loss is nan; with "optimizer_step", that one is left out.
-    0: each time.
+    Not a signal but a fault: with "loss", the so manieth loss is nan; with "gradient", it is finite and has a nan
+    for a gradient; with "optimizer_step", that step is left out. 0: each time (but for the last).
     """
     ranks: list[int] | None = None
     """None: all."""
@@ -175,15 +175,20 @@ class Ranks:
 
 
 def _spoil(interrupt: Interrupt, module: Any) -> None:
-    """Let a loss of the recipe be nan, or an optimizer step be left out."""
-    name = "cross_entropy" if interrupt.where == "loss" else "optimizer_step"
+    """Let a loss of the recipe or its gradient be nan, or an optimizer step be left out."""
+    name = "optimizer_step" if interrupt.where == "optimizer_step" else "cross_entropy"
     original, calls = getattr(module, name), 0
 
     def spoilt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
+        factor = float("nan") if interrupt.count in (0, calls) else 1.0
         if interrupt.where == "loss":
-            return original(*args, **kwargs) * (float("nan") if calls == interrupt.count else 1.0)
+            return original(*args, **kwargs) * factor
+        if interrupt.where == "gradient":
+            loss = original(*args, **kwargs)
+            loss.register_hook(lambda gradient: gradient * factor)
+            return loss
         if calls == interrupt.count:
             return args[2].zero_grad()
         return original(*args, **kwargs)
@@ -217,7 +222,7 @@ def _run_rank(
     file_limit_bytes: int | None = None,
     interrupt: Interrupt | None = None,
 ) -> None:
-    is_fault = interrupt is not None and interrupt.where in ("loss", "optimizer_step")
+    is_fault = interrupt is not None and interrupt.where in ("loss", "gradient", "optimizer_step")
     if interrupt and not is_fault:
         _send_at(interrupt)
     if file_limit_bytes is not None:

@@ -375,6 +375,10 @@ class ApexScaler:
     def __init__(self, amp: Any, is_dynamic: bool) -> None:
         self.amp, self.is_dynamic = amp, is_dynamic
 
+    def get_scale(self) -> float:
+        """Return the loss scale, 1 where there is none."""
+        return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.is_dynamic else 1.0
+
     def state_dict(self) -> dict[str, Any]:
         """Return what GradScaler.state_dict() would, so that checkpoints pass between the two."""
         if not self.is_dynamic:

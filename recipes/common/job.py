@@ -132,7 +132,7 @@ class Job:
         """Count an optimizer step."""
         self.position.step += 1
         if self.is_log_due() or self._is_saved_after(self.position.step):
-            self.guard.settle()
+            self.guard.settle(self.position.step, self.scaler)
         self.throughput.count_step()
         if self.record:
             self.record.progress.advance()

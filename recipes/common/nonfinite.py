@@ -24,6 +24,9 @@ from recipes.common.signals import Stop
 MOST_IN_A_ROW = 10
 """Steps that `skip` leaves out one after another before it gives up: by then the weights are at fault."""
 
+MIN_LOSS_SCALE = 1.0
+"""Below it, gradients overflow that nothing has scaled up: from 2^16, 17 bad steps in a row lead there."""
+
 
 class NonFiniteError(UserError):
     """The loss or a gradient is not finite, and --on-nonfinite says what to do about it.
@@ -98,10 +101,12 @@ class Guard:
             self.skipped += 1
         return False
 
-    def settle(self) -> None:
-        """Ask a GPU what it has noted; the caller waits for it anyway."""
-        if self._is_lazy and (step := int(self._first_bad)) >= 0:
-            self._fail(step, bool(self._bad_loss), "no checkpoint was written since")
+    def settle(self, step: int, scaler: torch.amp.GradScaler) -> None:
+        """Read what a GPU has noted up to a step, and its loss scale; the caller waits for it anyway."""
+        if self._is_lazy and (first_bad := int(self._first_bad)) >= 0:
+            self._fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")
+        if (scale := scaler.get_scale()) < MIN_LOSS_SCALE:  # one that is not enabled has 1
+            self._fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
 
     def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:
         """Whether the weights after a step may be saved; where not, this becomes the rank's vote."""
@@ -119,5 +124,5 @@ class Guard:
             self._fail(step, False, "the loss is that of all ranks")
 
     def _fail(self, step: int, is_loss: bool, hint: str) -> None:
-        mend = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto goes on before it"
-        self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {mend}"))
+        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto goes on before it"
+        self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))

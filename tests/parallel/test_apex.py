@@ -175,19 +175,49 @@ def use_float16():
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=FIRST_SCALE)
 
 
+def use_plain_torch():
+    """Change nothing."""
+
+
+def spoil_gradients():
+    """Let every loss be finite and have nan for a gradient."""
+    original = recipe.cross_entropy
+
+    def spoilt(*args, **kwargs):
+        loss = original(*args, **kwargs)
+        loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    recipe.cross_entropy = spoilt
+
+
+def spoil_stand_in():
+    use_stand_in()
+    spoil_gradients()
+
+
+def spoil_float16():
+    use_float16()
+    spoil_gradients()
+
+
 def run_changed(change, argv, env, folder):
     """Be one rank of a recipe that is changed first; leave its output and the calls that the stand-in has seen."""
     os.environ.update(env)
     torch.set_num_threads(1)
     change()
-    with open(folder / f"rank{env['RANK']}.txt", "w") as output, contextlib.redirect_stdout(output):
+    with (
+        open(folder / f"rank{env['RANK']}.txt", "w") as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
         status = exit_status(lambda: recipe.main(argv))
     events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
     (folder / f"events{env['RANK']}.json").write_text(json.dumps(events))
     sys.exit(status)
 
 
-def train_changed(change, folder, name, world_size, *argv):
+def train_changed(change, folder, name, world_size, *argv, status=0):
     """Train with a changed recipe; return the run and rank 0's calls of the stand-in."""
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -200,7 +230,7 @@ def train_changed(change, folder, name, world_size, *argv):
     for process in processes:
         process.join(support.TIMEOUT_S)
         process.kill()
-    assert [process.exitcode for process in processes] == [0] * world_size
+    assert [process.exitcode for process in processes] == [status] * world_size
     return folder / name, json.loads((folder / "events0.json").read_text())
 
 
@@ -246,6 +276,31 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
     skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
     assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
     assert largest_difference(weights(skipped), weights(run)) == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("change", "first_scale"), [(spoil_stand_in, 2.0**16), (spoil_float16, FIRST_SCALE)])
+def test_a_collapsed_loss_scale_ends_the_run(tmp_path, change, first_scale, level):
+    """Every step is left out and halves the scale; the weights stay as they are."""
+    words = ("--opt-level", level, "--max-steps", "30", "--on-nonfinite", "skip")
+    train_changed(change, tmp_path, "run", 1, *words, status=1)
+    steps = int(math.log2(first_scale)) + 1
+    [line] = [line for line in (tmp_path / "rank0.txt").read_text().splitlines() if line.startswith("error: ")]
+    assert f" step {steps} is not finite; the loss scale has collapsed to 0.5, so steps change nothing" in line
+
+
+@pytest.mark.parametrize("change", [use_stand_in, use_plain_torch])
+def test_what_is_clipped_are_the_masters(tmp_path, change):
+    """One step without momentum moves them by the learning rate times the norm that is left."""
+    words = ("--opt-level", "O2", "--max-steps", "1", "--seed", "1", "--warmup-steps", "0", "--momentum", "0")
+    clip = ("--weight-decay", "0", "--lr", "10", "--clip-grad-norm", "0.1")
+    run, _ = train_changed(change, tmp_path, "run", 1, *words, *clip)
+    first = first_weights()
+    begun = {
+        name: tensor.bfloat16().float() if change is use_stand_in else tensor for name, tensor in first.items()
+    }
+    squares = sum(float((tensor - begun[name]).double().square().sum()) for name, tensor in weights(run).items())
+    assert math.sqrt(squares) == pytest.approx(10 * 0.1, rel=1e-3)
 
 
 def test_o2_keeps_batch_norm_in_fp32():

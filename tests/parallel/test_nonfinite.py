@@ -93,6 +93,20 @@ def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
     assert newest_checkpoint(run)["position"]["step"] == BAD - 1
 
 
+def test_fp16_ends_once_its_scale_has_collapsed(tmp_path):
+    """GradScaler leaves every step out and says nothing: 2^16 is below 1 after 17 of them."""
+    argv = [*WORDS, "--checkpoint-every", "0", "--amp", "fp16"]
+    fault = Interrupt(signal.SIGCONT, 0, [1], "gradient")
+    outcome = Ranks("ddp", words_for(tmp_path, "run", *argv), 2, tmp_path / "out", interrupt=fault).wait(60)
+    assert outcome.statuses == [1, 1], outcome.text
+    line = (
+        "error: a gradient of step 17 is not finite; the loss scale has collapsed to 0.5, so steps change nothing"
+    )
+    assert line in outcome.outputs[0]
+    assert outcome.text.count("error: ") == 1
+    assert not list((tmp_path / "run/checkpoints").glob("*.pt"))
+
+
 def test_the_pipeline_refuses_to_skip(tmp_path):
     words = words_for(tmp_path, "run", *WORDS, "--on-nonfinite", "skip")
     outcome = Ranks("pipeline", words, 2, tmp_path / "out").wait(60)

@@ -9,6 +9,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import Guard, NonFiniteError, raise_first
 
+SCALER = torch.amp.GradScaler("cpu", enabled=False)
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
 
 
@@ -29,7 +30,7 @@ def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(
     for step, gradient, loss in [(1, ONE, ONE), (2, NAN, ONE), (3, NAN, NAN)]:
         assert guard.allows(step, loss, [gradient])
     assert guard.stop.error is None
-    guard.settle()
+    guard.settle(3, SCALER)
     assert str(guard.stop.error).startswith("a gradient of step 2 is not finite; no checkpoint was written since")
 
 
@@ -46,6 +47,15 @@ def test_spoilt_weights_are_not_saved():
     assert not guard.is_sound(5, [ONE, NAN])
     assert str(guard.stop.error).startswith("a gradient of step 5 is not finite; it has spoilt the weights")
     assert not guard.is_sound(6, [ONE])
+
+
+def test_a_collapsed_loss_scale_fails():
+    guard = guard_of("skip")
+    guard.settle(20, torch.amp.GradScaler("cpu", init_scale=1.0))
+    assert guard.stop.error is None
+    guard.settle(21, torch.amp.GradScaler("cpu", init_scale=0.5))
+    assert "step 21 is not finite; the loss scale has collapsed to 0.5, so steps" in str(guard.stop.error)
+    assert not guard.is_sound(21, [ONE])
 
 
 def test_skips_in_a_row_are_bounded_and_a_good_step_starts_again():

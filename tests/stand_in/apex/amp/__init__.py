@@ -1,7 +1,8 @@
 """apex.amp: initialize, scale_loss, master_params and the state of the loss scale.
 
 It repeats what a caller can trip over: initialize() comes once and before DDP, zero_grad() takes no arguments
-under O2, masters appear at the first zero_grad() or backward, a delayed unscale leaves gradients where they are.
+under O2, masters appear at the first zero_grad() or backward, a delayed unscale leaves gradients where they are,
+an overflow puts a no-op in place of the next step().
 """
 
 import contextlib
@@ -89,6 +90,16 @@ def scale_loss(loss, optimizer, delay_unscale=False):
     else:
         for parameter in master_params(optimizer):
             parameter.grad /= State.scale
+    is_dynamic = State.level in ("O1", "O2")
+    if is_dynamic and not all(p.grad.isfinite().all() for p in master_params(optimizer)):
+        State.scale, State.unskipped = State.scale / 2, 0
+        step = optimizer.step
+
+        def skip():
+            optimizer.step = step
+
+        optimizer.step = skip
+        return
     State.unskipped += 1
 
 
