@@ -1,9 +1,12 @@
 """What all tests share: skips that CI can forbid, and an end to every process that a test has started."""
 
+import importlib.util
 import os
+import shutil
 
 import pytest
 
+from scripts import network
 from tests import support
 
 
@@ -22,3 +25,41 @@ def require(name: str, available: object, reason: str, remedy: str) -> None:
     if name in os.environ.get("REQUIRE", "").replace(" ", "").split(","):
         pytest.fail(f"REQUIRE={name}: {message}", pytrace=False)
     pytest.skip(message)
+
+
+def need_horovod() -> None:
+    """Skip the test where Horovod is not built."""
+    require("horovod", importlib.util.find_spec("horovod"), "Horovod is not built", "run `make horovod`")
+
+
+def need_mpi() -> None:
+    """Skip the test where there is no MPI; mpi4py is among the recipes' packages."""
+    require("mpi", shutil.which("mpirun"), "there is no mpirun", "as root: apt-get install openmpi-bin")
+
+
+def need_horovod_with_mpi() -> None:
+    """Skip the test where Horovod was built without MPI, or there is none to run it."""
+    need_horovod()
+    need_mpi()
+    import horovod.torch as hvd
+
+    remedy = "as root: apt-get install libopenmpi-dev; then run `make horovod`"
+    require("mpi", hvd.mpi_built(), "Horovod was built without MPI", remedy)
+
+
+def need_namespaces(*tools: str) -> None:
+    """Skip the test where there can be no nodes with networks of their own, or a tool for them is missing."""
+    require("netns", not network.why_not(), network.why_not(), "run `make test-all` as root")
+    packages = {"iptables": "iptables", "tc": "iproute2"}
+    for tool in tools:
+        remedy = f"as root: apt-get install {packages[tool]}"
+        require("netns", shutil.which(tool), f"there is no {tool}", remedy)
+
+
+def need_gpus(count: int = 1) -> None:
+    """Skip the test where fewer GPUs are visible."""
+    import torch
+
+    found = torch.cuda.device_count()
+    name = "gpu" if count == 1 else "two-gpus"
+    require(name, found >= count, f"{found} of {count} GPUs are visible", "run it on a machine with NVIDIA GPUs")

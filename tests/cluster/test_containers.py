@@ -41,7 +41,7 @@ def is_engine_up():
 
 
 def require_engine():
-    remedy = "install Docker and Compose, and start the engine"
+    remedy = "as root: apt-get install docker.io docker-compose; dockerd &"
     require("docker", shutil.which(DOCKER), "there is no docker", remedy)
     require("docker", is_engine_up(), "no Docker engine answers", remedy)
     compose = [DOCKER, "compose", "version"]
@@ -55,7 +55,7 @@ def base_image():
     if given or has_image(STAND_IN):
         return given or STAND_IN
     can_make = os.geteuid() == 0 and shutil.which("debootstrap")
-    remedy = "BASE_IMAGE=ubuntu:24.04 make test, or apt-get install debootstrap and run as root"
+    remedy = "run `BASE_IMAGE=ubuntu:24.04 make test-all`, or as root: apt-get install debootstrap; make test-all"
     require("docker", can_make, "there is no base image to build on", remedy)
     subprocess.run([ROOT / "docker/stand-in.sh", STAND_IN], check=True, timeout=600)
     return STAND_IN

@@ -1,7 +1,6 @@
 """The sbatch files on a real Slurm: the numbers of single, the right map of ranks, and an end in every case."""
 
 import functools
-import importlib.util
 import json
 import re
 import shutil
@@ -9,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.conftest import require
+from tests.conftest import need_horovod, need_horovod_with_mpi
 from tests.images import make_images
 from tests.support import ROOT, accuracies, is_equal, losses, train, wait_until, weights
 
@@ -41,10 +40,9 @@ OPTIONS = {"apex": ("--opt-level", "O0")} | dict.fromkeys(
 def submit(cluster, folder, name, *options, flags=("--gpus-per-node=1",)):
     """Submit a file by its name here; a rank a node is enough for most tests, and starts sooner than two."""
     if name.startswith("horovod"):
-        built = importlib.util.find_spec("horovod") is not None
-        require("horovod", built, "Horovod is not built", "run `make horovod`")
+        need_horovod()
     if name in ("horovod-pmix", "horovod-mpirun"):
-        require("mpi", shutil.which("mpirun"), "there is no MPI", "apt-get install openmpi-bin")
+        need_horovod_with_mpi()
     file, env = FILES[name]
     return cluster.submit(
         folder, file, *options, *OPTIONS.get(name, ()), flags=flags, PYTHON=sys.executable, **env

@@ -7,16 +7,14 @@ PID namespace: when its first process is killed, the kernel kills every other on
 import json
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import require
+from tests.conftest import need_namespaces
 from tests.support import Command
 
-COMMANDS = ("ip", "tc", "unshare", "nsenter")
 SUBNET = "10.78.0"
 
 HEADER = """
@@ -57,9 +55,7 @@ done
 
 def require_namespaces():
     """Skip, or fail under REQUIRE=netns, where no such nodes can be made."""
-    require("netns", os.geteuid() == 0, "nodes with networks of their own want root", "run `make test` as root")
-    missing = [command for command in COMMANDS if not shutil.which(command)]
-    require("netns", not missing, f"there is no {', '.join(missing)}", "apt-get install iproute2")
+    need_namespaces("tc")
 
 
 @dataclass

@@ -5,13 +5,12 @@ shifted for the doctor's own process by a sitecustomize: CLOCK_REALTIME is the m
 """
 
 import re
-import shutil
 import textwrap
 import time
 
 import pytest
 
-from tests.conftest import require
+from tests.conftest import need_namespaces
 from tests.doctor.nodes import examine
 
 
@@ -98,7 +97,7 @@ def test_many_faults_are_all_there_is(many):
 
 
 def test_a_port_that_is_blocked_one_way():
-    require("netns", shutil.which("iptables"), "there is no iptables", "apt-get install iptables")
+    need_namespaces("iptables")
     report = examine(3, "--quick", network="ip netns exec n2 iptables -A INPUT -s 10.78.0.2 -p tcp --syn -j DROP")
     assert report.rules() == [("ports", 1, 2)]
     assert re.match(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.apex import train as recipe
-from tests.conftest import require
+from tests.conftest import need_gpus, require
 from tests.support import largest_difference, losses, newest_checkpoint, train, weights
 
 U = torch.finfo(torch.float16).eps / 2
@@ -15,7 +15,7 @@ BACKENDS = ("torch", "apex")
 
 
 def require_backend(backend):
-    require("gpu", torch.cuda.is_available(), "there is no GPU", "run it on a machine with an NVIDIA GPU")
+    need_gpus()
     if backend == "apex":
         world = recipe.World(0, 1, torch.device("cuda", 0), None, None)
         why = recipe.why_not_apex(recipe.options([]), world)
@@ -25,7 +25,7 @@ def require_backend(backend):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    require("gpu", torch.cuda.is_available(), "there is no GPU", "run it on a machine with an NVIDIA GPU")
+    need_gpus()
     return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
 
 
@@ -69,7 +69,7 @@ def test_checkpoints_pass_between_backends(single, tmp_path, level):
 
 
 def test_auto_takes_apex_where_it_is(tmp_path):
-    require("gpu", torch.cuda.is_available(), "there is no GPU", "run it on a machine with an NVIDIA GPU")
+    need_gpus()
     from tests.support import run_ranks
 
     has_apex = importlib.util.find_spec("apex.amp") is not None if importlib.util.find_spec("apex") else False

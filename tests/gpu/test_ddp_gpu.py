@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from tests.conftest import require
+from tests.conftest import need_gpus
 from tests.support import (
     Interrupt,
     Ranks,
@@ -30,12 +30,12 @@ GPUS = torch.cuda.device_count()
 
 @pytest.fixture(autouse=True)
 def gpu():
-    require("gpu", GPUS >= 1, "no GPU is visible", "run the tests on a machine with an NVIDIA GPU")
+    need_gpus()
 
 
 @pytest.fixture
 def two_gpus():
-    require("two-gpus", GPUS >= 2, f"{GPUS} of the 2 GPUs are visible", "run the tests where there are two")
+    need_gpus(2)
 
 
 def assert_same_run(run, single, tolerance):

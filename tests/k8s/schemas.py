@@ -38,7 +38,7 @@ SUFFIXES = {"": 0, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 def needs_validator() -> None:
     """Skip the test without kubernetes-validate."""
     found = importlib.util.find_spec("kubernetes_validate")
-    require("kubernetes-validate", found, "it is not installed", "make test installs it")
+    require("kubernetes-validate", found, "it is not installed", "run `scripts/setup.sh dev`")
 
 
 def needs_crds() -> None:

@@ -383,7 +383,7 @@ def test_in_a_real_cluster(kind):
         "cluster",
         os.environ.get("K8S_E2E") == "1" and os.environ.get("KUBECONFIG"),
         "K8S_E2E and KUBECONFIG are not set",
-        "see k8s/README.md for a small cluster, then K8S_E2E=1 make test ARGS=tests/k8s",
+        "see k8s/README.md for a small cluster, then K8S_E2E=1 make test-all ARGS=tests/k8s",
     )
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
     name = f"e2e-{kind}"

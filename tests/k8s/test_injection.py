@@ -1,7 +1,7 @@
 """Node ranks, world sizes, addresses and ends, by what each operator injects and by processes that run on it."""
 
 import copy
-import importlib.util
+import importlib
 import json
 import re
 import shutil
@@ -13,7 +13,7 @@ import pytest
 from scripts.doctor import __main__ as doctor
 from scripts.k8s import KINDS, Request, load, render
 from scripts.local import free_port
-from tests.conftest import require
+from tests.conftest import need_horovod_with_mpi, require
 from tests.k8s import simulation
 from tests.support import ROOT, last_step, losses, train
 
@@ -147,9 +147,6 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
     """The options of every container that starts a recipe are parsed by that recipe's own parser."""
     documents = load(KINDS[kind].file)
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "pipeline" if is_rendered else "ddp")
-    if recipe == "horovod":
-        found = importlib.util.find_spec("horovod")
-        require("horovod", found, "its module parses the options", "make horovod")
     if is_rendered:
         documents = render(Request(kind, recipe, "my-job", nodes=2, options=["--timeout-s", "60"]))
     pods = simulation.pods(kind, documents)
@@ -291,8 +288,7 @@ def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
 class TestMpiJob:
     @pytest.fixture(autouse=True)
     def _needs(self):
-        require("mpi", shutil.which("mpirun"), "there is no mpirun", "apt-get install openmpi-bin")
-        require("horovod", importlib.util.find_spec("horovod"), "it is not in .venv", "make horovod")
+        need_horovod_with_mpi()
 
     def launch(self, folder, *options):
         documents = render(Request("mpijob", "horovod", "mine", nodes=2, options=list(options)))
@@ -327,7 +323,7 @@ class TestMpiJob:
 def test_sshd_takes_the_workers_options(tmp_path):
     """-t makes sshd check its configuration and end."""
     sshd, keygen = shutil.which("sshd", path="/usr/sbin"), shutil.which("ssh-keygen")
-    require("sshd", sshd and keygen, "there is no sshd", "apt-get install openssh-server")
+    require("sshd", sshd and keygen, "there is no sshd", "as root: apt-get install openssh-server")
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
     subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
     script = worker.words[2]

@@ -199,7 +199,7 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
 def kustomize(folder):
     """Return what kubectl's own kustomize builds of a folder."""
     kubectl = shutil.which("kubectl")
-    require("kubectl", kubectl, "it is not there (no cluster is needed)", "install kubectl 1.24 or later")
+    require("kubectl", kubectl, "it is not there (no cluster is needed)", "put kubectl 1.24 or later on the PATH")
     command = [kubectl, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """make commbench: right sums, every line measured, and one line where it cannot be."""
 
-import importlib.util
 import json
-import shutil
 import sys
 import types
 
@@ -11,7 +9,7 @@ import torch
 
 from recipes.common.errors import UserError
 from scripts.commbench import rank
-from tests.conftest import require
+from tests.conftest import need_horovod, need_mpi
 from tests.support import run_command
 
 SMALL = ("--sizes", "4,12k", "--seconds", "0.01", "--link-gbit", "10")
@@ -31,11 +29,9 @@ def measure(folder, nodes, *words):
 @pytest.mark.parametrize("backend", ["gloo", "mpi", "horovod"])
 def test_every_line_is_measured(backend, tmp_path):
     if backend == "mpi":
-        has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
-        require("mpi", bool(has_mpi), "there is no MPI", "apt-get install openmpi-bin && pip install mpi4py")
+        need_mpi()
     if backend == "horovod":
-        is_there = importlib.util.find_spec("horovod") is not None
-        require("horovod", is_there, "Horovod is not built", "run `make horovod`")
+        need_horovod()
     report = measure(tmp_path, 3 if backend == "gloo" else 2, backend)
     assert report["failed"] == {}
     ranks = 3 if backend == "gloo" else 2

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.conftest import need_gpus
 from tests.support import (
     ROOT,
     Ranks,
@@ -77,9 +78,9 @@ def test_one_device_is_said_to_be_single(tmp_path):
     assert text.splitlines()[-1].startswith("result recipe=dataparallel world_size=1 ")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs: run `make test` on a machine with them")
 @pytest.mark.parametrize("flag", ["--sync-batchnorm", "--compile"])
 def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
+    need_gpus(2)
     outcome = run_ranks("dataparallel", ["--runs-dir", str(tmp_path), flag], 1, tmp_path / "out", check=False)
     assert outcome.statuses == [2]
     assert "RECIPE=ddp" in outcome.outputs[0]

@@ -1,9 +1,7 @@
 """Recipes under mpirun: torchrun's numbers, one line for what cannot work, and no process left behind."""
 
 import contextlib
-import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import pytest
 
 from scripts import mpirun
 from scripts.local import free_port
-from tests.conftest import require
+from tests.conftest import need_mpi
 from tests.support import ROOT, largest_difference, losses, weights
 
 ENV = {
@@ -29,8 +27,7 @@ BOUND_S = 60
 
 @pytest.fixture
 def mpi():
-    has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
-    require("mpi", bool(has_mpi), "there is no MPI", "apt-get install openmpi-bin && pip install mpi4py")
+    need_mpi()
 
 
 def command(*words):

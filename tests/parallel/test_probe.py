@@ -1,10 +1,8 @@
 """Every launcher gives the same map of ranks: one node of four processes, and two nodes of two."""
 
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -13,7 +11,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.probe.train import check
 from scripts.local import free_port
-from tests.conftest import require
+from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.support import ROOT
 
 MPI_ENV = {
@@ -29,16 +27,14 @@ def torchrun(nodes, nproc_per_node):
 
 
 def mpirun(nodes, nproc_per_node):
-    has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4py")
-    require("mpi", bool(has_mpi), "there is no MPI", "apt-get install openmpi-bin && pip install mpi4py")
+    need_mpi()
     words = ["--nproc-per-node", str(nproc_per_node)] if nodes > 1 else []
     size = str(nodes * nproc_per_node)
     return ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.mpirun", *words, "recipes.probe.train"]
 
 
 def horovodrun(controller, nodes, nproc_per_node):
-    is_there = importlib.util.find_spec("horovod") is not None
-    require("horovod", is_there, "Horovod is not built", "run `make horovod`")
+    need_horovod()
     words = [str(ROOT / ".venv/bin/horovodrun"), f"--{controller}", "--disable-cache", "-np", str(nproc_per_node)]
     return [*words, sys.executable, "-m", "recipes.probe.train", "--join", "horovod"]
 
@@ -48,7 +44,7 @@ def horovodrun_gloo(nodes, nproc_per_node):
 
 
 def horovodrun_mpi(nodes, nproc_per_node):
-    require("mpi", shutil.which("mpirun"), "there is no MPI", "apt-get install openmpi-bin")
+    need_horovod_with_mpi()
     return horovodrun("mpi", nodes, nproc_per_node)
 
 

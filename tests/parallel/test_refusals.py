@@ -61,7 +61,9 @@ def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
     if case == "cuda":
         import torch
 
-        require("no-gpu", not torch.cuda.is_available(), "this machine has GPUs", "run it on one without")
+        require(
+            "no-gpu", not torch.cuda.is_available(), "this machine has GPUs", "run it with CUDA_VISIBLE_DEVICES=''"
+        )
     outcome = run_ranks(recipe, words_for(tmp_path, "a", *argv), world_size, tmp_path / "out", check=False)
     assert_refused(outcome, words)
     assert not (tmp_path / "a").exists(), "a refusal leaves no run behind"
@@ -202,7 +204,7 @@ def small_disk(tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=10) if shutil.which("mount") else None
     reason = "no mount" if done is None else done.stderr.strip()
-    require("mount", done and done.returncode == 0, f"cannot mount a tmpfs ({reason})", "run as root")
+    require("mount", done and done.returncode == 0, f"cannot mount a tmpfs ({reason})", "run `make test` as root")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
 
@@ -330,9 +332,7 @@ def is_set_up():
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_make_run_refuses(variables, words):
-    require(
-        "setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `make setup` or `make test`"
-    )
+    require("setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `scripts/setup.sh dev`")
     result = run_command("make", "run", *variables, timeout_s=60)
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr

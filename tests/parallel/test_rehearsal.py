@@ -8,9 +8,9 @@ import pytest
 
 from recipes.ddp import train
 from scripts.plan import thousand
-from scripts.plan.check import error_of, network
+from scripts.plan.check import error_of
 from scripts.plan.workload import kind_of, look_at
-from tests.conftest import require
+from tests.conftest import need_namespaces
 from tests.support import Command
 
 _context = multiprocessing.get_context("forkserver")
@@ -68,7 +68,7 @@ def test_the_rehearsal_refuses_in_a_line(capsys):
 
 def test_the_plans_bytes_are_those_that_leave_a_node(tmp_path):
     """Two nodes: the model's gradients once, half of them in fp16; headers, votes and notes add a few percent."""
-    require("netns", not network.why_not(), network.why_not(), "run `make test` as root")
+    need_namespaces()
     output = tmp_path / "points.json"
     words = ("--nodes", "2", "--mbit", "0", "--rounds", "1", "--steps", "6", "--compression", "none", "fp16")
     command = ("-m", "scripts.plan.check", *words, "--model", "vit-tiny", "--output", str(output))

@@ -3,16 +3,15 @@
 import json
 import sys
 
-from scripts import network
 from scripts.bench.wire import Work
 from tests import wire_ranks
-from tests.conftest import require
+from tests.conftest import need_namespaces
 from tests.support import run_command
 
 
 def test_bytes_of_a_step(tmp_path):
     """LeNet on images of 96 pixels and 1,000 classes has 1,027,436 parameters: 4.1 MB of gradients."""
-    require("netns", not network.why_not(), network.why_not(), "run `make test` as root")
+    need_namespaces()
     done = run_command(sys.executable, "-m", "tests.wire_ranks", str(tmp_path), timeout_s=60)
     assert done.status == 0, done.stdout + done.stderr
     # conv 6 x 3 x 25 + 6, conv 16 x 6 x 25 + 16, linear 16 x 22 x 22 -> 120 -> 84 -> 1,000
