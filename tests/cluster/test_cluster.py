@@ -14,6 +14,8 @@ from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import require_slurm
 from tests.support import ROOT, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_down_leaves_nothing(tmp_path_factory):
     require_slurm()

@@ -17,6 +17,8 @@ import pytest
 from tests.conftest import require
 from tests.support import ROOT, Command, last_step, losses, newest_checkpoint, train, wait_until, words_for
 
+pytestmark = pytest.mark.slow
+
 DOCKER = os.environ.get("DOCKER", "docker")
 STAND_IN = "cluster-recipes/stand-in"
 PREFIX = "cluster-recipes/"

@@ -5,7 +5,11 @@ import re
 import sys
 import time
 
+import pytest
+
 from tests.support import assert_same_curve, last_step, train, wait_until
+
+pytestmark = pytest.mark.slow
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 """A rate at which a difference in the last bit stays one for hundreds of steps."""

@@ -12,6 +12,8 @@ from tests.conftest import need_horovod, need_horovod_with_mpi
 from tests.images import make_images
 from tests.support import ROOT, accuracies, is_equal, losses, train, wait_until, weights
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = (
     *("--global-batch-size", "96", "--seed", "2", "--lr", "0.01", "--warmup-steps", "5"),
     *("--max-steps", "24", "--log-every", "1"),

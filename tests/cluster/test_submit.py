@@ -23,6 +23,8 @@ from tests.support import (
     words_for,
 )
 
+pytestmark = pytest.mark.slow
+
 LONG = ("--epochs", "40", "--deterministic")
 """Some seconds of training."""
 

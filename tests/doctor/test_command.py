@@ -16,6 +16,8 @@ from scripts.doctor import meeting, network
 from scripts.local import free_port
 from tests.support import Command
 
+pytestmark = pytest.mark.slow
+
 DOCTOR = (sys.executable, "-m", "scripts.doctor")
 
 

@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import need_namespaces
 from tests.doctor.nodes import examine
 
+pytestmark = pytest.mark.slow
+
 
 def site(code):
     """Return bash that lets every Python on the node run some lines before all else."""

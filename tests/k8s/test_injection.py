@@ -194,6 +194,7 @@ def start(kind, documents, folder, *options):
     return [simulation.run(pod, replaced) for pod in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
 def test_the_pods_train_as_one_world(kind, tmp_path):
     results = [command.wait() for command in start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2")]
@@ -205,6 +206,7 @@ def test_the_pods_train_as_one_world(kind, tmp_path):
     assert last_step(tmp_path / "ddp") <= 2
 
 
+@pytest.mark.slow
 def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     documents = render(Request("doctor", "probe", "doctor", nodes=2, gpus=2))
     results = [command.wait() for command in start("doctor", documents, tmp_path, "--device=cpu")]
@@ -220,6 +222,7 @@ def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     assert ranks == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
 
 
+@pytest.mark.slow
 def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     """Of two pods one is killed for good: the other goes on from the checkpoint and ends the run."""
     documents = load("pytorchjob-elastic.yaml")
@@ -238,6 +241,7 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     assert losses(tmp_path / "ddp-elastic") == pytest.approx(losses(whole), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     """TERM to one pod: all write a checkpoint and fail with 143; the pods that start again end the same run."""
     documents = render(
@@ -262,6 +266,7 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     assert losses(tmp_path / "mine") == losses(tmp_path / "whole" / "mine")
 
 
+@pytest.mark.slow
 def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
     results = [c.wait() for c in start("indexed-job", load("indexed-job.yaml"), tmp_path, "--global-batch-size=1")]
     assert [result.status for result in results] == [2, 2]

@@ -12,6 +12,8 @@ from scripts.commbench import rank
 from tests.conftest import need_horovod, need_mpi
 from tests.support import run_command
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--sizes", "4,12k", "--seconds", "0.01", "--link-gbit", "10")
 
 

@@ -5,6 +5,8 @@ import pytest
 from scripts import compare
 from tests.support import ROOT, losses, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

@@ -3,8 +3,12 @@
 import json
 import sys
 
+import pytest
+
 from scripts import network
 from tests.support import Command
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_fault_is_survived_and_measured(tmp_path):

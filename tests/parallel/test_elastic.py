@@ -6,7 +6,11 @@ import signal
 import sys
 import time
 
+import pytest
+
 from tests.support import Command, assert_same_curve, last_step, newest_checkpoint, train, words_for
+
+pytestmark = pytest.mark.slow
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 """A rate at which a difference in the last bit stays one for hundreds of steps (at 0.002 some seeds do not)."""

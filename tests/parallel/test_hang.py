@@ -27,6 +27,7 @@ def assert_reported(run, line, silent, others):
     assert f"==== rank {silent}\n" not in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "nproc_per_node", "victim"), [(1, 2, 0), (2, 2, 3)])
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path, nodes, nproc_per_node, victim):
     """As `make run` starts it. A process that is stopped takes no signal but KILL, and says nothing."""

@@ -57,6 +57,7 @@ def test_the_curve_is_the_same(images, single, tmp_path, recipe, world_size, wor
     assert accuracies(run) == accuracies(single())
 
 
+@pytest.mark.slow
 def test_the_same_goes_on_after_an_interruption(images, single, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "1")
     when = Interrupt(signal.SIGTERM, 4)  # in the second epoch
@@ -183,6 +184,7 @@ def run_lines(*lines):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
     """A worker that was forked off meanwhile would wait for it without end."""
     printed = run_lines(
@@ -194,6 +196,7 @@ def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
     assert printed == "[4]\n"
 
 
+@pytest.mark.slow
 def test_an_epoch_that_is_left_leaves_nothing_for_the_next(images):
     """Workers are kept, and may have decoded ahead."""
     printed = run_lines(
@@ -220,6 +223,7 @@ def wait_for_workers(rank):
     return processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_workers_outlive_a_signal_to_all_processes(images, tmp_path, number):
     """Slurm may send it to each process of a job."""
@@ -239,6 +243,7 @@ def test_workers_outlive_a_signal_to_all_processes(images, tmp_path, number):
     assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_rank_is_killed(images, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
     job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")

@@ -280,6 +280,7 @@ def has_handler(pid, number):
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "delay_s"), [(2, 0.0), (1, 0.5), (1, 1.2), (2, 2.5)])
 def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
     """While the launcher, the agents or the ranks still import."""
@@ -293,6 +294,7 @@ def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
     assert not list(tmp_path.glob("early/checkpoints/*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
     """As Slurm and Kubernetes send it: TERM to scripts/launch.sh, which has become the agent."""
     words = words_for(tmp_path, "agent", *ENDLESS)
@@ -314,6 +316,7 @@ def test_ctrl_c_ends_everything_at_once(tmp_path):
     assert "interrupted; " in result.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_is_ended_with_the_others(tmp_path):
     """A stopped process notices nothing: neither that its peer is gone nor any signal but KILL."""
     job = local("ddp", 2, 1, *words_for(tmp_path, "hung", *ENDLESS))
@@ -333,6 +336,7 @@ VICTIMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, victim):
     words = words_for(tmp_path, "killed", "--checkpoint-every", "5", *ENDLESS)

@@ -16,6 +16,8 @@ from scripts.local import free_port
 from tests.conftest import need_mpi
 from tests.support import ROOT, largest_difference, losses, weights
 
+pytestmark = pytest.mark.slow
+
 ENV = {
     **os.environ,
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

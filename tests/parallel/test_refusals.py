@@ -251,6 +251,7 @@ def by_python(*argv):
 PATHS = {"local": by_local, "launch.sh": by_launch_sh, "torchrun": by_torchrun, "python": by_python}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "case"), [("local", "option"), *((path, "missing folder") for path in PATHS)])
 def test_every_launch_path_says_it_once(tmp_path, path, case):
     """Before any process group is made, and after: what one rank or all of them refuse."""
@@ -342,6 +343,7 @@ def test_make_run_refuses(variables, words):
 # ---- addresses and ports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
 def test_an_unreachable_head_node(address):
     env = {**NODE, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": address, "RDZV_TIMEOUT_S": "2"}
@@ -353,6 +355,7 @@ def test_an_unreachable_head_node(address):
     assert result.stderr.splitlines() == [error]
 
 
+@pytest.mark.slow
 def test_a_node_that_never_comes():
     env = {**NODE, "NNODES": "2", "MASTER_PORT": str(free_port()), "RDZV_TIMEOUT_S": "2", "PYTHON": sys.executable}
     result = Command("scripts/launch.sh", "ddp", **env).wait(timeout_s=60)
@@ -388,6 +391,7 @@ def test_a_taken_port_without_our_launcher(taken_port, tmp_path):
     job.kill()  # torch gives the others no bound while a stranger holds the port; srun and mpirun end them
 
 
+@pytest.mark.slow
 def test_an_unreachable_head_without_our_launcher(tmp_path):
     words = words_for(tmp_path, "a", "--timeout-s", "3")
     job = Ranks("ddp", words, 2, tmp_path / "out", nodes=2)
@@ -399,6 +403,7 @@ def test_an_unreachable_head_without_our_launcher(tmp_path):
     assert "Traceback" not in outcome.outputs[1]
 
 
+@pytest.mark.slow
 def test_launching_leaves_no_file_behind(tmp_path):
     """Agents keep logs in a temporary folder, which goes with them."""
     node = {**NODE, "MASTER_PORT": str(free_port()), "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}

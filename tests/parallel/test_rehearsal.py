@@ -13,6 +13,8 @@ from scripts.plan.workload import kind_of, look_at
 from tests.conftest import need_namespaces
 from tests.support import Command
 
+pytestmark = pytest.mark.slow
+
 _context = multiprocessing.get_context("forkserver")
 
 

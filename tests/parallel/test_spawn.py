@@ -163,6 +163,7 @@ def test_a_signal_to_the_starter_ends_with_a_checkpoint(tmp_path):
     assert weights(tmp_path / "s")
 
 
+@pytest.mark.slow
 def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
@@ -174,6 +175,7 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     assert "stopped by SIGTERM: wrote" in starters.text()
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
     name = "recipes.spawn.train"  # launch.sh and scripts/hold.py are over
@@ -197,6 +199,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     assert "Traceback" not in starters.text()
 
 
+@pytest.mark.slow
 def test_a_killed_starter_takes_its_ranks_along(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
     starters.wait_for_text("epoch 1")
@@ -204,6 +207,7 @@ def test_a_killed_starter_takes_its_ranks_along(tmp_path):
     assert starters.wait(10) == [-signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_path):
     starters = Starters(tmp_path, 2, 1, "--model", "lenett")
     assert starters.wait() == [2, 2]

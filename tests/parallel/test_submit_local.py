@@ -9,6 +9,8 @@ import pytest
 
 from tests.support import Command, is_equal, losses, train, wait_until, weights, words_for
 
+pytestmark = pytest.mark.slow
+
 LONG = ("--epochs", "30", "--deterministic")
 
 

@@ -3,10 +3,14 @@
 import json
 import sys
 
+import pytest
+
 from scripts.bench.wire import Work
 from tests import wire_ranks
 from tests.conftest import need_namespaces
 from tests.support import run_command
+
+pytestmark = pytest.mark.slow
 
 
 def test_bytes_of_a_step(tmp_path):
