@@ -68,7 +68,7 @@ set_fabric() {
         return 2
         ;;
     esac
-    interface=$("${PYTHON:-python3}" -m scripts.interface "${MASTER_ADDR:-127.0.0.1}") || return 2
+    interface=$("${PYTHON:-scripts/python.sh}" -m scripts.interface "${MASTER_ADDR:-127.0.0.1}") || return 2
     case $fabric in
     ib)
         for device in $(fabric_devices); do

@@ -1,0 +1,199 @@
+"""Run a target of the Makefile: turn make's variables into a command's arguments, and become that command.
+
+    RECIPE=ddp NODES=2 ARGS="--epochs 3" scripts/python.sh -m scripts.make run
+
+`make run RECIPE=ddp NODES=2 ARGS="--epochs 3"` calls it. Variables arrive in the environment, as typed: neither
+make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, and that is all. An
+error in a variable is one line and status 2, before anything is installed. Needs no package: it creates .venv for
+targets that use it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.local import ROOT, check_recipe, refuse
+
+VENV_PYTHON = ".venv/bin/python"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, and what has to be installed before it runs."""
+
+    argv: list[str]
+    packages: str = "run"
+    """The list of requirements/ that .venv has to hold; "" where the command needs none."""
+    needs_horovod: bool = False
+
+
+def value(name: str) -> str:
+    """Return a variable, "" where it is not set."""
+    return os.environ.get(name, "")
+
+
+def is_on(name: str) -> bool:
+    """Whether a switch such as LOCAL=1 is set, and not to 0."""
+    return value(name) not in ("", "0")
+
+
+def recipe() -> str:
+    """Return RECIPE, or refuse one that does not exist."""
+    return check_recipe(value("RECIPE"))
+
+
+def choices(name: str) -> list[str]:
+    """Return the items of a variable such as RECIPES="single ddp", or refuse options among them."""
+    items = value(name).split()
+    for item in items:
+        if item.startswith("-"):
+            refuse(f"{name}: expected names separated by spaces, got {item!r}")
+    return items
+
+
+def args() -> list[str]:
+    """Return the arguments in ARGS, or refuse an unfinished quote. A leading ~/ is the home folder."""
+    text = value("ARGS")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        refuse(
+            f"ARGS: {str(error).lower()} in {text!r}; put \\ before a quote or backslash that stands for itself"
+        )
+    return [str(Path(word).expanduser()) if word.startswith("~/") else word for word in words]
+
+
+def flags(*names: str, **named: str) -> list[str]:
+    """Return --flag=VALUE for each variable that is set: NPROC_PER_NODE is --nproc-per-node, unless named."""
+    renamed = {flag.replace("_", "-"): name for flag, name in named.items()}
+    flag_of = {name.lower().replace("_", "-"): name for name in names} | renamed
+    return [f"--{flag}={value(name)}" for flag, name in flag_of.items() if value(name)]
+
+
+def one_node_unless_set() -> list[str]:
+    """Return --nodes for programs whose own default is not one node on this machine."""
+    return flags("NODES") or ["--nodes=1"]
+
+
+def module(name: str, argv: list[str], packages: str = "run", needs_horovod: bool = False) -> Command:
+    """Return the command that runs a module in .venv."""
+    return Command([VENV_PYTHON, "-m", name, *argv], packages, needs_horovod)
+
+
+def run() -> Command:
+    """Return the command that runs a recipe on this machine, in processes or in containers."""
+    if value("WITH") not in ("", "docker"):
+        refuse(f"WITH: unknown {value('WITH')!r}; WITH=docker runs in containers")
+    options = [
+        recipe(),
+        *flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"),
+        "--",
+        *flags("NAME"),
+        *args(),
+    ]
+    if value("WITH"):  # on the host's Python
+        return Command([sys.executable, "-m", "scripts.compose", *options], packages="")
+    return module("scripts.local", options, needs_horovod=recipe() == "horovod")
+
+
+def plan() -> Command:
+    """Return the planner; with CHECK=1 its comparison with real runs, with REHEARSE=1024 one rank of so many."""
+    if is_on("CHECK"):
+        return module("scripts.plan.check", [*flags("ROUNDS"), *args()])
+    if value("REHEARSE"):
+        return module("scripts.plan.thousand", [*flags("RECIPE", world_size="REHEARSE"), "--", *args()])
+    return module("scripts.plan", [recipe(), *flags("NODES", "GPUS", "FABRIC", "MODEL"), *args()])
+
+
+def submit() -> Command:
+    """Return the command that submits a recipe to Slurm."""
+    own = flags(
+        "NODES", "NPROC_PER_NODE", "PARTITION", "TIME", "MEM", "CONSTRAINT", "ACCOUNT", "QOS", "NAME", "SWEEP"
+    )
+    own += flags(gpus_per_node="GPUS", cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
+    return module("slurm.submit", [recipe(), *own, "--", *args()])
+
+
+def k8s() -> Command:
+    """Return the command that runs a recipe on Kubernetes."""
+    own = one_node_unless_set() + flags("KIND", "GPUS", "IMAGE", "FABRIC", "NAME", "NAMESPACE")
+    own += ["--render"] * is_on("RENDER")
+    return module("scripts.k8s", [recipe(), *own, "--", *args()])
+
+
+def k8s_delete() -> Command:
+    """Return the command that deletes a job from Kubernetes."""
+    if not value("NAME"):
+        refuse("NAME is empty; name the job: make k8s-delete NAME=mine")
+    return module("scripts.k8s", flags("NAMESPACE", delete="NAME"))
+
+
+def compare() -> Command:
+    """Return the command that compares recipes."""
+    own = [*choices("RECIPES"), *flags("NODES", "NPROC_PER_NODE"), "--", *args()]
+    return module("scripts.compare", own, needs_horovod="horovod" in choices("RECIPES"))
+
+
+def commbench() -> Command:
+    """Return the command that measures collectives."""
+    own = [*choices("BACKENDS"), *flags("NODES", "NPROC_PER_NODE"), *args()]
+    return module("scripts.commbench", own, needs_horovod="horovod" in choices("BACKENDS"))
+
+
+def bench() -> Command:
+    """Return the command that measures speed."""
+    own = [*choices("PARTS"), *flags("ROUNDS"), *args()]
+    return module("scripts.bench", own, packages="bench", needs_horovod=True)
+
+
+TARGETS: dict[str, Callable[[], Command]] = {
+    "list": lambda: Command([sys.executable, "-m", "scripts.local", "--list"], packages=""),
+    "run": run,
+    "doctor": lambda: module("scripts.doctor", [*one_node_unless_set(), *flags("NPROC_PER_NODE"), *args()]),
+    "image": lambda: Command(["scripts/image.sh", "build", recipe()], packages=""),
+    "push": lambda: Command(["scripts/image.sh", "push", recipe()], packages=""),
+    "submit": submit,
+    "horovod": lambda: Command(["scripts/horovod/build.sh"]),
+    "compare": compare,
+    "drill": lambda: module("scripts.drill", [*choices("FAULTS"), *flags("NODES", "ROUNDS", "SEED")]),
+    "bench": bench,
+    "commbench": commbench,
+    "plan": plan,
+    "report": lambda: module("scripts.report", []),
+    "slurm-up": lambda: Command(["scripts/slurm_cluster.sh", "up", value("NODES") or "2"], packages=""),
+    "k8s": k8s,
+    "k8s-delete": k8s_delete,
+    "test": lambda: Command(["scripts/test.sh", "quick", *args()], packages="dev"),
+    "test-all": lambda: Command(["scripts/test.sh", "all", *args()], packages="dev"),
+}
+
+
+def prepare(argv: list[str]) -> None:
+    """Run a script that installs something; end with its status where it fails."""
+    status = subprocess.run(argv).returncode
+    if status:
+        sys.exit(status if status > 0 else 128 - status)
+
+
+def main(target: str) -> None:
+    """Become the command of a target, once what it needs is installed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
+    os.chdir(ROOT)
+    command = TARGETS[target]()
+    if command.packages:
+        prepare(["scripts/setup.sh", command.packages])
+        os.environ.pop("PYTHON", None)  # it chose what .venv is made with; from here on .venv's is used
+    if command.needs_horovod:
+        prepare(["scripts/horovod/build.sh", "--if-missing"])
+    os.execv(command.argv[0], command.argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,355 @@
+"""The front door: variables reach programs as typed, and each target becomes the right command."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import make
+from tests.support import ROOT, run_command
+
+VARIABLES = (
+    *("RECIPE", "NODES", "NPROC_PER_NODE", "NAME", "ARGS", "RECIPES", "WITH", "MIN_NODES", "MAX_RESTARTS", "GPUS"),
+    *(
+        "PARTITION",
+        "TIME",
+        "MEM",
+        "CPUS",
+        "CONSTRAINT",
+        "ACCOUNT",
+        "QOS",
+        "SWEEP",
+        "LOCAL",
+        "KIND",
+        "IMAGE",
+        "FABRIC",
+    ),
+    *(
+        "NAMESPACE",
+        "RENDER",
+        "PARTS",
+        "BACKENDS",
+        "FAULTS",
+        "ROUNDS",
+        "SEED",
+        "MODEL",
+        "CHECK",
+        "REHEARSE",
+        "PYTHON",
+    ),
+)
+
+PYTHON_THAT_DUMPS_ITS_ENVIRONMENT = """#!/usr/bin/env bash
+if [[ $1 == -I ]]; then exit 0; fi # scripts/python.sh asks for the version
+echo "$@" >"${0%/*}/argv"
+env --null >"${0%/*}/environment"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("way", ["command line", "environment"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`touch MARKER`",
+        "$(touch MARKER)",
+        "$(shell touch MARKER)",
+        "$$(touch MARKER)",
+        "${eval $(shell touch MARKER)}",
+        '2"; touch MARKER; "',
+        "2'; touch MARKER; '",
+        "2; touch MARKER",
+        "2 && touch MARKER #",
+        "a\nb\ttouch MARKER",
+        "it's",
+        '"',
+        "$5 ${HOME} $HOME 100%",
+        "back\\slash \\",
+        "-- --flag",
+        "two  spaces ",
+    ],
+)
+def test_what_is_typed_is_data(tmp_path, text, way):
+    marker, python = tmp_path / "marker", tmp_path / "python"
+    text = text.replace("MARKER", str(marker))
+    python.write_text(PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
+    python.chmod(0o755)
+    typed = dict.fromkeys(("RECIPE", "NODES", "NAME", "ARGS", "WITH", "FAULTS", "UNKNOWN"), text) | {
+        "PYTHON": str(python)
+    }
+    if way == "environment":
+        result = run_command("make", "run", **typed)
+    else:
+        result = run_command("make", "run", *(f"{name}={value}" for name, value in typed.items()))
+    assert (result.status, result.stderr) == (0, "")
+    assert (tmp_path / "argv").read_text() == "-m scripts.make run\n"
+    environment = dict(item.split("=", 1) for item in (tmp_path / "environment").read_text().split("\0") if item)
+    assert {name: environment[name] for name in typed} == typed
+    assert not marker.exists()
+
+
+RUN = (".venv/bin/python", "-m", "scripts.local")
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "argv"),
+    [
+        ("run", {"RECIPE": "ddp"}, (*RUN, "ddp", "--")),
+        (
+            "run",
+            {"RECIPE": "ddp", "NODES": "2", "NPROC_PER_NODE": "-1", "NAME": "--list", "ARGS": "--epochs 3"},
+            (*RUN, "ddp", "--nodes=2", "--nproc-per-node=-1", "--", "--name=--list", "--epochs", "3"),
+        ),
+        (
+            "run",
+            {"RECIPE": "ddp", "NODES": '2"; reboot', "MIN_NODES": "1", "MAX_RESTARTS": "2"},
+            (*RUN, "ddp", '--nodes=2"; reboot', "--min-nodes=1", "--max-restarts=2", "--"),
+        ),
+        (
+            "run",
+            {"RECIPE": "ddp", "WITH": "docker", "NODES": "2", "ARGS": "--lr 0.1"},
+            (sys.executable, "-m", "scripts.compose", "ddp", "--nodes=2", "--", "--lr", "0.1"),
+        ),
+        (
+            "run",
+            {"RECIPE": "ddp", "ARGS": "--data-dir 'two words' --name=\"it's\"\n--x $HOME `a` $(b) ~/data x~/y"},
+            (
+                *(*RUN, "ddp", "--", "--data-dir", "two words", "--name=it's", "--x", "$HOME", "`a`", "$(b)"),
+                *(str(Path.home() / "data"), "x~/y"),
+            ),
+        ),
+        ("list", {}, (sys.executable, "-m", "scripts.local", "--list")),
+        ("doctor", {"ARGS": "--quick"}, (*RUN[:2], "scripts.doctor", "--nodes=1", "--quick")),
+        ("image", {"RECIPE": "apex"}, ("scripts/image.sh", "build", "apex")),
+        ("push", {"RECIPE": "apex"}, ("scripts/image.sh", "push", "apex")),
+        ("horovod", {}, ("scripts/horovod/build.sh",)),
+        ("report", {}, (*RUN[:2], "scripts.report")),
+        ("slurm-up", {}, ("scripts/slurm_cluster.sh", "up", "2")),
+        ("slurm-up", {"NODES": "3; x"}, ("scripts/slurm_cluster.sh", "up", "3; x")),
+        ("test", {"ARGS": "-k 'a or b' -x"}, ("scripts/test.sh", "quick", "-k", "a or b", "-x")),
+        ("test-all", {}, ("scripts/test.sh", "all")),
+        ("submit", {"RECIPE": "ddp", "LOCAL": "0"}, (*RUN[:2], "slurm.submit", "ddp", "--")),
+        (
+            "submit",
+            {
+                **{"RECIPE": "ddp", "NODES": "2", "GPUS": "8", "CPUS": "12", "MEM": "64GB", "TIME": "2:00:00"},
+                **{
+                    "PARTITION": "gpu",
+                    "CONSTRAINT": "a&b",
+                    "ACCOUNT": "c",
+                    "QOS": "d",
+                    "NAME": "mine",
+                    "LOCAL": "1",
+                },
+                **{"SWEEP": "lr=0.1,0.2 seed=1,2", "NPROC_PER_NODE": "4", "ARGS": "--epochs 3"},
+            },
+            (
+                *(*RUN[:2], "slurm.submit", "ddp", "--nodes=2", "--nproc-per-node=4", "--partition=gpu"),
+                *("--time=2:00:00", "--mem=64GB", "--constraint=a&b", "--account=c", "--qos=d", "--name=mine"),
+                *("--sweep=lr=0.1,0.2 seed=1,2", "--gpus-per-node=8", "--cpus-per-task=12", "--local", "--"),
+                *("--epochs", "3"),
+            ),
+        ),
+        (
+            "compare",
+            {"RECIPES": "single ddp", "NODES": "2", "ARGS": "--epochs 1"},
+            (*RUN[:2], "scripts.compare", "single", "ddp", "--nodes=2", "--", "--epochs", "1"),
+        ),
+        (
+            "drill",
+            {"FAULTS": "kill-rank truncate", "ROUNDS": "5", "SEED": "3", "NODES": "4"},
+            (*RUN[:2], "scripts.drill", "kill-rank", "truncate", "--nodes=4", "--rounds=5", "--seed=3"),
+        ),
+        ("drill", {}, (*RUN[:2], "scripts.drill")),
+        ("bench", {"PARTS": "wire", "ROUNDS": "7"}, (*RUN[:2], "scripts.bench", "wire", "--rounds=7")),
+        (
+            "commbench",
+            {"BACKENDS": "gloo mpi", "NODES": "2", "ARGS": "--link-gbit 10"},
+            (*RUN[:2], "scripts.commbench", "gloo", "mpi", "--nodes=2", "--link-gbit", "10"),
+        ),
+        (
+            "plan",
+            {"RECIPE": "ddp", "MODEL": "resnet50", "NODES": "512", "GPUS": "8", "FABRIC": "ib-400"},
+            (
+                *(*RUN[:2], "scripts.plan", "ddp", "--nodes=512", "--gpus=8", "--fabric=ib-400"),
+                "--model=resnet50",
+            ),
+        ),
+        ("plan", {"CHECK": "1", "ROUNDS": "2"}, (*RUN[:2], "scripts.plan.check", "--rounds=2")),
+        (
+            "plan",
+            {"REHEARSE": "1024", "RECIPE": "ddp", "ARGS": "--zero"},
+            (*RUN[:2], "scripts.plan.thousand", "--recipe=ddp", "--world-size=1024", "--", "--zero"),
+        ),
+        (
+            "k8s",
+            {"RECIPE": "ddp", "KIND": "jobset", "GPUS": "0", "IMAGE": "r/ddp:1", "NAME": "a", "RENDER": "1"},
+            (
+                *(*RUN[:2], "scripts.k8s", "ddp", "--nodes=1", "--kind=jobset", "--gpus=0", "--image=r/ddp:1"),
+                *("--name=a", "--render", "--"),
+            ),
+        ),
+        (
+            "k8s-delete",
+            {"NAME": "--all", "NAMESPACE": "b"},
+            (*RUN[:2], "scripts.k8s", "--namespace=b", "--delete=--all"),
+        ),
+    ],
+)
+def test_the_command_of_a_target(monkeypatch, target, variables, argv):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert make.TARGETS[target]().argv == list(argv)
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "packages", "needs_horovod"),
+    [
+        ("run", {"RECIPE": "ddp"}, "run", False),
+        ("run", {"RECIPE": "horovod"}, "run", True),
+        ("run", {"RECIPE": "horovod", "WITH": "docker"}, "", False),
+        ("compare", {"RECIPES": "single horovod"}, "run", True),
+        ("commbench", {"BACKENDS": "gloo"}, "run", False),
+        ("bench", {}, "bench", True),
+        ("test", {}, "dev", False),
+        ("list", {}, "", False),
+        ("image", {"RECIPE": "ddp"}, "", False),
+    ],
+)
+def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_horovod):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    command = make.TARGETS[target]()
+    assert (command.packages, command.needs_horovod) == (packages, needs_horovod)
+
+
+@pytest.mark.parametrize(
+    ("target", "variables", "error"),
+    [
+        ("run", {"RECIPE": "`reboot`"}, "RECIPE wants one of "),
+        ("run", {"RECIPE": ""}, "RECIPE wants one of "),
+        ("image", {"RECIPE": "../ddp"}, "RECIPE wants one of "),
+        ("run", {"RECIPE": "ddp", "WITH": "podman"}, "WITH: unknown 'podman'; WITH=docker runs in containers"),
+        (
+            "run",
+            {"RECIPE": "ddp", "ARGS": "--name it's"},
+            'ARGS: no closing quotation in "--name it\'s"; put \\ before a quote or backslash ',
+        ),
+        ("test", {"ARGS": "x\n\\"}, "ARGS: no escaped character in 'x\\n\\\\'; "),
+        ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS: expected names separated by spaces, got '--plain'"),
+        ("k8s-delete", {}, "NAME is empty; name the job: make k8s-delete NAME=mine"),
+    ],
+)
+def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys, target, variables, error):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(make, "prepare", lambda argv: pytest.fail(f"it runs {argv}"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as caught:
+        make.main(target)
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {error}")
+    assert text.count("\n") == 1
+
+
+def test_installation_comes_before_the_command(monkeypatch):
+    calls = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(make, "prepare", calls.append)
+    monkeypatch.setattr(os, "execv", lambda path, argv: calls.append((os.environ.get("PYTHON"), path, argv)))
+    monkeypatch.setenv("RECIPE", "horovod")
+    monkeypatch.setenv("PYTHON", "python3.12")
+    make.main("run")
+    argv = [*RUN, "horovod", "--"]
+    assert calls == [
+        ["scripts/setup.sh", "run"],
+        ["scripts/horovod/build.sh", "--if-missing"],
+        (None, argv[0], argv),
+    ]
+
+
+def test_a_failed_installation_is_the_end(monkeypatch):
+    with pytest.raises(SystemExit) as caught:
+        make.prepare(["false"])
+    assert caught.value.code == 1
+
+
+def test_make_turns_every_failure_into_status_2():
+    result = run_command("make", "run", "RECIPE=ddp", "ARGS=--name it's")
+    assert result.status == 2
+    assert result.errors == [
+        'error: ARGS: no closing quotation in "--name it\'s"; '
+        "put \\ before a quote or backslash that stands for itself"
+    ]
+
+
+# ---- scripts/python.sh: which Python
+
+RECENT, OLD = "exit 0", "exit 1"
+
+
+def find_python(folder, pythons, **env):
+    """Run scripts/python.sh where these Pythons are in PATH (or .venv); return its status, output and errors."""
+    bash = shutil.which("bash")
+    (folder / "scripts").mkdir()
+    (folder / "bin").mkdir()
+    (folder / "bin/dirname").symlink_to(shutil.which("dirname"))
+    shutil.copy(ROOT / "scripts/python.sh", folder / "scripts")
+    for name, version_check in pythons.items():
+        path = folder / (name if name.startswith(".venv") else f"bin/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!{bash}\nif [[ $1 == -I ]]; then {version_check}; fi\necho "{name} $*"\n')
+        path.chmod(0o755)
+    command = [bash, str(folder / "scripts/python.sh"), "-m", "module", "two words"]
+    result = subprocess.run(
+        command, env={"PATH": str(folder / "bin"), **env}, capture_output=True, text=True, timeout=30
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("pythons", "chosen"),
+    [
+        ({".venv/bin/python": RECENT, "python3": RECENT}, ".venv/bin/python"),
+        ({".venv/bin/python": OLD, "python3": RECENT}, "python3"),
+        ({"python3": OLD, "python3.12": RECENT}, "python3.12"),
+        ({"python3.11": RECENT}, "python3.11"),
+    ],
+)
+def test_the_python_that_is_found(tmp_path, pythons, chosen):
+    assert find_python(tmp_path, pythons) == (0, f"{chosen} -m module two words\n", "")
+
+
+@pytest.mark.parametrize(
+    ("pythons", "env", "missing"),
+    [
+        ({}, {}, "python3"),
+        ({"python3": OLD}, {}, "python3"),
+        ({"python3": RECENT, "python3.9": OLD}, {"PYTHON": "python3.9"}, "python3.9"),
+    ],
+)
+def test_no_python_is_recent_enough(tmp_path, pythons, env, missing):
+    error = (
+        f"error: {missing} is missing or older than Python 3.11; install it, or name one: PYTHON=python3.12 make"
+    )
+    assert find_python(tmp_path, pythons, **env) == (2, "", f"{error} ...\n")
+
+
+def test_make_list_runs_without_a_recent_python3(tmp_path):
+    """On RHEL 8 and 9 python3 is 3.6 or 3.9."""
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    (tmp_path / "python3.13").symlink_to(sys.executable)
+    result = run_command("make", "list", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (result.status, result.stderr) == (0, "")
