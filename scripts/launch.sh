@@ -11,7 +11,11 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-recipe=${1:?usage: scripts/launch.sh RECIPE [OPTIONS]}
+if (($# == 0)); then
+    echo "usage: scripts/launch.sh RECIPE [OPTIONS]" >&2
+    exit 2
+fi
+recipe=$1
 shift
 
 refuse() {
@@ -25,7 +29,8 @@ fi
 if [[ $recipe =~ ^(single|dataparallel)$ && (${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1) ]]; then
     refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
 fi
-python=${PYTHON:-.venv/bin/python}
+export PYTHON=${PYTHON:-.venv/bin/python} # scripts/fabric.sh uses it, too
+python=$PYTHON
 if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
 fi

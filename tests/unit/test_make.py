@@ -353,3 +353,83 @@ def test_make_list_runs_without_a_recent_python3(tmp_path):
     (tmp_path / "python3.13").symlink_to(sys.executable)
     result = run_command("make", "list", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (result.status, result.stderr) == (0, "")
+
+
+# ---- scripts/setup.sh: what it shows
+
+PIP = """#!/usr/bin/env bash
+case "$*" in
+*" pip install "*)
+    for i in {1..19}; do echo "Processing /wheels/small-$i.whl"; done
+    echo "Collecting torch==2.14.1 (from -r requirements/run.txt (line 9))"
+    echo "  Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl (888.1 MB)"
+    echo "  Downloading https://files.example.com/packages/nvidia_cublas-13.1-py3-none-linux.whl (49.9 MB)"
+    echo "  Using cached https://files.example.com/packages/triton-3.1-py3-none-linux.whl (50 MB)"
+    echo "Installing collected packages: mpmath, triton, torch"
+    exit "${PIP_STATUS:-0}"
+    ;;
+*) exec REAL "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Return a copy of the scripts and requirements with a .venv whose pip only talks."""
+    for name in (
+        "scripts/setup.sh",
+        "scripts/python.sh",
+        *(f"requirements/{want}.txt" for want in ("run", "dev")),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP.replace("REAL", sys.executable))
+    python.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("want", ["run", "dev"])
+def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
+    result = run_command(str(checkout / "scripts/setup.sh"), want)
+    assert (result.status, result.stdout) == (0, "")
+    first, *others = result.stderr.splitlines()
+    assert first.startswith(f"setup: installing requirements/{want}.txt into .venv (PyTorch with CUDA: about 6 GB")
+    assert first.endswith("; log: .venv/setup.log")
+    assert others == [
+        "setup: 20 packages",
+        "setup: Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl (888 MB)",
+        "setup: Using triton-3.1-py3-none-linux.whl (50 MB)",
+        "setup: unpacking 3 packages",
+        "setup: done",
+    ]
+    assert len((checkout / ".venv/setup.log").read_text().splitlines()) == 24
+    assert sorted(path.name for path in (checkout / ".venv/.installed").iterdir()) == sorted(
+        {"run.txt", f"{want}.txt"}
+    )
+    again = run_command(str(checkout / "scripts/setup.sh"), want)
+    assert (again.status, again.stderr) == (0, "")
+
+
+def test_setup_that_fails_shows_pips_last_lines(checkout):
+    result = run_command(str(checkout / "scripts/setup.sh"), "run", PIP_STATUS="1")
+    assert result.status == 2
+    assert "Installing collected packages: mpmath, triton, torch\n" in result.stderr
+    assert result.errors == [
+        "error: pip could not install requirements/run.txt; "
+        "its last lines are above, all of them in .venv/setup.log"
+    ]
+    assert not (checkout / ".venv/.installed/run.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "usage"),
+    [
+        ("scripts/launch.sh", "usage: scripts/launch.sh RECIPE [OPTIONS]\n"),
+        ("scripts/setup.sh", "usage: scripts/setup.sh run|dev|bench\n"),
+    ],
+)
+def test_a_script_without_arguments_shows_its_usage(script, usage):
+    result = run_command(script)
+    assert (result.status, result.stdout, result.stderr) == (2, "", usage)
