@@ -6,7 +6,7 @@ scripts/launch.sh calls it in place of `torchrun -m recipes.ddp.train`. What dif
 - USR1 and TERM reach the recipe, which writes a checkpoint and ends with status 0. torchrun dies of USR1, leaves
   its processes behind, and counts a TERM that was obeyed as a failure.
 - The exit status is that of the process that failed first (2 for a refusal), with one line that names it.
-- If this agent is killed, the kernel kills its processes too.
+- If this agent is killed, its processes end too (recipes/common/parent.py).
 - The wait for the other nodes has a bound (RDZV_TIMEOUT_S, 300 s), and what it waited for is named.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
 from recipes.common.node import Node, check_head, read_master, read_number, status_of
+from recipes.common.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.signals import STOP_SIGNALS
 
 END_SIGNAL = signal.SIGUSR2
@@ -76,9 +77,10 @@ def pass_signals_on(logs: str) -> None:
                 worker.send_signal(received)
 
 
-def leashed(command: list[str]) -> list[str]:
-    """Return a command that the kernel kills when the process that starts it dies (where setpriv is there)."""
-    return ["setpriv", "--pdeathsig", "KILL", *command] if shutil.which("setpriv") else command
+def rank_command(recipe: str, options: list[str]) -> list[str]:
+    """Return the command of a rank that ends with this agent."""
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    return [sys.executable, "-m", "recipes.common.parent", "-m", f"recipes.{recipe}.train", *options]
 
 
 @contextlib.contextmanager
@@ -129,7 +131,7 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         f"--log-dir={logs}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
         "--no-python",
-        *leashed([sys.executable, "-m", f"recipes.{recipe}.train", *options]),
+        *rank_command(recipe, options),
     ]
     try:
         torchrun.run(torchrun.parse_args(arguments))
@@ -154,6 +156,7 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> None:
     """Run a node by run(node, recipe, options, folder for logs) and exit with its status."""
     # The stop signals stay blocked in this thread from the first moment on: pass_signals_on() takes them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    end_with_launcher()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as logs:
         threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
         try:

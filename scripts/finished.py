@@ -22,6 +22,7 @@ from types import FrameType
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
 from recipes.common.node import read_number
+from recipes.common.parent import LAUNCHER_PID
 from recipes.common.signals import STOP_SIGNALS
 
 CLOCKS_S = 2.0
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
     stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
     begin = time.time() - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
+    env[LAUNCHER_PID] = str(os.getpid())
     status, was_stopped = run(["scripts/launch.sh", *argv], env)
     finished = has_finished(argv, begin)
     if status == 0 and (finished is False or (finished is None and was_stopped)):

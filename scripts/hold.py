@@ -4,18 +4,19 @@
     python -m scripts.hold -u -m recipes.single.train --epochs 3       # Python's own options come first
 
 A recipe imports torch for a second or two before it can say what a signal means; one that came in that time
-would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them.
+would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them. The recipe ends with
+the launcher that LAUNCHER_PID names (recipes/common/parent.py).
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 
+from recipes.common.parent import become, end_with_launcher
 from recipes.common.signals import STOP_SIGNALS
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    words = sys.argv[1:] if sys.argv[1].startswith("-") else ["-m", *sys.argv[1:]]
-    os.execv(sys.executable, [sys.executable, *words])
+    end_with_launcher()
+    become(sys.argv[1:] if sys.argv[1].startswith("-") else ["-m", *sys.argv[1:]])

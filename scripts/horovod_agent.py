@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from contextlib import contextmanager
 
 from recipes.common.errors import UserError
 from recipes.common.node import Node, check_head
-from scripts.agent import END_SIGNAL, blame, leashed, main
+from scripts.agent import END_SIGNAL, blame, main, rank_command
 
 ERROR_GRACE_S = 2.0
 """How long the other processes may take to say what they have seen, once one has failed."""
@@ -78,7 +77,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     check_head(node)
     if importlib.util.find_spec("horovod") is None:
         raise UserError("Horovod is not there; `make horovod` builds it for this torch")
-    command = leashed([sys.executable, "-m", f"recipes.{recipe}.train", *options])
+    command = rank_command(recipe, options)
     with rendezvous(node):
         open(os.path.join(logs, "started"), "w").close()
         processes = [

@@ -7,7 +7,8 @@
 # environment if FABRIC says which (scripts/fabric.sh), and becomes the launcher that the recipe wants. USR1 and TERM
 # mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/finished.py).
 # Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
-# same address; MIN_NODES makes the job elastic (scripts/elastic/node.py).
+# same address; MIN_NODES makes the job elastic (scripts/elastic/node.py); LAUNCHER_PID is the process with which this
+# node's processes end (recipes/common/parent.py).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

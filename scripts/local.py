@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import ctypes
 import itertools
 import os
 import re
@@ -31,6 +30,7 @@ from typing import NoReturn
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import nearest
+from recipes.common.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.watch import HANG_STATUS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,9 +149,9 @@ class LocalJob:
         node = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**environment, LAUNCHER_PID: str(os.getpid())},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=None if is_first else subprocess.PIPE,
             stderr=None if is_first else subprocess.STDOUT,
@@ -234,21 +234,10 @@ class LocalJob:
         return max(status if status > 0 else 128 - status for status in statuses.values())
 
     def kill(self) -> None:
-        """Kill every node's agent; the kernel then kills its processes, which are leashed to it."""
+        """Kill every node's agent; its processes end with it (recipes/common/parent.py)."""
         for node in self.nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies (Linux; elsewhere nothing does)."""
-    _set_parent_death_signal(signal.SIGKILL)
-
-
-def _set_parent_death_signal(number: int) -> None:
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
 def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[int, int] | None:
@@ -299,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     processes = count("NPROC_PER_NODE", args.nproc_per_node or str(default))
     elastic = check_elastic(args, recipe, nodes)
     if os.environ.get("MAKELEVEL"):
-        _set_parent_death_signal(signal.SIGINT)  # make has been killed: nobody waits for this job any more
+        end_with_parent(number=signal.SIGINT)  # make has been killed: nobody waits for this job any more
 
     if elastic:
         from scripts.elastic.local_nodes import ElasticJob

@@ -13,7 +13,7 @@ where they are set.
 - USR1 sent to mpirun reaches the ranks: they write a checkpoint and leave with status 0. Use it to stop a job.
 - TERM and Ctrl-C sent to mpirun kill the job: Open MPI 4 gives the ranks a TERM after one second and a KILL after
   another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), and ends with status 1 in any case.
-- A rank that is killed ends the job. When mpirun itself is killed, the kernel kills the ranks.
+- A rank that is killed ends the job. When mpirun itself is killed, the ranks end too.
 - Horovod speaks MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this starter.
 """
 
@@ -32,7 +32,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from scripts.local import LOOPBACK, USAGE_STATUS, die_with_parent, free_port
+from recipes.common.parent import become, end_with_parent
+from scripts.local import LOOPBACK, USAGE_STATUS, free_port
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -236,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     """Agree with the other processes, then become the module."""
     # A stop signal waits until the recipe listens: a blocked signal stays pending across exec.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    die_with_parent()
+    end_with_parent()
     args = parse(sys.argv[1:] if argv is None else argv)
     world = start_mpi()
     nproc_per_node = int(args.nproc_per_node) if args.nproc_per_node else None
@@ -245,7 +246,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # MPI's part is done. From here on mpirun only watches the processes, which it goes on doing after this call.
     MPI.Finalize()
-    os.execv(sys.executable, [sys.executable, "-m", args.module, *args.options])
+    become(["-m", args.module, *args.options])
 
 
 if __name__ == "__main__":

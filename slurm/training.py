@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.common.entry import USAGE_STATUS, exit_status
+from recipes.common.parent import end_with_parent
 from recipes.common.signals import Stop
 
 SIGNAL = signal.SIGUSR1
@@ -116,16 +117,9 @@ def set_environment() -> None:
     # overwrite: ranks of a launcher around `sbatch` may show through.
     submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     if submitit.JobEnvironment().cluster == "local":
-        leash()
+        end_with_parent()
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.update(network_environment())
-
-
-def leash() -> None:
-    """Let this process die with its parent, so that no rank is left of a local job that was killed."""
-    from scripts.local import die_with_parent
-
-    die_with_parent()
 
 
 def network_environment() -> dict[str, str]:

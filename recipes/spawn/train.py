@@ -10,7 +10,6 @@ Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subpr
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import inspect
 import math
@@ -62,6 +61,7 @@ from recipes.common.options import (
     positive_float,
     positive_int,
 )
+from recipes.common.parent import end_with_parent
 from recipes.common.places import place_of
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.record import open_run
@@ -407,7 +407,8 @@ def run_rank(args: Options, ranks: Ranks, has_met: Event | None = None) -> None:
 
 def begin_rank(local_rank: int, args: Options, node: Node, starter: int, has_met: Event) -> None:
     """Be the local_rank-th process that the starter has made, from its first moment to its exit status."""
-    end_with(starter)
+    # Spawn: mp.spawn asks the kernel for SIGINT, which a rank that waits in a collective never gets to see.
+    end_with_parent(starter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends its ranks
     # Spawn: mp.spawn tells a process only its number on this node. Rank and world size are arithmetic:
     # with 2 nodes of 8, the third process of node 1 is rank 1 * 8 + 2 = 10 of 16.
@@ -424,16 +425,6 @@ def begin_rank(local_rank: int, args: Options, node: Node, starter: int, has_met
         traceback.print_exc()  # Spawn: mp.spawn would keep it for its own join(), which is not used here
         status = 1
     sys.exit(status)
-
-
-def end_with(starter: int) -> None:
-    """Let the kernel kill this process when the starter has gone (Linux; elsewhere nothing does)."""
-    # Spawn: mp.spawn asks the kernel for SIGINT, which a rank that waits in a collective never gets to see.
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != starter:  # it went while this process was importing torch
-        os._exit(1)
 
 
 def start_ranks(args: Options, node: Node, has_met: Event) -> mp.ProcessContext:

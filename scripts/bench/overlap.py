@@ -39,12 +39,13 @@ from recipes.common.data import load_data
 from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler
+from recipes.common.parent import end_with_parent
 from recipes.common.signals import Stop
 from recipes.ddp import train
 from scripts import network
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
 from scripts.doctor.ranks import wait
-from scripts.local import ROOT, die_with_parent, free_port, node_environment
+from scripts.local import ROOT, free_port, node_environment
 
 NODES, RATE = 2, "1gbit"
 STEPS = 4
@@ -180,7 +181,7 @@ def start(net: network.Network, words: list[str]) -> None:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=end_with_parent,
                 )
             processes.append(process)
         wait(processes, TIMEOUT_S)

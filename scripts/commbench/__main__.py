@@ -30,6 +30,7 @@ from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.node import Node, check_head
 from recipes.common.options import Options, Parser, parse
+from recipes.common.parent import end_with_parent
 from scripts import network
 from scripts.agent import read_node
 from scripts.commbench.options import BACKENDS, OPS, add_options, parse_sizes, parse_words
@@ -43,7 +44,6 @@ from scripts.local import (
     LOOPBACK,
     ROOT,
     count,
-    die_with_parent,
     free_port,
     node_environment,
     share_out,
@@ -233,7 +233,7 @@ def run_backend(backend: str, place: Place, port: int, args: Options) -> list[Ro
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        preexec_fn=die_with_parent,
+                        preexec_fn=end_with_parent,
                     )
                 processes.append(process)
             is_late = wait(processes, bound_s)

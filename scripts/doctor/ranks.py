@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from recipes.common.parent import end_with_parent
 from scripts.doctor.node import COMMAND_TIMEOUT_S, ROOT, one_line
-from scripts.local import die_with_parent
 
 END_GRACE_S = 5.0
 """How long ranks may go on after one of them has failed: they notice it by themselves."""
@@ -76,7 +76,7 @@ def run_ranks(
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        preexec_fn=die_with_parent,
+                        preexec_fn=end_with_parent,
                     )
                 )
         late = wait(processes, timeout_s)

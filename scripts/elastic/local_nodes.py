@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 
+from recipes.common.parent import LAUNCHER_PID, end_with_parent
 from scripts.elastic.node import RETURN_AFTER_S
 from scripts.finished import option
-from scripts.local import ROOT, STOP_GRACE_S, LocalJob, die_with_parent, free_port
+from scripts.local import ROOT, STOP_GRACE_S, LocalJob, free_port
 
 LEAVE_S = 15.0
 """How long nodes may take to leave once the coordinator has told them how the job ended."""
@@ -32,7 +33,7 @@ class ElasticJob(LocalJob):
         command += ["--timeout-s", os.environ.get("RDZV_TIMEOUT_S") or "300"]
         self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"{address}:{self.port}"}
         self.coordinator = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
         )
         self.name = ""
         self.commands: list[tuple[list[str], dict[str, str]]] = []
@@ -54,9 +55,9 @@ class ElasticJob(LocalJob):
         node = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
+            env={**environment, LAUNCHER_PID: str(os.getpid())},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

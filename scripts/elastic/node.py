@@ -25,10 +25,10 @@ from pathlib import Path
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
 from recipes.common.node import read_master, read_number
+from recipes.common.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
 from recipes.common.signals import STOP_SIGNALS
 from scripts.elastic.wire import BEAT_S, NODE_SILENCE_S, Message, hang_up, hear, say
 from scripts.finished import option
-from scripts.local import die_with_parent
 
 LAUNCH = "scripts/launch.sh"
 
@@ -176,9 +176,9 @@ class Node:
             LAUNCH,
             self.recipe,
             *options_of(self.options, message["round"] == 1),
-            env={**inherited, **own},
+            env={**inherited, **own, LAUNCHER_PID: str(os.getpid())},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=end_with_parent,
         )
         self.watcher = asyncio.create_task(self.watch(self.ranks, message["round"]))
 
@@ -271,7 +271,7 @@ async def run(recipe: str, options: list[str]) -> int:
     coordinator = None
     if settings.runs_coordinator:
         coordinator = await asyncio.create_subprocess_exec(
-            *coordinator_command(settings), start_new_session=True, preexec_fn=die_with_parent
+            *coordinator_command(settings), start_new_session=True, preexec_fn=end_with_parent
         )
     status = await node.serve()
     return await coordinator.wait() if coordinator else status
@@ -279,6 +279,7 @@ async def run(recipe: str, options: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     """Run this node; return its exit status."""
+    end_with_launcher()
     try:
         return asyncio.run(run(argv[0], argv[1:]))
     except UserError as error:

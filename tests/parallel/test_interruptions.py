@@ -4,6 +4,7 @@ Bit for bit at the same world size; to rounding where another number of processe
 """
 
 import functools
+import os
 import random
 import signal
 import sys
@@ -307,8 +308,37 @@ def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
     assert last_step(tmp_path / "agent") == newest_checkpoint(tmp_path / "agent")["position"]["step"] > 0
 
 
-def test_ctrl_c_ends_everything_at_once(tmp_path):
-    job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS))
+def without_prctl(folder):
+    """Return the environment in which Python finds no prctl, as on macOS."""
+    (folder / "sitecustomize.py").write_text(NO_PRCTL)
+    return {"PYTHONPATH": str(folder)}
+
+
+def without_setpriv(folder):
+    """Return the environment in which setpriv refuses, as on RHEL 8, whose setpriv has no --pdeathsig."""
+    path = folder / "setpriv"
+    path.write_text("#!/bin/sh\necho setpriv: unrecognized option >&2\nexit 127\n")
+    path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+NO_PRCTL = """
+import ctypes
+
+class CDLL(ctypes.CDLL):
+    def __getattr__(self, name):
+        if name == "prctl":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+ctypes.CDLL = CDLL
+"""
+
+
+@pytest.mark.parametrize("without", [None, without_prctl], ids=["", "without-prctl"])
+def test_ctrl_c_ends_everything_at_once(tmp_path, without):
+    env = without(tmp_path) if without else {}
+    job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS), **env)
     job.wait_for_step(tmp_path / "c", 5)
     job.process.send_signal(signal.SIGINT)
     result = job.wait(timeout_s=10)
@@ -340,7 +370,7 @@ VICTIMS = {
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, victim):
     words = words_for(tmp_path, "killed", "--checkpoint-every", "5", *ENDLESS)
-    job = local("ddp", 2, 2, *words)
+    job = local("ddp", 2, 2, *words, **without_setpriv(tmp_path))
     job.wait_for_step(tmp_path / "killed", 12)
     found = VICTIMS[victim](job)
     assert len(found) == {"rank": 4, "agent": 2, "launcher": 1}[victim]
