@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from scripts.doctor import collectives, node, report
+from scripts.doctor import collectives, meeting, node, report
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 
 GIB = 2**30
@@ -310,6 +310,35 @@ def test_without_rdma_little_locked_memory_is_enough():
     for one in case.facts.values():
         one.update(rdma=[], limits={"open_files": 1024, "locked_bytes": 65536})
     assert judge(case) == []
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "error_s", "is_found"),
+    [(1.4, 0.5, False), (1.6, 0.5, True), (-1.4, 0.5, False), (-1.6, 0.5, True), (0.6, 0.5, False)],
+)
+def test_a_clock_is_wrong_only_beyond_the_uncertainty(offset_s, error_s, is_found):
+    """What may be up to error_s less than it seems has to differ by more than 1 s even then."""
+    case = healthy(nodes=2)
+    case.clocks = {0: (0.0, 0.0), 1: (offset_s, error_s)}
+    assert [finding.rule for finding in judge(case)] == ["clocks"] * is_found
+
+
+def test_the_offset_of_a_clock_is_taken_at_the_middle_of_the_quickest_answer(monkeypatch):
+    """Node 1 is 30 s ahead; its answers arrive after 0.8, 0.2 and 0.6 s and are given half way."""
+    now = [1000.0]
+    delays_s = iter([0.8, 0.2, 0.6])
+
+    def ask(self, rank, order, timeout_s):
+        half_s = next(delays_s) / 2
+        now[0] += half_s
+        answer = {"time": now[0] + 30.0}
+        now[0] += half_s
+        return answer
+
+    monkeypatch.setattr(meeting.Meeting, "ask", ask)
+    monkeypatch.setattr(meeting.time, "time", lambda: now[0])
+    head = meeting.Meeting("word", 2, dict, channels={1: None})
+    assert head.clock_offsets(samples=3) == {0: (0.0, 0.0), 1: (pytest.approx(30.0), pytest.approx(0.1))}
 
 
 def test_the_verdict_counts_errors_and_warnings():
