@@ -112,8 +112,9 @@ class Guard:
         """Whether the weights after a step may be saved; where not, this becomes the rank's vote."""
         if isinstance(self.stop.error, NonFiniteError):
             return False
-        sums = torch.stack([weight.sum(dtype=torch.float32) for weight in weights])  # one reading, and no square
-        if not torch.isfinite(sums).all():
+        sums = [weight.sum(dtype=torch.float32) for weight in weights]  # no squares: they overflow earlier
+        together = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
+        if not torch.isfinite(together).all():
             self._fail(step, False, "it has spoilt the weights, which are not saved")
             return False
         return True

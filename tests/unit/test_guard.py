@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import Guard, NonFiniteError, raise_first
@@ -47,6 +48,14 @@ def test_spoilt_weights_are_not_saved():
     assert not guard.is_sound(5, [ONE, NAN])
     assert str(guard.stop.error).startswith("a gradient of step 5 is not finite; it has spoilt the weights")
     assert not guard.is_sound(6, [ONE])
+
+
+def test_weights_on_several_devices_are_read_together():
+    """A pipeline's model lies on several GPUs; fake tensors have their devices, and no values to read."""
+    with FakeTensorMode():
+        model = [torch.ones(3, device=name) for name in ("cuda:0", "cuda:1", "cpu")]
+        with pytest.raises(DataDependentOutputException):
+            guard_of("stop").is_sound(4, model)
 
 
 def test_a_collapsed_loss_scale_fails():
