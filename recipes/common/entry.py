@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from recipes.common.errors import UserError
 from recipes.common.signals import STOP_SIGNALS
-from recipes.common.watch import Watch
+from recipes.common.watch import TIME_OUTS, Watch
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""
@@ -26,8 +26,22 @@ CHECKPOINT_THREAD = "checkpoint"
 CHECKPOINT_GRACE_S = 2.0
 """How long a rank that has lost another still writes at a checkpoint: launchers leave it 3 s."""
 
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-"""What gloo says when another rank has gone or does not answer."""
+LOST_PEER = (
+    # gloo and the store
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    # NCCL
+    "Connection closed by remote peer",
+    "remote process exited",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    *TIME_OUTS,
+)
+"""Parts of the messages of a collective whose other ranks have gone or do not answer."""
+
+NCCL_ERROR = "NCCL error"
+"""How all messages of NCCL begin, those about a full disk or a broken GPU too; the last line is the reason."""
 
 
 def exit_status(main: Callable[[], object]) -> int:
@@ -53,14 +67,13 @@ def exit_status(main: Callable[[], object]) -> int:
         return error.status
     except RuntimeError as error:
         said = _said(error)
-        lost = next((words for words in LOST_PEER if words in said), None)
-        if lost is None:
+        reason = _reason(said)
+        if reason is None:
             raise
         if Watch.active and Watch.active.is_hang(said):
             Watch.active.end(error)
         rank, host = os.environ.get("RANK", "0"), socket.gethostname()
-        detail = " ".join(said[said.index(lost) :].split("\n")[0].split(". ")[0].split())
-        print(f"error: rank {rank} on {host} lost another rank: {detail}", file=sys.stderr, flush=True)
+        print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
         for thread in threading.enumerate():
             if thread.name == CHECKPOINT_THREAD:
                 thread.join(CHECKPOINT_GRACE_S)
@@ -73,6 +86,17 @@ def exit_status(main: Callable[[], object]) -> int:
         if Watch.active:
             Watch.active.close()
     return 0
+
+
+def _reason(said: str) -> str | None:
+    """Return one line on a collective that has failed with this message; None if it is about something else."""
+    lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
+    if NCCL_ERROR in said:
+        text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
+        return f"{'lost another rank' if lost else 'cannot exchange data'}: {' '.join(text.split())[:500]}"
+    if lost:
+        return f"lost another rank: {' '.join(said[said.index(lost) :].split(chr(10))[0].split('. ')[0].split())}"
+    return None
 
 
 def _said(error: BaseException) -> str:

@@ -56,6 +56,13 @@ LEAST_EXCESS_S = 0.005
 COLLECT_S = 2.0
 """How long one of them may take to put that together."""
 
+TIME_OUTS = (
+    "Timed out waiting",  # gloo
+    "Watchdog caught collective operation timeout",  # NCCL
+    "timed out in blocking wait",  # NCCL with TORCH_NCCL_BLOCKING_WAIT=1
+)
+"""Parts of the messages of a collective that has waited for longer than its bound."""
+
 MANY = 64
 """Up to so many ranks, all of them look for the others' reports."""
 
@@ -180,7 +187,7 @@ class Watch:
         The first rank whose time is up breaks its connections, and the others see that before their own is.
         """
         waited_s = time.monotonic() - self._at.since
-        if "Timed out waiting" in message or waited_s > 0.8 * self.args.timeout_s:
+        if any(phrase in message for phrase in TIME_OUTS) or waited_s > 0.8 * self.args.timeout_s:
             return True
         return self._ask(lambda notes: notes.check(["hung"]), False)
 

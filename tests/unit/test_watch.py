@@ -3,13 +3,17 @@
 import json
 import os
 import random
+import socket
 import statistics
+import sys
 import time
 
 import pytest
 
+from recipes.common.entry import exit_status
 from recipes.common.options import Options
-from recipes.common.watch import Watch, bound_of_waits, median_without, stragglers, summarize
+from recipes.common.watch import NOTE_S, Watch, bound_of_waits, median_without, stragglers, summarize
+from tests.support import wait_until
 
 
 @pytest.fixture
@@ -84,9 +88,101 @@ def test_a_dead_peer_is_told_from_one_that_hangs(args):
     try:
         with watch("gradients"):
             assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
+            assert watch.is_hang("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ")
             assert not watch.is_hang("Connection closed by peer")
             watch._at = watch._at._replace(since=time.monotonic() - 4.5)
             assert watch.is_hang("Connection closed by peer"), "the first whose time is up breaks the connections"
+    finally:
+        watch.close()
+
+
+NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
+REMOTE = f"""{NCCL}remote process exited or there was a network error, NCCL version 2.27.5
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+Last error:
+socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection reset by peer
+Exception raised from checkForNCCLErrorsInternal at ../ProcessGroupNCCL.cpp:2363 (most recent call first):"""
+SYSTEM = f"""{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 9637888): No space left on device"""
+INTERNAL = f"""{NCCL}internal error - please report this issue to the NCCL developers, NCCL version 2.27.5
+ncclInternalError: Internal check failed.
+Last error:
+Net : Connection closed by remote peer n2<50260>"""
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "reason"),
+    [
+        ("[../gloo/pair.cc:544] Connection closed by peer [10.0.0.2]:41230. No.", "lost another rank: C", "41230"),
+        (REMOTE, "lost another rank: NCCL error in: ", "from 10.0.0.2<33759> failed : Connection reset by peer"),
+        (INTERNAL, "lost another rank: NCCL error in: ", "Net : Connection closed by remote peer n2<50260>"),
+        (SYSTEM, "cannot exchange data: NCCL error in: ", "(size 9637888): No space left on device"),
+        (
+            "NCCL communicator was aborted on rank 1.",
+            "lost another rank: NCCL communicator ",
+            "aborted on rank 1.",
+        ),
+    ],
+    ids=["gloo", "remote", "internal", "system", "aborted"],
+)
+def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+    def fail():
+        raise RuntimeError(message)
+
+    with pytest.raises(SystemExit) as caught:
+        exit_status(fail)
+    assert caught.value.code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
+    assert line.endswith(reason)
+
+
+def test_other_errors_of_the_run_time_keep_their_traceback():
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        exit_status(fail)
+
+
+class Recorder(Watch):
+    """Notes when it would end the process."""
+
+    def __init__(self, *args):
+        self.ends = []
+        super().__init__(*args)
+
+    def end(self, error=None):
+        self.ends.append(time.monotonic())
+
+
+@pytest.mark.parametrize(("has_store", "computes", "limit_s"), [(True, False, 1.5), (False, True, 2.0)])
+def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_s):
+    """A second longer than the backend's own bound; twice the bound where the rank computes in it as well."""
+    args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
+    watch = Recorder(0, 1, args, Store() if has_store else None)
+    try:
+        began_at = time.monotonic()
+        with watch("gradients", computes=computes):
+            wait_until(lambda: watch.ends, 20, "the end of a rank that waits")
+        assert watch.ends[0] - began_at > limit_s
+    finally:
+        watch.close()
+
+
+def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
+    args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
+    watch = Recorder(0, 1, args, Store())
+    try:
+        with watch("gradients"):
+            pass
+        watch._at = watch._at._replace(since=time.monotonic() - 60)
+        time.sleep(3 * NOTE_S)
+        assert watch.ends == []
     finally:
         watch.close()
 
