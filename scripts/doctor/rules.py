@@ -158,7 +158,7 @@ def attendance(case: Case) -> Findings:
 def node_errors(case: Case) -> Findings:
     """What a node could not find out about itself."""
     remedies = {
-        "network": "mend the name in DNS or /etc/hosts, or the variable",
+        "network": "fix the name in DNS or /etc/hosts, or the variable",
         "gpus": "see nvidia-smi and dmesg there; reset the GPU or restart the node",
         "disk": "mount the folder there, or choose another --runs-dir",
     }
