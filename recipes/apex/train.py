@@ -11,16 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import importlib.util
-import inspect
-import os
-import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,29 +24,20 @@ from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.buckets import NO_BUFFER_SYNC
 from recipes.common.data import EVAL_BATCH_SIZE, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
-from recipes.common.nonfinite import raise_first
 from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
-from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
-from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.watch import Watch, bound_of_waits
-
-T = TypeVar("T")
-
-KEYWORDS = inspect.signature(DistributedDataParallel).parameters
-NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
-}
-"""Newer versions of torch have renamed the keyword."""
+from recipes.common.world import World, join_world, leave_world
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
@@ -76,79 +62,11 @@ def options(argv: Sequence[str] | None = None) -> Options:
     return args
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among the others."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    control: dist.ProcessGroup
-    """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
-    watch: Watch
-
-
-def join_world(args: Options) -> World:
-    """Choose this process's device and connect it with the other processes."""
-    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
-    ranks = read_ranks("apex")
-    # DDP: a GPU of its own for each process; where there are too few, all of them use the CPU.
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
-    if args.device == "cuda" and not use_cuda:
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
-            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
-            on_every_node=True,
-        )
-    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = bound_of_waits(args)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
-    return World(ranks.rank, ranks.world_size, device, control, watch)
-
-
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # DDP: models and optimizers go before the connections that they use
-    with world.watch("teardown"):
-        dist.barrier(group=world.control)
-    world.watch.close()
-    dist.destroy_process_group()
-
-
-def raise_everywhere(error: UserError | None, world: World) -> None:
-    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short message per rank.
-    errors: list[UserError | None] = [None] * world.world_size
-    with world.watch("agreement"):
-        dist.all_gather_object(errors, error, group=world.control)
-    raise_first(errors)
-
-
-def together(action: Callable[[], T], world: World) -> T:
-    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_everywhere(error, world)
-    return cast(T, result)
-
-
 def wrap(model: nn.Module, args: Options, world: World) -> Amp:
     """Return the model at --opt-level, its optimizer, and gradients that are averaged over all ranks."""
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
     # Apex: all ranks take the same one: gathers one short string per rank.
-    reasons: list[str] = [""] * world.world_size
-    dist.all_gather_object(reasons, why_torch, group=world.control)
-    why_torch = next(filter(None, reasons), "")
+    why_torch = next(filter(None, world.gather_objects(why_torch)), "")
     if args.amp_backend == "apex" and why_torch:
         mend = "it takes apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
         raise UserError(f"--amp-backend apex: {why_torch}; {mend}")
@@ -394,21 +312,13 @@ class ApexScaler:
             self.amp.load_state_dict({"loss_scaler0": own})
 
 
-def shard(indices: Tensor, world: World) -> Tensor:
-    """Return this rank's share of the indices: contiguous, and as even as it goes."""
-    # DDP: the ranks' shares are disjoint and make up the whole, without padding or repetition.
-    first = len(indices) * world.rank // world.world_size
-    end = len(indices) * (world.rank + 1) // world.world_size
-    return indices[first:end]
-
-
 def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position, accumulate = job.args, job.position, job.args.accumulate_steps
     decision = GO
     amp.ddp.train()
     job.begin_epoch()
-    shares = (shard(batch, world) for batch in job.global_batches())
+    shares = (shard(batch, world.rank, world.world_size) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
         # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
         if is_vote_due := job.is_vote_due(world.world_size):
@@ -461,7 +371,7 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
             dist.broadcast(buffer, src=0)
     amp.ddp.eval()
     totals = new_totals(world.device)
-    share = shard(torch.arange(len(job.data.test)), world)
+    share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with amp.autocast():
             logits = amp.ddp.module(images)
@@ -483,41 +393,31 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
 
 def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
-    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
-    model = together(lambda: build_model(args, data), world).to(world.device)
+    model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
     amp = wrap(model, args, world)
     job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
 
-    # DDP: gathers a short text per rank.
-    places: list[Any] = [None] * world.world_size
-    with world.watch("places"):
-        dist.all_gather_object(places, place_of(world.device), group=world.control)
-    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
-    is_first = world.rank == 0
-    job.record, content = together(lambda: open_run(args, "apex", places) if is_first else (None, None), world)
-    box = [content]
-    with world.watch("checkpoint"):
-        dist.broadcast_object_list(box, src=0, group=world.control)
-    together(lambda: job.restore(box[0]), world)
+    # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
+    begin_run(job, "apex", world)
     amp.refresh()
     if job.record:
         job.record.progress.say(amp.summary)
-    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, amp, world)
         if decision == STOP:
             save_checkpoint(job, world)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
         averages = evaluate(job, amp, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
     job.finish(world.world_size)
 
 
@@ -526,7 +426,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     set_determinism(args.deterministic)
-    world = join_world(args)
+    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    world = join_world(args, read_ranks("apex"))
     try:
         train(args, stop, world)
     except UserError:

@@ -1,5 +1,5 @@
-"""What a one-process training script needs: options, data, models, metrics, checkpoints, records.
+"""What all recipes share: options, data, models, checkpoints, records, and what ranks do together.
 
-Nothing here knows of ranks exchanging data: every process group, collective and wrapper stands in
-the train.py of the recipe that teaches it.
+Only world.py uses torch.distributed for it: gathers, broadcasts and barriers on the CPU. What exchanges gradients
+or activations stands in the train.py of the recipe that teaches it.
 """

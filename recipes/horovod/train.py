@@ -11,22 +11,21 @@ Source: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799.
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
+from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.data import EVAL_BATCH_SIZE, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
-from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -36,15 +35,17 @@ from recipes.common.optim import (
     set_learning_rate,
 )
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
-from recipes.common.places import Place, place_of
-from recipes.common.record import open_run
+from recipes.common.places import choose_device
+from recipes.common.ranks import Ranks
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.watch import Watch
 
 try:
     import horovod.torch as hvd
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != "horovod":
+        raise
     hvd = None  # not built: main() says how
 
 T = TypeVar("T")
@@ -72,52 +73,41 @@ class World:
     device: torch.device
     watch: Watch
 
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks; call it on all ranks."""
+        # Horovod: gathers the pickled value of each rank.
+        return cast(list[T], hvd.allgather_object(value, name="objects"))
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value; call it on all ranks."""
+        # Horovod: rank 0 sends its pickled value to all others.
+        return cast(T, hvd.broadcast_object(value, root_rank=0, name="object"))
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        hvd.barrier()
+
 
 def join_world(args: Options) -> World:
     """Choose this process's device; main() has connected it with the other processes."""
     # Horovod: it tells each process who it is, whatever launched it.
-    local_rank, local_world_size = hvd.local_rank(), hvd.local_size()
-    # Horovod: a GPU of its own for each process; where there are too few, all of them use the CPU.
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= local_world_size and hvd.nccl_built()
-    if args.device == "cuda" and not use_cuda:
+    ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
+    if args.device == "cuda" and not hvd.nccl_built():
         raise UserError(
-            f"--device cuda: {local_world_size} processes on {socket.gethostname()} want a GPU each and Horovod "
-            f"built with NCCL; {torch.cuda.device_count()} visible, NCCL {'yes' if hvd.nccl_built() else 'no'}; "
-            "lower NPROC_PER_NODE, run `make horovod` where CUDA is, or use --device cpu",
+            "--device cuda: Horovod was built without NCCL; run `make horovod` where CUDA is, or use --device cpu",
             on_every_node=True,
         )
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
+    device = choose_device(args.device if hvd.nccl_built() else "cpu", ranks)
     # Horovod: it has no store for notes that ranks read; what each waits for is known on its own host alone.
-    return World(hvd.rank(), hvd.size(), device, Watch(hvd.rank(), hvd.size(), args, None))
+    return World(ranks.rank, ranks.world_size, device, Watch(ranks.rank, ranks.world_size, args, None))
 
 
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     with world.watch("teardown"):
-        hvd.barrier()
+        world.barrier()
     world.watch.close()
     hvd.shutdown()
-
-
-def raise_everywhere(error: UserError | None, world: World) -> None:
-    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # Horovod: gathers one short string per rank.
-    with world.watch("agreement"):
-        errors: list[UserError | None] = hvd.allgather_object(error, name="error")
-    raise_first(errors)
-
-
-def together(action: Callable[[], T], world: World) -> T:
-    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_everywhere(error, world)
-    return cast(T, result)
 
 
 def wrap(model: nn.Module, args: Options, world: World) -> Any:
@@ -142,21 +132,13 @@ def wrap(model: nn.Module, args: Options, world: World) -> Any:
     )
 
 
-def shard(indices: Tensor, world: World) -> Tensor:
-    """Return this rank's share of the indices: contiguous, and as even as it goes."""
-    # Horovod: the ranks' shares are disjoint and make up the whole, without padding or repetition.
-    first = len(indices) * world.rank // world.world_size
-    end = len(indices) * (world.rank + 1) // world.world_size
-    return indices[first:end]
-
-
 def train_one_epoch(job: Job, world: World) -> int:
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position, accumulate = job.args, job.position, job.args.accumulate_steps
     decision = GO
     job.model.train()
     job.begin_epoch()
-    shares = (shard(batch, world) for batch in job.global_batches())
+    shares = (shard(batch, world.rank, world.world_size) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
         # Horovod: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
         if is_vote_due := job.is_vote_due(world.world_size):
@@ -208,7 +190,7 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
         hvd.broadcast_parameters(dict(job.model.named_buffers()), root_rank=0)
     job.model.eval()
     totals = new_totals(world.device)
-    share = shard(torch.arange(len(job.data.test)), world)
+    share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with autocast(job.args, world.device):
             logits = job.model(images)
@@ -229,38 +211,29 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
 
 def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
-    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Horovod: every rank draws the same weights from --seed.
-    model = together(lambda: build_model(args, data), world).to(world.device)
+    model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
     optimizer = wrap(model, args, world)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
-    # Horovod: gathers a short text per rank.
-    with world.watch("places"):
-        places: list[Place] = hvd.allgather_object(place_of(world.device), name="places")
-    # Horovod: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
-    is_first = world.rank == 0
-    job.record, content = together(lambda: open_run(args, "horovod", places) if is_first else (None, None), world)
+    # Horovod: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
     # (hvd.broadcast_optimizer_state would do for the optimizer, but takes a step on one that has no state yet.)
-    with world.watch("checkpoint"):
-        content = hvd.broadcast_object(content, root_rank=0, name="checkpoint")
-        folder = hvd.broadcast_object(job.record and job.record.folder, root_rank=0, name="folder")
-    together(lambda: job.restore(content), world)
-    world.watch.follow(job, folder)
+    begin_run(job, "horovod", world)
 
     while not job.is_complete:
         decision = train_one_epoch(job, world)
         if decision == STOP:
             save_checkpoint(job, world)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
         averages = evaluate(job, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
     job.finish(world.world_size)
 
 

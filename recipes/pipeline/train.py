@@ -11,16 +11,12 @@ schedule), https://arxiv.org/abs/2104.04473.
 from __future__ import annotations
 
 import contextlib
-import gc
-import inspect
 import logging
 import math
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,13 +31,14 @@ from torch.distributed.pipelining import (
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.buckets import NO_BUFFER_SYNC
 from recipes.common.data import EVAL_BATCH_SIZE, SKIPPED, Batch, Data, Split, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
-from recipes.common.nonfinite import raise_first
 from recipes.common.optim import autocast, build_optimizer, build_scaler, learning_rate, set_learning_rate
 from recipes.common.options import Options, build_parser, one_of, parse, positive_int
 from recipes.common.partition import (
@@ -52,23 +49,14 @@ from recipes.common.partition import (
     merge_shares,
     plan_parts,
 )
-from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
-from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.watch import Watch, bound_of_waits
-
-T = TypeVar("T")
+from recipes.common.watch import bound_of_waits
+from recipes.common.world import World, join_world, leave_world
 
 # One line tells that a neighbour is lost (entry.py); torch would log the whole interleaved schedule besides.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-KEYWORDS = inspect.signature(DistributedDataParallel).parameters
-NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
-}
-"""Newer versions of torch have renamed the keyword."""
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -121,17 +109,11 @@ def check_options(args: Options) -> None:
 
 
 @dataclass(frozen=True)
-class World:
+class Grid(World):
     """This process among the others, at its place in the (dp, pp) mesh: rank = replica * stages + stage."""
 
-    rank: int
-    world_size: int
-    device: torch.device
     devices: list[torch.device]
-    """That one alone, or with --split in-process one for each part of the model."""
-    control: dist.ProcessGroup
-    """A gloo group beside those of the tensors, for the few words that ranks exchange on the CPU."""
-    watch: Watch
+    """This process's own: one, or with --split in-process one for each part of the model."""
     mesh: DeviceMesh
     replica: int
     replicas: int
@@ -141,12 +123,12 @@ class World:
     """Processes that a replica spans: 1 with --split in-process."""
 
 
-def join_world(args: Options) -> World:
-    """Choose this process's device and connect it with the other processes."""
+def join_grid(args: Options) -> Grid:
+    """Connect this process with the others and find its place among them."""
     # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
     ranks = read_ranks("pipeline")
     # Pipeline: the world is a grid of replicas x stages; a replica split within its process takes one process.
-    stages, devices_each = (1, args.stages) if args.split == "in-process" else (args.stages, 1)
+    stages, devices_per_rank = (1, args.stages) if args.split == "in-process" else (args.stages, 1)
     if ranks.world_size % stages:
         below = ranks.world_size // stages * stages
         either = f"{below} or {below + stages}" if below else f"{stages}"
@@ -154,65 +136,21 @@ def join_world(args: Options) -> World:
             f"--stages {stages} wants a multiple of {stages} processes, got {ranks.world_size}; "
             f"start {either}, or give --stages {ranks.world_size}"
         )
-    # DDP: GPUs of its own for each process; where there are too few, all of them use the CPU.
-    wanted = ranks.local_world_size * devices_each
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= wanted
-    if args.device == "cuda" and not use_cuda:
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want {wanted} GPUs, "
-            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
-            on_every_node=True,
-        )
-    first = ranks.local_rank * devices_each
-    devices = [torch.device("cuda", first + i) if use_cuda else torch.device("cpu") for i in range(devices_each)]
-    if use_cuda:
-        torch.cuda.set_device(devices[0])
-    # DDP: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through NCCL.
-    timeout = bound_of_waits(args)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    world = join_world(args, ranks, devices_per_rank)
+    first = world.device.index  # None for the CPU
+    devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(devices_per_rank)]
     # Pipeline: a group for each column of the grid (one stage's gradients) and each row (a replica's activations).
     grid = torch.arange(ranks.world_size).view(-1, stages)
+    timeout = bound_of_waits(args)
     groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
-    mesh = DeviceMesh.from_group(cast(Any, groups), devices[0].type, grid, mesh_dim_names=("dp", "pp"))
+    mesh = DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=("dp", "pp"))
     replica, stage = divmod(ranks.rank, stages)
-    places = (replica, len(grid), stage, stages)
-    return World(ranks.rank, ranks.world_size, devices[0], devices, control, watch, mesh, *places)
+    return Grid(
+        **vars(world), devices=devices, mesh=mesh, replica=replica, replicas=len(grid), stage=stage, stages=stages
+    )
 
 
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # DDP: models and optimizers go before the connections that they use
-    with world.watch("teardown"):
-        dist.barrier(group=world.control)
-    world.watch.close()
-    dist.destroy_process_group()
-
-
-def raise_everywhere(error: UserError | None, world: World) -> None:
-    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short message per rank.
-    errors: list[UserError | None] = [None] * world.world_size
-    with world.watch("agreement"):
-        dist.all_gather_object(errors, error, group=world.control)
-    raise_first(errors)
-
-
-def together(action: Callable[[], T], world: World) -> T:
-    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_everywhere(error, world)
-    return cast(T, result)
-
-
-def plan(model: nn.Module, args: Options, data: Data, world: World) -> list[Part]:
+def plan(model: nn.Module, args: Options, data: Data, world: Grid) -> list[Part]:
     """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
     count = world.stages * PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else args.stages
     size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
@@ -223,12 +161,10 @@ def plan(model: nn.Module, args: Options, data: Data, world: World) -> list[Part
 
     # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
     # shapes of the parts, some hundred bytes.
-    box = [together(cut, world)]
-    dist.broadcast_object_list(box, src=0, group=world.control)
-    return cast(list[Part], box[0])
+    return cast(list[Part], world.broadcast_object(run_on_all_ranks(cut, world)))
 
 
-def wrap(module: nn.Module, world: World) -> DistributedDataParallel:
+def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
     """Return a part of the model with gradients that are averaged over the replicas."""
     # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
     # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
@@ -247,7 +183,7 @@ class RankPipeline:
     m + p - 1 time slots a stage of p works in m: the bubble is (p - 1) / (m + p - 1) of its time.
     """
 
-    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: World) -> None:
+    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: Grid) -> None:
         self.args, self.world = args, world
         self.numbers = range(world.stage, len(parts), world.stages)
         modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
@@ -328,7 +264,7 @@ class SplitModel(nn.Module):
 class InProcessPipeline:
     """--split in-process: each process has the whole model, its parts on devices of their own."""
 
-    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: World) -> None:
+    def __init__(self, model: nn.Module, parts: list[Part], args: Options, data: Data, world: Grid) -> None:
         self.args, self.world = args, world
         # Pipeline: part i lies on this process's i-th device; on a CPU all of them are the same one.
         placed = zip(parts, world.devices, strict=True)
@@ -352,23 +288,15 @@ class InProcessPipeline:
 Pipeline = RankPipeline | InProcessPipeline
 
 
-def scaled_loss(args: Options, world: World, logits: Tensor, labels: Tensor) -> Tensor:
+def scaled_loss(args: Options, world: Grid, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss whose gradient, summed over microbatches and averaged by DDP, is that of the global mean."""
     with autocast(args, logits.device):
         loss = cross_entropy(logits, labels.to(logits.device), reduction="sum")
     return loss * world.replicas / args.global_batch_size
 
 
-def shard(indices: Tensor, world: World) -> Tensor:
-    """Return this replica's share of the indices: contiguous, and as even as it goes."""
-    # DDP: the replicas' shares are disjoint and make up the whole, without padding or repetition.
-    first = len(indices) * world.replica // world.replicas
-    end = len(indices) * (world.replica + 1) // world.replicas
-    return indices[first:end]
-
-
 def read_batches(
-    split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: World, purpose: str
+    split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: Grid, purpose: str
 ) -> Iterator[Batch]:
     """Yield batches of exactly batch_size samples on every stage; call it on all ranks of a replica.
 
@@ -387,13 +315,13 @@ def read_batches(
         yield images, labels
 
 
-def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
+def train_one_epoch(job: Job, pipeline: Pipeline, world: Grid) -> int:
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position, accumulate = job.args, job.position, job.args.accumulate_steps
     decision = GO
     job.model.train()
     job.begin_epoch()
-    shares = (shard(batch, world) for batch in job.global_batches())
+    shares = (shard(batch, world.replica, world.replicas) for batch in job.global_batches())
     batch_size = args.global_batch_size // world.replicas
     for images, labels in read_batches(job.data.train, shares, position.epoch, batch_size, world, "labels"):
         # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
@@ -436,7 +364,7 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: World) -> int:
     return decision
 
 
-def clip_gradients(job: Job, world: World) -> None:
+def clip_gradients(job: Job, world: Grid) -> None:
     """Scale the gradients down to --clip-grad-norm, the norm of the whole model's; call it on all ranks."""
     parameters = job.optimizer.param_groups[0]["params"]
     norm = nn.utils.get_total_norm([p.grad for p in parameters]).to(world.device)
@@ -446,14 +374,14 @@ def clip_gradients(job: Job, world: World) -> None:
     nn.utils.clip_grads_with_norm_(parameters, job.args.clip_grad_norm, squares.sqrt())
 
 
-def eval_batch_size(args: Options, data: Data, world: World) -> int:
+def eval_batch_size(args: Options, data: Data, world: Grid) -> int:
     """Return the size of evaluation batches: a replica's share, in equal microbatches, up to a bound."""
     share = math.ceil(len(data.test) / world.replicas)
     return args.num_microbatches * math.ceil(min(EVAL_BATCH_SIZE, share) / args.num_microbatches)
 
 
 @torch.no_grad()
-def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
+def evaluate(job: Job, pipeline: Pipeline, world: Grid) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: each replica has batch-norm statistics of its own microbatches; all evaluate with replica 0's.
     for module in pipeline.share.modules:
@@ -463,9 +391,9 @@ def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
     job.model.eval()
     totals = new_totals(world.device)
     batch_size = eval_batch_size(job.args, job.data, world)
-    shares = shard(torch.arange(len(job.data.test)), world).split(batch_size)
+    share = shard(torch.arange(len(job.data.test)), world.replica, world.replicas).split(batch_size)
     # Pipeline: forward passes through all stages, so that no device ever has to hold the whole model.
-    for images, labels in read_batches(job.data.test, shares, job.position.epoch, batch_size, world, "evaluation"):
+    for images, labels in read_batches(job.data.test, share, job.position.epoch, batch_size, world, "evaluation"):
         with world.watch("evaluation", computes=True):
             logits = pipeline.logits(images)
         if logits is not None:
@@ -477,9 +405,10 @@ def evaluate(job: Job, pipeline: Pipeline, world: World) -> dict[str, float]:
     return averages(totals)
 
 
-def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = False) -> None:
+def save_checkpoint(job: Job, pipeline: Pipeline, world: Grid, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
-    raise_everywhere(job.stop.error, world)  # a stage sees its own gradients alone, and rank 0 not those of others
+    # A stage sees its own gradients alone, and rank 0 not those of others.
+    raise_on_all_ranks(job.stop.error, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     share = pipeline.share.state(job.optimizer) if world.replica == 0 else None
@@ -491,53 +420,43 @@ def save_checkpoint(job: Job, pipeline: Pipeline, world: World, is_best: bool = 
         job.save(is_best, merge_shares(job.model, gathered[: world.stages]))
 
 
-def describe(parts: list[Part], args: Options, world: World) -> str:
+def describe(parts: list[Part], args: Options, world: Grid) -> str:
     """Return which layers lie where, a line each."""
     stages = [f"stage {number % world.stages}" for number in range(len(parts))]
     owners = stages if args.split == "ranks" else [str(device) for device in world.devices]
     return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
 
 
-def train(args: Options, stop: Stop, world: World) -> None:
+def train(args: Options, stop: Stop, world: Grid) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
-    together(lambda: check_microbatches(args, world.replicas, len(data.train)), world)
+    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    run_on_all_ranks(lambda: check_microbatches(args, world.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
-    model = together(lambda: build_model(args, data), world)
+    model = run_on_all_ranks(lambda: build_model(args, data), world)
     parts = plan(model, args, data, world)
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     pipeline: Pipeline = build(model, parts, args, data, world)
     optimizer = build_optimizer(args, pipeline.share.parameters)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
-    # DDP: gathers a short text per rank.
-    places: list[Any] = [None] * world.world_size
-    with world.watch("places"):
-        dist.all_gather_object(places, place_of(world.device), group=world.control)
-    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
-    is_first = world.rank == 0
-    job.record, content = together(lambda: open_run(args, "pipeline", places) if is_first else (None, None), world)
-    box = [content]
-    with world.watch("checkpoint"):
-        dist.broadcast_object_list(box, src=0, group=world.control)
+    # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
-    together(lambda: job.restore(pipeline.share.of_checkpoint(box[0])), world)
+    begin_run(job, "pipeline", world, pipeline.share.of_checkpoint)
     if job.record:
         job.record.progress.say(describe(parts, args, world))
-    world.watch.follow(job)
 
     while not job.is_complete:
         decision = train_one_epoch(job, pipeline, world)
         if decision == STOP:
             save_checkpoint(job, pipeline, world)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
         averages = evaluate(job, pipeline, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, pipeline, world, is_best)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
     job.finish(world.world_size)
 
 
@@ -546,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     set_determinism(args.deterministic)
-    world = join_world(args)
+    world = join_grid(args)
     try:
         train(args, stop, world)
     except UserError:

@@ -16,7 +16,7 @@ import os
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,10 @@ from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.node import read_master
 from recipes.common.options import Options, Parser, non_negative_int, one_of, parse, positive_float, positive_int
+from recipes.common.places import choose_device
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
+from recipes.common.world import connect
 
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
 
@@ -71,36 +73,18 @@ class World(Protocol):
         """Disconnect, once no rank waits for another any more."""
 
 
-def choose_device(args: Options, ranks: Ranks, has_nccl: bool = True) -> torch.device:
-    """Return a GPU of this process's own, or the CPU where there are too few."""
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size and has_nccl
-    if args.device == "cuda" and not use_cuda:
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
-            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
-            on_every_node=True,
-        )
-    if not use_cuda:
-        return torch.device("cpu")
-    torch.cuda.set_device(ranks.local_rank)
-    return torch.device("cuda", ranks.local_rank)
-
-
 class TorchWorld:
     """Processes that torch.distributed connects, as in ddp and spawn."""
 
     def __init__(self, args: Options, ranks: Ranks) -> None:
-        self.ranks, self.device = ranks, choose_device(args, ranks)
-        timeout = timedelta(seconds=args.timeout_s)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, rank=ranks.rank, world_size=ranks.world_size)
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        self.ranks, self.device = ranks, choose_device(args.device, ranks)
+        self.control = connect(ranks, self.device, timedelta(seconds=args.timeout_s))
 
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""
         # Probe: gathers some 200 bytes from every rank.
         rows: list[dict[str, Any]] = [{}] * self.ranks.world_size
-        dist.all_gather_object(rows, row, group=cast(dist.ProcessGroup, self.control))
+        dist.all_gather_object(rows, row, group=self.control)
         return rows
 
     def add_up(self, number: int) -> int:
@@ -112,7 +96,7 @@ class TorchWorld:
 
     def leave(self) -> None:
         """Disconnect, once no rank waits for another any more."""
-        dist.barrier(group=cast(dist.ProcessGroup, self.control))
+        dist.barrier(group=self.control)
         dist.destroy_process_group()
 
 
@@ -125,7 +109,7 @@ class HorovodWorld:
         hvd.init()
         self.hvd = hvd
         self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
-        self.device = choose_device(args, self.ranks, has_nccl=hvd.nccl_built())
+        self.device = choose_device(args.device if hvd.nccl_built() else "cpu", self.ranks)
 
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""

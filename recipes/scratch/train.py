@@ -10,26 +10,22 @@ split_batch and train_batch are named as in https://d2l.ai/chapter_computational
 
 from __future__ import annotations
 
-import gc
 import itertools
-import os
-import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.data import EVAL_BATCH_SIZE, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
-from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -47,14 +43,10 @@ from recipes.common.options import (
     parse,
     positive_int,
 )
-from recipes.common.places import place_of
 from recipes.common.ranks import read_ranks
-from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.watch import Watch, bound_of_waits
-
-T = TypeVar("T")
+from recipes.common.world import World, join_world, leave_world
 
 Message = tuple[Tensor, int]
 """A tensor and the rank that it goes to or comes from."""
@@ -90,71 +82,17 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among the others."""
+class CountedWorld(World):
+    """This process among the others, and the bytes that it exchanges with them."""
 
-    rank: int
-    world_size: int
-    device: torch.device
-    control: dist.ProcessGroup
-    """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
-    watch: Watch
     traffic: Traffic = field(default_factory=Traffic)
 
 
-def join_world(args: Options) -> World:
-    """Choose this process's device and connect it with the other processes."""
-    # Scratch: a launcher (torchrun, srun, mpirun) tells each process who it is.
-    ranks = read_ranks("scratch")
-    # Scratch: a GPU of its own for each process; where there are too few, all of them use the CPU.
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
-    if args.device == "cuda" and not use_cuda:
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
-            f"{torch.cuda.device_count()} visible; lower NPROC_PER_NODE or use --device cpu",
-            on_every_node=True,
-        )
-    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    # Scratch: all processes meet at MASTER_ADDR:MASTER_PORT; CPU tensors then go through gloo, CUDA ones through
-    # NCCL. Both can send and receive, and that is all that is asked of them here.
-    timeout = bound_of_waits(args)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    # Scratch: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
-    return World(ranks.rank, ranks.world_size, device, control, watch)
-
-
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # Scratch: models and optimizers go before the connections that they use
-    with world.watch("teardown"):
-        dist.barrier(group=world.control)
-    world.watch.close()
-    dist.destroy_process_group()
-
-
-def raise_everywhere(error: UserError | None, world: World) -> None:
-    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # Scratch: gathers one short message per rank.
-    errors: list[UserError | None] = [None] * world.world_size
-    with world.watch("agreement"):
-        dist.all_gather_object(errors, error, group=world.control)
-    raise_first(errors)
-
-
-def together(action: Callable[[], T], world: World) -> T:
-    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_everywhere(error, world)
-    return cast(T, result)
+def join_counted_world(args: Options) -> CountedWorld:
+    """Connect this process with the other processes."""
+    # Scratch: a launcher (torchrun, srun, mpirun) tells each process who it is. Gloo (CPUs) and NCCL (GPUs) can
+    # both send and receive, and that is all that is asked of them here.
+    return CountedWorld(**vars(join_world(args, read_ranks("scratch"))))
 
 
 def exchange(sends: list[Message], receives: list[Message], traffic: Traffic) -> list[dist.Work]:
@@ -177,7 +115,7 @@ def finish(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def get_params(tensors: Iterable[Tensor], world: World) -> None:
+def get_params(tensors: Iterable[Tensor], world: CountedWorld) -> None:
     """Overwrite these tensors (parameters, or batch norm's buffers) with those of rank 0; call it on all ranks."""
     uncounted = Traffic()
     for tensor in tensors:
@@ -190,7 +128,7 @@ def get_params(tensors: Iterable[Tensor], world: World) -> None:
             tensor.detach().copy_(values)
 
 
-def all_reduce(buffer: Tensor, args: Options, world: World) -> None:
+def all_reduce(buffer: Tensor, args: Options, world: CountedWorld) -> None:
     """Replace a flat buffer by its sum over the ranks, to the last bit the same on all; call it on all ranks."""
     world.traffic.sent_bytes = world.traffic.received_bytes = 0
     if world.world_size == 1:
@@ -199,7 +137,7 @@ def all_reduce(buffer: Tensor, args: Options, world: World) -> None:
     reduce(buffer, args.piece_kib * 1024 // buffer.element_size(), world)
 
 
-def naive_all_reduce(buffer: Tensor, piece_numel: int, world: World) -> None:
+def naive_all_reduce(buffer: Tensor, piece_numel: int, world: CountedWorld) -> None:
     """Add everything up on rank 0, one rank after another, and send the sum back."""
     pieces = buffer.split(piece_numel)
     peers = range(1, world.world_size)
@@ -225,7 +163,7 @@ def naive_all_reduce(buffer: Tensor, piece_numel: int, world: World) -> None:
         finish(exchange([(piece, peer) for peer in peers], [], world.traffic))
 
 
-def ring_all_reduce(buffer: Tensor, piece_numel: int, world: World) -> None:
+def ring_all_reduce(buffer: Tensor, piece_numel: int, world: CountedWorld) -> None:
     """Let chunks of the buffer travel around the ring of ranks: once to be added up, once to be handed out.
 
     The buffer is cut into N chunks. In step s, rank r sends chunk r - s to rank r + 1, and chunk r - s - 1 arrives
@@ -260,7 +198,7 @@ def add(arrived: tuple[Tensor, Tensor] | None) -> None:
         arrived[0].add_(arrived[1])
 
 
-def wrap(model: nn.Module, args: Options, world: World) -> nn.Module:
+def wrap(model: nn.Module, args: Options, world: CountedWorld) -> nn.Module:
     """Return the model with the parameters of rank 0."""
     if args.sync_batchnorm:
         if world.device.type == "cpu" and world.world_size > 1:
@@ -274,15 +212,13 @@ def wrap(model: nn.Module, args: Options, world: World) -> nn.Module:
     return model
 
 
-def split_batch(indices: Tensor, world: World) -> Tensor:
+def split_batch(indices: Tensor, world: CountedWorld) -> Tensor:
     """Return this rank's share of the indices: contiguous, and as even as it goes."""
     # Scratch: the ranks' shares are disjoint and make up the whole, without padding or repetition.
-    first = len(indices) * world.rank // world.world_size
-    end = len(indices) * (world.rank + 1) // world.world_size
-    return indices[first:end]
+    return shard(indices, world.rank, world.world_size)
 
 
-def train_batch(job: Job, images: Tensor, labels: Tensor, world: World) -> Tensor:
+def train_batch(job: Job, images: Tensor, labels: Tensor, world: CountedWorld) -> Tensor:
     """Leave the gradient of the global batch's loss in the parameters; return this rank's part of that loss."""
     args, accumulate = job.args, job.args.accumulate_steps
     loss_sum = torch.zeros((), device=world.device)
@@ -305,7 +241,7 @@ def train_batch(job: Job, images: Tensor, labels: Tensor, world: World) -> Tenso
     return loss_sum
 
 
-def train_one_epoch(job: Job, world: World) -> int:
+def train_one_epoch(job: Job, world: CountedWorld) -> int:
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position = job.args, job.position
     decision = GO
@@ -345,7 +281,7 @@ def train_one_epoch(job: Job, world: World) -> int:
 
 
 @torch.no_grad()
-def evaluate(job: Job, world: World) -> dict[str, float]:
+def evaluate(job: Job, world: CountedWorld) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # Scratch: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     with world.watch("evaluation"):
@@ -364,62 +300,50 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
     return averages(totals)
 
 
-def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
+def save_checkpoint(job: Job, world: CountedWorld, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
     # Scratch: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
     if job.record:
         job.save(is_best)
 
 
-def log_bytes(job: Job, world: World) -> None:
+def log_bytes(job: Job, world: CountedWorld) -> None:
     """Let rank 0 print what each rank has sent and received in the last step; call it on all ranks."""
-    traffic: list[Traffic | None] = [None] * world.world_size
     # Scratch: gathers two numbers per rank.
-    dist.all_gather_object(traffic, world.traffic, group=world.control)
+    traffic = world.gather_objects(world.traffic)
     if not job.record:
         return
     size = sum(parameter.nbytes for parameter in job.model.parameters())
     job.record.progress.say(f"{job.args.allreduce} all-reduce of {size} bytes of gradients")
     for rank, seen in enumerate(traffic):
-        assert seen
         job.record.progress.say(f"  rank {rank}  sent {seen.sent_bytes}  received {seen.received_bytes}")
 
 
-def train(args: Options, stop: Stop, world: World) -> None:
+def train(args: Options, stop: Stop, world: CountedWorld) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
-    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Scratch: every rank draws the same weights from --seed.
-    model = together(lambda: build_model(args, data), world).to(world.device)
+    model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
     model = wrap(model, args, world)
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
-    # Scratch: gathers a short text per rank.
-    places: list[Any] = [None] * world.world_size
-    with world.watch("places"):
-        dist.all_gather_object(places, place_of(world.device), group=world.control)
-    # Scratch: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
-    is_first = world.rank == 0
-    job.record, content = together(lambda: open_run(args, "scratch", places) if is_first else (None, None), world)
-    box = [content]
-    with world.watch("checkpoint"):
-        dist.broadcast_object_list(box, src=0, group=world.control)
-    together(lambda: job.restore(box[0]), world)
-    world.watch.follow(job)
+    # Scratch: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
+    begin_run(job, "scratch", world)
 
     while not job.is_complete:
         decision = train_one_epoch(job, world)
         if decision == STOP:
             save_checkpoint(job, world)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
         averages = evaluate(job, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
     if args.log_bytes:
         log_bytes(job, world)
     job.finish(world.world_size)
@@ -430,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     set_determinism(args.deterministic)
-    world = join_world(args)
+    world = join_counted_world(args)
     try:
         train(args, stop, world)
     except UserError:

@@ -10,29 +10,27 @@ Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#spawning-subpr
 
 from __future__ import annotations
 
-import gc
-import inspect
 import math
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing import connection
 from multiprocessing.synchronize import Event
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.data import EVAL_BATCH_SIZE, Data, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
@@ -40,7 +38,6 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models import build_model
 from recipes.common.node import Node, check_head, read_master, status_of
-from recipes.common.nonfinite import raise_first
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -62,21 +59,11 @@ from recipes.common.options import (
     positive_int,
 )
 from recipes.common.parent import end_with_parent
-from recipes.common.places import place_of
 from recipes.common.ranks import Ranks, read_ranks
-from recipes.common.record import open_run
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, STOP_SIGNALS, Stop
-from recipes.common.watch import Watch, bound_of_waits
 from recipes.common.workers import start_tracker
-
-T = TypeVar("T")
-
-KEYWORDS = inspect.signature(DistributedDataParallel).parameters
-NO_BUFFER_SYNC: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
-}
-"""Newer versions of torch have renamed the keyword."""
+from recipes.common.world import World, join_world, leave_world
 
 GRACE_S = 4.0
 """How long a node's other ranks may take to say what they have seen, once one has failed."""
@@ -116,83 +103,6 @@ def options(argv: Sequence[str] | None = None) -> Options:
     return parse(parser, argv)
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among the others."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    control: dist.ProcessGroup
-    """A gloo group beside that of the gradients, for the few words that ranks exchange on the CPU."""
-    watch: Watch
-
-
-def join_world(args: Options, ranks: Ranks) -> World:
-    """Choose this process's device and connect it with the other processes."""
-    # DDP: a GPU of its own for each process; where there are too few, all of them use the CPU.
-    use_cuda = args.device != "cpu" and torch.cuda.device_count() >= ranks.local_world_size
-    if args.device == "cuda" and not use_cuda:
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} want a GPU each, "
-            f"{torch.cuda.device_count()} visible; lower --nproc-per-node or use --device cpu",
-            on_every_node=True,
-        )
-    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    # Spawn: all processes meet at MASTER_ADDR:MASTER_PORT; each says there which rank of how many it is, since
-    # nobody has put that into its environment. Then CPU tensors go through gloo, CUDA ones through NCCL.
-    timeout = bound_of_waits(args)
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if use_cuda else "gloo",
-            timeout=timeout,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"{ranks.world_size} ranks did not meet at {place}: {reason}", on_every_node=True
-        ) from None
-    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-    # DDP: what each rank waits for is noted in the store at that place, where the others can read it.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
-    return World(ranks.rank, ranks.world_size, device, control, watch)
-
-
-def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # DDP: models and optimizers go before the connections that they use
-    with world.watch("teardown"):
-        dist.barrier(group=world.control)
-    world.watch.close()
-    dist.destroy_process_group()
-
-
-def raise_everywhere(error: UserError | None, world: World) -> None:
-    """Raise on every rank what any rank has met, so that all end together; call it on all ranks."""
-    # DDP: gathers one short message per rank.
-    errors: list[UserError | None] = [None] * world.world_size
-    with world.watch("agreement"):
-        dist.all_gather_object(errors, error, group=world.control)
-    raise_first(errors)
-
-
-def together(action: Callable[[], T], world: World) -> T:
-    """Return what action() gives on this rank, or raise on every rank what it raised on any."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as caught:
-        error = caught
-    raise_everywhere(error, world)
-    return cast(T, result)
-
-
 def wrap(model: nn.Module, args: Options, world: World, data: Data) -> DistributedDataParallel:
     """Return the model with gradients that are averaged over all ranks."""
     if args.sync_batchnorm:
@@ -211,21 +121,11 @@ def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Distribut
         bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
-        settle_buckets(ddp, data, world)
+        settle_buckets(ddp, data, world.device)
     register_compression(ddp, args)
     if args.compile:
         ddp.compile(mode=args.compile_mode)
     return ddp
-
-
-def settle_buckets(ddp: DistributedDataParallel, data: Data, world: World) -> None:
-    """Let DDP put its buckets together as they will stay; call it on all ranks."""
-    # DDP: the first backward tells the order in which gradients come, and the buckets are put together anew by it.
-    # The place in a bucket decides how a sum over three or more ranks is rounded. So that the first step after
-    # a resume rounds like any other, a pass over blank images (in eval(): it changes no statistics) comes before.
-    ddp.eval()
-    ddp(torch.zeros(1, data.channels, data.image_size, data.image_size, device=world.device)).sum().backward()
-    ddp.zero_grad()
 
 
 def register_compression(ddp: DistributedDataParallel, args: Options) -> None:
@@ -263,21 +163,13 @@ def shard_optimizer(model: nn.Module, args: Options) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **settings)
 
 
-def shard(indices: Tensor, world: World) -> Tensor:
-    """Return this rank's share of the indices: contiguous, and as even as it goes."""
-    # DDP: the ranks' shares are disjoint and make up the whole, without padding or repetition.
-    first = len(indices) * world.rank // world.world_size
-    end = len(indices) * (world.rank + 1) // world.world_size
-    return indices[first:end]
-
-
 def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int:
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position, accumulate = job.args, job.position, job.args.accumulate_steps
     decision = GO
     ddp.train()
     job.begin_epoch()
-    shares = (shard(batch, world) for batch in job.global_batches())
+    shares = (shard(batch, world.rank, world.world_size) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
         # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
         if is_vote_due := job.is_vote_due(world.world_size):
@@ -329,7 +221,7 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
             dist.broadcast(buffer, src=0)
     job.model.eval()
     totals = new_totals(world.device)
-    share = shard(torch.arange(len(job.data.test)), world)
+    share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with autocast(job.args, world.device):
             logits = job.model(images)
@@ -354,39 +246,29 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
 
 def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = together(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
-    together(lambda: check_batch(args, world.world_size, len(data.train)), world)
+    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
-    model = together(lambda: build_model(args, data), world).to(world.device)
+    model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
     ddp = wrap(model, args, world, data)
     optimizer = shard_optimizer(model, args) if args.zero else build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
-    # DDP: gathers a short text per rank.
-    places: list[Any] = [None] * world.world_size
-    with world.watch("places"):
-        dist.all_gather_object(places, place_of(world.device), group=world.control)
-    # DDP: rank 0 keeps the record and reads the checkpoint; the others receive its content, the whole state.
-    is_first = world.rank == 0
-    job.record, content = together(lambda: open_run(args, "spawn", places) if is_first else (None, None), world)
-    box = [content]
-    with world.watch("checkpoint"):
-        dist.broadcast_object_list(box, src=0, group=world.control)
-    together(lambda: job.restore(box[0]), world)
-    world.watch.follow(job)
+    # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
+    begin_run(job, "spawn", world)
 
     while not job.is_complete:
         decision = train_one_epoch(job, ddp, world)
         if decision == STOP:
             save_checkpoint(job, world)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
         averages = evaluate(job, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
-        raise_everywhere(stop.error, world)
+        raise_on_all_ranks(stop.error, world)
     job.finish(world.world_size)
 
 
@@ -394,6 +276,8 @@ def run_rank(args: Options, ranks: Ranks, has_met: Event | None = None) -> None:
     """Train as the options say, as one of the ranks; what is main() in ddp."""
     stop = Stop()
     set_determinism(args.deterministic)
+    # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is, since nobody has put that into its
+    # environment.
     world = join_world(args, ranks)
     if has_met:
         has_met.set()

@@ -40,7 +40,9 @@ from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.parent import end_with_parent
+from recipes.common.ranks import read_ranks
 from recipes.common.signals import Stop
+from recipes.common.world import World, join_world, leave_world
 from recipes.ddp import train
 from scripts import network
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
@@ -64,7 +66,7 @@ TIMEOUT_S = 600
 class Trainer:
     """The recipe's own training of one batch size, ready to do a few steps at a time."""
 
-    def __init__(self, world: train.World, batch: int, compression: str, bucket_cap_mb: float | None) -> None:
+    def __init__(self, world: World, batch: int, compression: str, bucket_cap_mb: float | None) -> None:
         words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--device", "cpu"]
         words += ["--global-batch-size", str(batch * world.world_size), "--lr", "0.001", "--epochs", "1000000"]
         words += ["--num-samples", str(STEPS * batch * world.world_size), "--log-every", "1000000"]
@@ -132,7 +134,7 @@ def agreed(value: float) -> float:
 
 def be_a_rank(args: argparse.Namespace) -> None:
     """Measure all batch sizes of one precision; rank 0 writes the rounds."""
-    world = train.join_world(train.options(["--device", "cpu"]))
+    world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     compression = PRECISIONS[args.precision]
     probe = Trainer(world, PROBE_BATCH, compression, args.bucket_cap_mb)
     quick = take_turns(
@@ -154,7 +156,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
         found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": rounds})
     if world.rank == 0:
         args.result.write_text(json.dumps(found))
-    train.leave_world(world)
+    leave_world(world)
 
 
 def start(net: network.Network, words: list[str]) -> None:

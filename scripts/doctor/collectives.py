@@ -14,7 +14,7 @@ import json
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ class Links:
 
     def __init__(self, world: TorchWorld, diary: Diary) -> None:
         self.ranks, self.diary = world.ranks, diary
-        self.control = cast(dist.ProcessGroup, world.control)
+        self.control = world.control
         self.nodes = self.ranks.world_size // self.ranks.local_world_size
         self.node = self.ranks.rank // self.ranks.local_world_size
         self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
@@ -169,7 +169,7 @@ def main() -> None:
     try:
         # rendezvous, process groups and connections, each with the bound
         world = TorchWorld(args, ranks)  # type: ignore[arg-type]
-        dist.barrier(group=cast(dist.ProcessGroup, world.control))
+        dist.barrier(group=world.control)
         diary.note(
             stage="the map of ranks", device=str(world.device), joined_s=round(time.monotonic() - started, 2)
         )

@@ -84,7 +84,7 @@ def _in_rank(function, folder, env):
 def reduce_buffers(folder):
     """Reduce buffers of all sizes both ways; return for each whether the sum is right, its bits and the bytes."""
     results = []
-    world = scratch.join_world(scratch.options([]))
+    world = scratch.join_counted_world(scratch.options([]))
     add = scratch.add
 
     def add_late(arrived):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recipes.common import metrics
+from recipes.common.agreement import shard
 from recipes.common.data import SKIPPED, Data, TensorSplit
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
@@ -23,7 +24,6 @@ from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.ddp.train import World, shard
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ class TestShares:
     @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 360])
     def test_shares_are_disjoint_whole_and_even(self, world_size, count):
         indices = torch.arange(count) * 3
-        shares = [shard(indices, World(rank, world_size, CPU, None, None)) for rank in range(world_size)]
+        shares = [shard(indices, rank, world_size) for rank in range(world_size)]
         assert torch.equal(torch.cat(shares), indices)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
