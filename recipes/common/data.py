@@ -43,6 +43,9 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
+    def idle_s(self) -> float:
+        """Return for how long the device has had nothing to do but to wait for batches."""
+
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor, in order; the epoch seeds the augmentation.
 
@@ -107,6 +110,10 @@ class TensorSplit:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def idle_s(self) -> float:
+        """Return 0: the samples are on the device."""
+        return 0.0
 
     @property
     def images(self) -> Tensor:

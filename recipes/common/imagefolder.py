@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.common import workers
 from recipes.common.data import SKIPPED, Batch, Data, Normalise
 from recipes.common.errors import UserError
+from recipes.common.idle import IdleClock
 from recipes.common.images import BAD_IMAGE, Box, decode, decodes_parts
 from recipes.common.options import Options
 from recipes.common.seeding import mix
@@ -156,16 +157,26 @@ class ImageFolderSplit:
         self.normalise = Normalise(MEAN, STD, args.image_size, device)
         self.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         self.skipped = 0
+        self.idle = IdleClock(device)
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def idle_s(self) -> float:
+        """Return for how long the device has had nothing to do but to wait for batches."""
+        return self.idle.seconds()
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
         self.keys[:] = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
         with workers.without_main():
             decoded = iter(self.loader)
-        for images, labels, faults in decoded:
+        while True:
+            with self.idle.waiting():
+                batch = next(decoded, None)
+            if batch is None:
+                break
+            images, labels, faults = batch
             for fault in faults:
                 self._report(fault)
             images = self.normalise(images.to(self.device, non_blocking=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
+from recipes.common.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.options import Options
@@ -42,7 +45,14 @@ class Job:
         self._writer: CheckpointWriter | None = None
         self.take_stragglers: Callable[[], list[str]] = list
         """What there is to say of slow ranks; set by the Watch of a recipe that has several."""
+        self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: (
+            contextlib.nullcontext()
+        )
+        """Bounds a wait by that name; set by the Watch of a recipe that has several ranks. NCCL's calls return at
+        once: it is where the host reads from a GPU that it waits for other ranks."""
         self.guard = Guard(self.args, self.device, self.stop)
+        self._idle = IdleShare()
+        self._has_warned_of_idle = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -131,9 +141,10 @@ class Job:
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1
-        if self.is_log_due() or self._is_saved_after(self.position.step):
-            self.guard.settle(self.position.step, self.scaler)
-        self.throughput.count_step()
+        with self.watch("gradients"):
+            if self.is_log_due() or self._is_saved_after(self.position.step):
+                self.guard.settle(self.position.step, self.scaler)
+            self.throughput.count_step()
         if self.record:
             self.record.progress.advance()
 
@@ -142,7 +153,8 @@ class Job:
 
         def allows_gradients(gradients: Sequence[Tensor]) -> bool:
             step, before = self.position.step + 1, self.guard.skipped
-            is_allowed = self.guard.allows(step, loss_sum, gradients)
+            with self.watch("gradients"):
+                is_allowed = self.guard.allows(step, loss_sum, gradients)
             if self.record and self.guard.skipped > before:
                 self.record.progress.say(f"warning: left step {step} out: its loss or gradient is not finite")
             return is_allowed
@@ -155,6 +167,7 @@ class Job:
         if self.record:
             for text in self.take_stragglers():
                 self.record.progress.say(f"warning: {text}")
+        self._warn_of_idle()
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
         self._record(
@@ -166,6 +179,16 @@ class Job:
             samples_per_s=round(speed, 1),
             **skipped,
         )
+
+    def _warn_of_idle(self) -> None:
+        """Say once, with the measured share, that the device waits for data."""
+        share = self._idle.end_window(self.data.train.idle_s(), self.throughput.seconds())
+        if self.record and share > MAX_IDLE_SHARE and not self._has_warned_of_idle:
+            self._has_warned_of_idle = True
+            workers = f"{self.args.workers} per rank now, {os.cpu_count()} CPUs on this node"
+            self.record.progress.say(
+                f"warning: {share:.0%} of the time rank 0 waits for data; raise --workers ({workers})"
+            )
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""

@@ -1,0 +1,91 @@
+"""For how long a device waits for data, and the line that says so."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.common.idle import IdleClock, IdleShare
+from recipes.common.imagefolder import ImageFolderSplit
+from recipes.common.job import Job
+from recipes.common.metrics import Throughput
+from recipes.single.train import options
+
+CPU = torch.device("cpu")
+
+
+def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
+    class Loader:
+        def __iter__(self):
+            for _ in range(3):
+                time.sleep(0.05)
+                yield torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), []
+
+    split = ImageFolderSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
+    split.loader = Loader()
+    assert split.idle_s() == 0
+    began_at, worked_s = time.perf_counter(), 0.0
+    for images, _ in split.batches(torch.arange(6).split(2), 0):
+        assert images.shape == (2, 3, 8, 8)
+        since = time.perf_counter()
+        time.sleep(0.2)
+        worked_s += time.perf_counter() - since
+    assert 0.15 <= split.idle_s() <= time.perf_counter() - began_at - worked_s
+
+
+def test_a_gpu_is_idle_between_two_events_of_its_queue(monkeypatch):
+    class Event:
+        done = 0.0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = times.pop(0)
+
+        def query(self):
+            return self.at_ms <= Event.done
+
+        def elapsed_time(self, end):
+            return end.at_ms - self.at_ms
+
+    times = [100.0, 100.0, 250.0, 290.0]
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = IdleClock(torch.device("cuda", 0))
+    for _ in range(2):
+        with clock.waiting():
+            pass
+    assert clock.seconds() == 0
+    Event.done = 260.0
+    assert clock.seconds() == 0, "the first wait was over before the GPU had nothing to do"
+    Event.done = 300.0
+    assert clock.seconds() == clock.seconds() == pytest.approx(0.04)
+
+
+def test_the_share_is_that_of_a_window():
+    share = IdleShare()
+    assert share.end_window(30.0, 2.0) == 0, "starting does not count"
+    assert share.end_window(35.0, 11.0) == 0
+    assert share.end_window(36.0, 12.0) == pytest.approx(0.6)
+    assert share.end_window(37.0, 32.0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(("idle_s", "lines"), [(1.9, 0), (2.1, 1)])
+def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
+    said, clock = [], SimpleNamespace(now=0.0)
+    monkeypatch.setattr(Throughput, "seconds", lambda self: clock.now)
+    train = SimpleNamespace(idle_s=lambda: clock.now / 10 * idle_s)
+    args = options(["--workers", "3"])
+    data = SimpleNamespace(train=train)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    job = Job(args, data, CPU, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), stop=None)
+    progress = SimpleNamespace(say=said.append)
+    job.record = SimpleNamespace(progress=progress, log_step=lambda **values: None)
+    for clock.now in (0.0, 10.0, 20.0, 30.0):
+        job.log_step(1.0, 0.1)
+    assert len(said) == lines
+    assert all(
+        text.startswith("warning: 21% of the time rank 0 waits for data; raise --workers (3") for text in said
+    )
