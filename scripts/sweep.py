@@ -1,7 +1,7 @@
 """The grid of options of a sweep: every combination of the values, in the order in which they are written.
 
-    python3 -m scripts.sweep "lr=0.1,0.2 seed=1,2"        the number of points: 4
-    python3 -m scripts.sweep "lr=0.1,0.2 seed=1,2" 2      the options of point 2, a word a line: --lr 0.2 --seed 1
+    scripts/python.sh -m scripts.sweep "lr=0.1,0.2 seed=1,2"      the number of points: 4
+    scripts/python.sh -m scripts.sweep "lr=0.1,0.2 seed=1,2" 2    point 2, an argument a line: --lr 0.2 --seed 1
 
 slurm/array.sbatch asks it for its task's point, and slurm/submit.py for all of them. It needs Python alone.
 """
@@ -15,7 +15,7 @@ import sys
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 
-USAGE = 'usage: python3 -m scripts.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
+USAGE = 'usage: scripts/python.sh -m scripts.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
 
 
 def parse_sweep(text: str) -> dict[str, list[str]]:

@@ -50,7 +50,7 @@ begin_job() {
     name=${name:-$recipe-job$job}
     restarts=${SLURM_RESTART_COUNT:-0}
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    gpus=${SLURM_GPUS_ON_NODE:-0}
+    set_python
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
     export NNODES=$SLURM_NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
     # This script runs on the head node. No fallback: with one, each node would wait for itself.
@@ -61,8 +61,6 @@ begin_job() {
     if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
         refuse "FABRIC wants auto, ib, roce, efa or tcp, got '$FABRIC'"
     fi
-    srun=(srun --kill-on-bad-exit=1)
-    set_python
     run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another --runs-dir"
@@ -76,6 +74,7 @@ begin_job() {
     if ((restarts > 0)); then options+=(--resume auto); fi
     echo "job $job, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
+    show_share
     signal="" step="" step_pid="" stopper=()
     trap 'stop_step USR1' USR1
     trap 'signal=TERM' TERM
@@ -89,9 +88,34 @@ free_port() {
     echo "$port"
 }
 
-# The interpreter: in this repository's venv, or in a container that pyxis or Apptainer makes.
+# Print what the head node gives to the job, of what it has; warn where the job gets less than half of its GPUs or cores.
+show_share() {
+    local node=${SLURMD_NODENAME:-$(hostname -s)} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
+    local node_cores node_memory node_gpus gres
+    read -r node_cores node_memory gres \
+        <<<"$(sinfo --noheader --Node --nodes="$node" --format="%c %m %G" 2>/dev/null | head -n 1)"
+    if [[ -z $gres ]]; then return; fi
+    # gpu:2, or gpu:h100:8(S:0-1), or gpu:a100:4(S:0),gpu:l4:2(S:1), or (null)
+    node_gpus=$(grep -oE 'gpu(:[^:,()]+)?:[0-9]+' <<<"$gres" | awk -F: '{ sum += $NF } END { print sum + 0 }')
+    memory=$((${SLURM_MEM_PER_NODE:-0} + ${SLURM_MEM_PER_CPU:-0} * cores + ${SLURM_MEM_PER_GPU:-0} * gpus))
+    if ((memory == 0)); then memory=$node_memory; fi # no limit
+    echo "$node gives this job $gpus of $node_gpus GPUs, $cores of $node_cores cores," \
+        "$((memory / 1024)) of $((node_memory / 1024)) GB of memory"
+    if ((2 * gpus < node_gpus)); then
+        unused="$((node_gpus - gpus)) of $node_gpus GPUs" flags=" --gpus-per-node=$node_gpus"
+    fi
+    if ((2 * cores < node_cores)); then
+        unused+="${unused:+ and }$((node_cores - cores)) of $node_cores cores"
+        flags+=" --cpus-per-task=$((node_cores / ${SLURM_NTASKS_PER_NODE:-1}))"
+    fi
+    if [[ -n $unused ]]; then
+        echo "warning: this job does not use $unused of a node; to use them: sbatch$flags"
+    fi
+}
+
+# Find the interpreter, in this repository's venv or in a container that pyxis or Apptainer makes.
 set_python() {
-    container=()
+    srun=(srun --kill-on-bad-exit=1) container=() gpus=${SLURM_GPUS_ON_NODE:-0}
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
         export PYTHON=${PYTHON:-$root/.venv/bin/python}
         if ! command -v "$PYTHON" >/dev/null; then
@@ -112,6 +136,15 @@ set_python() {
     container=("$tool" exec --bind "$mounts" --pwd "$root")
     if ((gpus > 0)); then container+=(--nv); fi
     container+=("$CONTAINER_IMAGE")
+}
+
+# run_python ARGUMENTS...: run that interpreter on this node, after set_python and before begin_job.
+run_python() {
+    if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis makes containers for srun alone
+        "${srun[@]}" --nodes=1 --ntasks=1 "$PYTHON" "$@"
+    else
+        "${container[@]}" "$PYTHON" "$@"
+    fi
 }
 
 # run_step COMMAND...: start the ranks, show what the head node prints, and set `greatest` to what srun ends with, the
@@ -146,7 +179,10 @@ srun_nodes() {
     local node number=0 coordinator keeper keepers=() status=0 i
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
     export RDZV_ID=$SLURM_JOB_ID.$restarts
-    "${container[@]}" "$PYTHON" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
+    local python=("${container[@]}" "$PYTHON")
+    # pyxis makes containers for srun alone; the coordinator needs no package.
+    if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then python=(env -u PYTHON scripts/python.sh); fi
+    "${python[@]}" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
         --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" --job "$RDZV_ID" \
         --timeout-s "${RDZV_TIMEOUT_S:-300}" &
     coordinator=$!
