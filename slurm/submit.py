@@ -126,10 +126,17 @@ def check(args: Namespace) -> None:
     if not args.local:
         for command in ("sbatch", "srun", "squeue", "scontrol"):
             if not shutil.which(command):
-                raise UserError(
-                    f"there is no {command} in PATH; use --local (make submit: LOCAL=1), "
-                    "or run this on the cluster's login node"
-                )
+                other = "use --local (make submit: LOCAL=1), or run this on the cluster's login node"
+                raise UserError(f"there is no {command} in PATH; {remedy(other)}")
+
+
+def remedy(other: str) -> str:
+    """Return how to reach a cluster of make slurm-up that PATH does not have yet; where there is none, other."""
+    state = os.environ.get("SLURM_CLUSTER_DIR", "/run/cluster-recipes-slurm")
+    is_used = f"{state}/bin" in os.environ.get("PATH", "").split(os.pathsep)
+    if is_used or not Path(state, "activate").exists():
+        return other
+    return f"for the cluster of make slurm-up: source {shlex.quote(state)}/activate"
 
 
 @dataclass
@@ -205,7 +212,7 @@ def default_minutes(partition: str | None) -> int:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if shown.returncode:
         reason = " ".join((shown.stderr + shown.stdout).split()).rstrip(".")
-        raise UserError(f"Slurm tells no time limit: {reason}; sinfo lists the partitions")
+        raise UserError(f"Slurm tells no time limit: {reason}; {remedy('sinfo lists the partitions')}")
     lines = shown.stdout.splitlines()
     line = next((line for line in lines if " Default=YES " in line), lines[0] if lines else "")
     for name in ("DefaultTime", "MaxTime"):
@@ -271,7 +278,8 @@ def check_by_slurm(executor: Any) -> None:
     shown = subprocess.run(command, input=sbatch_text(executor), capture_output=True, text=True, timeout=60)
     if shown.returncode:
         lines = [re.sub(r"^(sbatch: )?(error: )?", "", line) for line in shown.stderr.splitlines()]
-        raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; sinfo shows what there is")
+        hint = remedy("sinfo shows what there is")
+        raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {hint}")
 
 
 @dataclass

@@ -155,11 +155,40 @@ def test_the_names_of_a_sweeps_runs(points, names):
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_CLUSTER_DIR", str(tmp_path))  # no cluster of make slurm-up
     assert submit.main(words.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch, capsys, commands):
+    """Where Debian's sbatch is in PATH without a configuration, and where none is."""
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "activate").touch()
+    monkeypatch.setenv("SLURM_CLUSTER_DIR", str(state))
+    for command in ("sbatch", "srun", "squeue", "scontrol"):
+        commands(command, "echo 'error: Could not establish a configuration source' >&2; exit 1")
+    words = ["ddp", "--", "--runs-dir", str(tmp_path)]
+    expected = f"; for the cluster of make slurm-up: source {state}/activate\n"
+    assert submit.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "error: Slurm tells no time limit: error: Could not establish a configuration source; "
+    )
+    assert error.endswith(expected)
+    assert submit.main(["ddp", "--time", "10", *words[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: Slurm refuses the job: Could not establish a configuration source; ")
+    assert error.endswith(expected)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert submit.main(words) == 2
+    assert capsys.readouterr().err == f"error: there is no sbatch in PATH{expected}"
+    monkeypatch.setenv("PATH", f"{state}/bin")
+    assert submit.main(words) == 2
+    assert capsys.readouterr().err.startswith("error: there is no sbatch in PATH; use --local")
 
 
 def test_a_name_that_is_taken_is_refused_before_the_queue(tmp_path, capsys):
