@@ -187,6 +187,8 @@ def main(target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
     os.chdir(ROOT)
     command = TARGETS[target]()
+    for name in ("ARGS", "MAKEFLAGS"):  # not for a make that the command itself calls: a test, or a build
+        os.environ.pop(name, None)
     if command.packages:
         prepare(["scripts/setup.sh", command.packages])
         os.environ.pop("PYTHON", None)  # it chose what .venv is made with; from here on .venv's is used

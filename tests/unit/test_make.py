@@ -269,8 +269,11 @@ def test_installation_comes_before_the_command(monkeypatch):
     monkeypatch.setattr(os, "execv", lambda path, argv: calls.append((os.environ.get("PYTHON"), path, argv)))
     monkeypatch.setenv("RECIPE", "horovod")
     monkeypatch.setenv("PYTHON", "python3.12")
+    monkeypatch.setenv("ARGS", "--epochs 3")
+    monkeypatch.setenv("MAKEFLAGS", " -- ARGS=--epochs\\ 3")
     make.main("run")
-    argv = [*RUN, "horovod", "--"]
+    assert not {"ARGS", "MAKEFLAGS"} & set(os.environ)  # a make that the command calls starts afresh
+    argv = [*RUN, "horovod", "--", "--epochs", "3"]
     assert calls == [
         ["scripts/setup.sh", "run"],
         ["scripts/horovod/build.sh", "--if-missing"],
