@@ -1,9 +1,9 @@
 """Which process is which: the map of ranks, nodes and devices that a launcher gives, proven by an all-reduce.
 
     make run RECIPE=probe NODES=2 NPROC_PER_NODE=2
-    mpirun -q -np 4 python -m scripts.mpirun recipes.probe.train
-    horovodrun --gloo -np 4 python -m recipes.probe.train --join horovod
-    MASTER_ADDR=node-a python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
+    mpirun -q -np 4 .venv/bin/python -m scripts.mpirun recipes.probe.train
+    .venv/bin/horovodrun --gloo -np 4 .venv/bin/python -m recipes.probe.train --join horovod
+    MASTER_ADDR=a .venv/bin/python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
 
 Success: the last line is `probe {"world_size": 4, "sum": 10, "ranks": [...]}`, the same under every launcher.
 It trains nothing; run it first on a new cluster, and where a job hangs.

@@ -1,7 +1,7 @@
 """Data parallelism by hand: parameters copied, batches split and gradients added up by sends and receives alone.
 
     make run RECIPE=scratch NODES=2
-    torchrun --nproc-per-node=2 -m recipes.scratch.train --allreduce ring --log-bytes
+    .venv/bin/torchrun --nproc-per-node=2 -m recipes.scratch.train --allreduce ring --log-bytes
 
 Success: the last line is `result recipe=scratch world_size=2 test_accuracy=0.98.. samples_per_s=...`.
 Source: the ring is that of Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002; get_params,

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import re
 import subprocess
 
@@ -160,6 +161,30 @@ def test_every_path_of_the_repository_exists(name):
     for code in code_of(text_of(name)):
         for path in re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./-]+", code):
             assert (ROOT / path.rstrip("./")).exists(), f"{name}: {path}"
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *(f"recipes/{recipe}/train.py" for recipe in RECIPES)])
+def test_commands_name_the_environment_that_has_torch(name):
+    """A shell that has just cloned has no torchrun, and a python without torch."""
+    text = text_of(name)
+    blocks = [text.split('"""')[1]] if name.endswith(".py") else re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
+    for block in [*blocks, *re.findall(r"(?:^    .*\n)+", text, re.MULTILINE) * name.endswith(".md")]:
+        for line in block.splitlines():
+            command = line.split("#")[0]
+            assert not re.search(r"(^|\s)(python3?|torchrun|horovodrun) -", command), f"{name}: {line}"
+
+
+def test_the_lines_to_edit_are_those_that_the_sbatch_files_mark():
+    marked = set()
+    for path in ROOT.glob("slurm/*.sbatch"):
+        lines = path.read_text().splitlines()
+        for line, following in itertools.pairwise(lines):
+            if line.startswith("#SBATCH") and "# EDIT:" in line:
+                marked.add(line.split("# EDIT:")[0].strip())
+            elif line.startswith("# EDIT:"):
+                marked.add(following)
+    section = text_of("slurm/README.md").split("\nThe lines marked EDIT ")[1].split("\nThe other lines ")[0]
+    assert set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)) == marked
 
 
 def test_make_help_lists_every_target():
