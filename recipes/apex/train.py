@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.buckets import NO_BUFFER_SYNC
-from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
+from recipes.common.data import EVAL_BATCH_SIZE, Data, load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -62,7 +62,7 @@ def options(argv: Sequence[str] | None = None) -> Options:
     return args
 
 
-def wrap(model: nn.Module, args: Options, world: World) -> Amp:
+def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Amp:
     """Return the model at --opt-level, its optimizer, and gradients that are averaged over all ranks."""
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
     # Apex: all ranks take the same one: gathers one short string per rank.
@@ -70,7 +70,7 @@ def wrap(model: nn.Module, args: Options, world: World) -> Amp:
     if args.amp_backend == "apex" and why_torch:
         mend = "it takes apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
         raise UserError(f"--amp-backend apex: {why_torch}; {mend}")
-    return TorchAmp(model, args, world, why_torch) if why_torch else ApexAmp(model, args)
+    return TorchAmp(model, args, world, data, why_torch) if why_torch else ApexAmp(model, args, world, data)
 
 
 def why_not_apex(args: Options, world: World) -> str:
@@ -104,7 +104,7 @@ MEANING = {
 class TorchAmp:
     """The four levels by torch itself: autocast, GradScaler, and a second copy of the weights for O2."""
 
-    def __init__(self, model: nn.Module, args: Options, world: World, why: str) -> None:
+    def __init__(self, model: nn.Module, args: Options, world: World, data: Data, why: str) -> None:
         self.args, self.device, self.level = args, world.device, args.opt_level
         self.half = half_type(world.device)
         if args.sync_batchnorm:
@@ -137,6 +137,8 @@ class TorchAmp:
             **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
             gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
         )
+        if args.deterministic:
+            settle_buckets(self.ddp, data, world.device)
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
         scaling = "dynamic loss scale" if is_scaled else "no loss scale"
@@ -203,7 +205,7 @@ def upcast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict
 class ApexAmp:
     """The four levels by NVIDIA apex 25.05, the last that has amp: these calls are the whole of its interface."""
 
-    def __init__(self, model: nn.Module, args: Options) -> None:
+    def __init__(self, model: nn.Module, args: Options, world: World, data: Data) -> None:
         from apex import amp, parallel
 
         # Apex: each of its parts announces that it is deprecated; README.md says what to move to.
@@ -224,6 +226,8 @@ class ApexAmp:
         # the weights' type, while it runs. delay_allreduce=True would send all of them after it, which takes
         # longer, but works for models of which some parameters get no gradient.
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
+        if args.deterministic:
+            settle_buckets(self.ddp, data, world.device)
         scaling = "dynamic loss scale" if self.scaler.is_dynamic else "no loss scale"
         meaning = MEANING[args.opt_level].format(half="float16")
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
@@ -397,7 +401,7 @@ def train(args: Options, stop: Stop, world: World) -> None:
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
-    amp = wrap(model, args, world)
+    amp = wrap(model, args, world, data)
     job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
 
     # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.

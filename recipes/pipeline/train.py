@@ -295,6 +295,19 @@ def scaled_loss(args: Options, world: Grid, logits: Tensor, labels: Tensor) -> T
     return loss * world.replicas / args.global_batch_size
 
 
+def settle_buckets(pipeline: Pipeline, model: nn.Module, args: Options, data: Data, world: Grid) -> None:
+    """Let DDP put its buckets together as they will stay, for the reason in buckets.py; call it on all ranks."""
+    size = args.global_batch_size // world.replicas // args.accumulate_steps
+    images = torch.zeros(size, data.channels, data.image_size, data.image_size, device=world.device)
+    labels = torch.zeros(size, dtype=torch.int64, device=world.device)
+    model.eval()  # the pass changes no statistics
+    # Pipeline: a step's last pass on blank images: activations and gradients cross as they will in training.
+    with world.watch("gradients", computes=True):
+        pipeline.forward_backward(images, labels, exchange=True)
+    for parameter in pipeline.share.parameters:
+        parameter.grad = None
+
+
 def read_batches(
     split: Split, shares: Iterable[Tensor], epoch: int, batch_size: int, world: Grid, purpose: str
 ) -> Iterator[Batch]:
@@ -436,6 +449,8 @@ def train(args: Options, stop: Stop, world: Grid) -> None:
     parts = plan(model, args, data, world)
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     pipeline: Pipeline = build(model, parts, args, data, world)
+    if args.deterministic and world.replicas > 1:
+        settle_buckets(pipeline, model, args, data, world)
     optimizer = build_optimizer(args, pipeline.share.parameters)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 

@@ -103,13 +103,27 @@ def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_pa
     assert_equal_bits(run, uninterrupted("ddp", 2))
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, world_size):
+REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "own"),
+    [
+        ("ddp", 3, ()),
+        ("ddp", 4, ()),
+        ("spawn", 3, ()),
+        ("apex", 3, ("--opt-level", "O0")),
+        ("apex", 3, ("--opt-level", "O2")),
+        ("pipeline", 3, (*REPLICAS, "--stages", "1")),
+        ("pipeline", 3, (*REPLICAS, "--split", "in-process")),
+    ],
+)
+def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, recipe, world_size, own):
     """Three numbers have more than one order to be added in."""
-    run, outcome = interrupt("ddp", tmp_path, world_size, 11, signal.SIGUSR1, None, *SHORT)
+    run, outcome = interrupt(recipe, tmp_path, world_size, 11, signal.SIGUSR1, None, *SHORT, *own)
     assert_checkpointed_and_left(run, outcome, "SIGUSR1", 11)
-    train("ddp", tmp_path, world_size, *SHORT, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted("ddp", world_size, *SHORT))
+    train(recipe, tmp_path, world_size, *SHORT, *own, "--resume", "auto")
+    assert_equal_bits(run, uninterrupted(recipe, world_size, *SHORT, *own))
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["usr1", "term"])

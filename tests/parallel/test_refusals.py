@@ -379,9 +379,10 @@ def test_a_taken_port(taken_port):
     )
 
 
-def test_a_taken_port_without_our_launcher(taken_port, tmp_path):
+@pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "probe"])
+def test_a_taken_port_without_our_launcher(taken_port, tmp_path, recipe):
     """srun or mpirun start the ranks directly."""
-    job = Ranks("ddp", words_for(tmp_path, "a", "--timeout-s", "3"), 2, tmp_path / "out", MASTER_PORT=taken_port)
+    job = Ranks(recipe, ["--timeout-s", "3"], 2, tmp_path / "out", MASTER_PORT=taken_port)
     job.processes[0].join(30)
     assert job.processes[0].exitcode == 2, job.output(0)
     (error,) = [line for line in job.output(0).splitlines() if line.startswith("error: ")]
