@@ -8,7 +8,6 @@ can go on from it. The state of the random generators is the pair (seed, step): 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -47,7 +46,7 @@ _MARK = b"crc32 =\0"
 
 
 class BadCheckpointError(Exception):
-    """A file that is no whole checkpoint of ours; the message says why."""
+    """The bytes of a file prove that it is no whole checkpoint of ours; the message says why."""
 
 
 @dataclass
@@ -77,8 +76,12 @@ def pack(
     model: dict[str, Any],
     optimizer: dict[str, Any],
     scaler: dict[str, Any],
+    timed: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest."""
+    """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest.
+
+    `timed` are the steps and seconds of training that Throughput has counted, over all launches.
+    """
     return {
         "format": FORMAT,
         "options": {name: getattr(args, name) for name in MUST_MATCH},
@@ -86,6 +89,7 @@ def pack(
         "model": model,
         "optimizer": optimizer,
         "scaler": scaler,
+        "timed": timed or {"steps": 0, "seconds": 0.0},
     }
 
 
@@ -103,15 +107,27 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
+        UserError: the file cannot be read now (an I/O error, no memory), which proves nothing against it.
     """
+    content, failure = None, None
     with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(_check_bytes, path)  # beside the load: each takes about as long as the other
+        checking = pool.submit(_check_bytes, path)  # beside the load: each takes about as long as the other
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-            checked.result()
-        except Exception as error:  # pickle and torch raise a dozen kinds for damaged bytes
-            reason = checked.exception() or error
-            raise BadCheckpointError(str(reason).strip().split("\n")[0] or type(reason).__name__) from None
+        except Exception as error:  # of damaged bytes torch makes a dozen kinds of errors, MemoryError among them
+            failure = error
+    try:
+        checking.result()  # a checksum that does not match is the reason for whatever torch has raised
+        if failure:
+            raise failure
+    except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
+        raise UserError(
+            f"cannot read {path}: {_reason(error)}; nothing was changed: fix this, then resume again"
+        ) from error
+    except BadCheckpointError:
+        raise
+    except Exception as error:
+        raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
     return content
@@ -124,6 +140,8 @@ def _check_bytes(path: Path) -> None:
         while left > 0 and (chunk := file.read(min(left, 2**20))):
             checksum = zlib.crc32(chunk, checksum)
             left -= len(chunk)
+        if left > 0:
+            raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
         if left or file.read() != _CHECKSUM.pack(_MARK, checksum):
             raise BadCheckpointError(
                 "cut, damaged, or no checkpoint of this project (its checksum does not match)"
@@ -174,30 +192,50 @@ class CheckpointFolder:
         self.folder, self.keep = folder, keep
 
     def paths(self) -> list[Path]:
-        """Return the checkpoints' paths, the newest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted((p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)), reverse=True)
-
-    def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest good checkpoint, or None where there is no checkpoint at all.
-
-        A bad one is passed over with a warning and, with set_aside, renamed so that it never counts
-        among the newest again.
+        """Return the checkpoints' paths, the newest first.
 
         Raises:
-            UserError: there are checkpoints, and none of them is good.
+            OSError: the folder cannot be read; only one that is not there is empty.
         """
-        paths = self.paths()
+        return [self.folder / name for name in sorted(self._names(), reverse=True) if _NAME.fullmatch(name)]
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+
+    def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest good checkpoint, or None where there has never been one.
+
+        A bad one is passed over with a warning. With set_aside, those that are newer than the good one are
+        renamed to *.bad, so that they never count among the newest again.
+
+        Raises:
+            UserError: there are checkpoints, and none of them is good; or one cannot be read.
+            OSError: the folder cannot be read.
+        """
+        paths, bad = self.paths(), []
         for path in paths:
             try:
-                return path, read_checkpoint(path)
+                content = read_checkpoint(path)
             except BadCheckpointError as error:
                 print(f"warning: passed over {path}: {error}", file=sys.stderr, flush=True)
-                if set_aside:
-                    path.rename(path.with_name(f"{path.name}.bad"))
-        if paths:
-            raise UserError(f"none of the {len(paths)} checkpoints in {self.folder} is good; start a new run")
+                bad.append(path)
+                continue
+            for old in bad if set_aside else ():
+                old.rename(old.with_name(f"{old.name}.bad"))
+            return path, content
+        names = self._names()
+        others = sorted(name for name in names if name.endswith((".pt", ".pt.bad")))
+        if others:
+            none = f"none of the {len(paths)} checkpoints in {self.folder} is good"
+            only = f"no good checkpoint in {self.folder}, only {', '.join(others[:3])}"
+            best = (
+                f"try --resume {self.folder / 'best.pt'} under another --name, or " if "best.pt" in names else ""
+            )
+            mend = f"{best}begin again from step 0 with --overwrite and --resume none"
+            raise UserError(f"{none if paths else only}; {mend}")
         return None
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
@@ -218,20 +256,33 @@ class CheckpointFolder:
                 torch.save(content, summed)  # type: ignore[arg-type]  # it calls write() and flush()
                 summed.end()
                 os.fsync(file.fileno())
+            if is_best:
+                _link(temporary, self.folder / "best.pt")  # first: a kill after it repeats the steps to this one
             temporary.replace(path)
             _sync_folder(self.folder)
-            if is_best:
-                _link(path, self.folder / "best.pt")
-        except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            reason = _reason(error)
-            newest = next(iter(self.paths()), None)
-            kept = f"{newest} is intact" if newest else "there is no earlier one"
-            raise UserError(f"cannot write {path}: {reason}; {kept}: mend this, then add --resume auto") from error
-        for old in self.paths()[self.keep :]:
-            old.unlink()
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise UserError(
+                f"cannot write {path}: {_reason(error)}; {self._what_is_left(temporary)}: "
+                "fix this, then add --resume auto"
+            ) from error
+        self._remove_old()
         return path
+
+    def _what_is_left(self, temporary: Path) -> str:
+        """Remove what a failed write has left, and return which checkpoint to go on from."""
+        try:
+            temporary.unlink(missing_ok=True)
+            newest = next(iter(self.paths()), None)
+        except OSError:
+            return f"those in {self.folder} are as they were"
+        return f"{newest} is intact" if newest else "there is no earlier one"
+
+    def _remove_old(self) -> None:
+        try:
+            for old in self.paths()[self.keep :]:
+                old.unlink(missing_ok=True)
+        except OSError as error:  # one too many does no harm, and the next write tries again
+            print(f"warning: cannot remove old checkpoints: {error}", file=sys.stderr, flush=True)
 
 
 class CheckpointWriter:
@@ -294,13 +345,15 @@ def copy_tree(value: Any, old: Any = None) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's reason for a failed write, which torch.save may have wrapped."""
+    """Return the system's reason for a failed read or write, which torch may have wrapped."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
             hint = " (free some space)" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             return f"{cause.strerror}{hint}"
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, MemoryError):
+        return "out of memory"
     return str(error).strip().split("\n")[0]
 
 
@@ -319,5 +372,8 @@ def _link(path: Path, target: Path) -> None:
     try:
         os.link(path, temporary)
     except OSError:
-        shutil.copyfile(path, temporary)
+        with open(path, "rb") as source, open(temporary, "wb") as copy:
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
     temporary.replace(target)

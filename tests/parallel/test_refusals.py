@@ -162,6 +162,7 @@ def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_p
         path.write_bytes(b"")
     outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
     assert_refused(outcome, f"none of the {len(paths)} checkpoints in {folder / 'checkpoints'} is good")
+    assert sorted(folder.glob("checkpoints/step-*.pt")) == paths, "they stay, for the next launch to find"
 
 
 # ---- a full disk
@@ -176,10 +177,10 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
     words = words_for(tmp_path, "ddp-2", "--max-steps", "60", "--resume", "auto")
     outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
     assert_refused(outcome, "step-000000044.pt: File too large; ")
-    assert f"{newest} is intact: mend this, then add --resume auto" in outcome.outputs[0]
+    assert f"{newest} is intact: fix this, then add --resume auto" in outcome.outputs[0]
     assert newest.read_bytes() == before
     assert not list(folder.glob("checkpoints/*.tmp"))
-    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # mended: it goes on
+    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # with space again it goes on
     assert last_step(folder) == 60
 
 

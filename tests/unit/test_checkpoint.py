@@ -1,11 +1,13 @@
 """Checkpoints are whole or absent: damage of any kind is seen, and never executed."""
 
 import copy
+import errno
 import io
 import json
 import os
 import pickle
 import random
+import stat
 import struct
 import threading
 import zlib
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.common import checkpoint
 from recipes.common.checkpoint import (
     FORMAT,
     BadCheckpointError,
@@ -41,6 +44,10 @@ def content(step, accuracy=0.5):
     optimizer.step()
     position = Position(step=step, epoch=step // 10, test_accuracy=accuracy, best_accuracy=accuracy)
     return pack(ARGS, position, model.state_dict(), optimizer.state_dict(), {})
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture
@@ -185,9 +192,136 @@ def test_a_bad_file_is_set_aside_once(folder, capsys):
 def test_none_good_is_an_error(folder, capsys):
     for path in folder.paths():
         path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match=r"none of the 3 checkpoints in .* is good; start a new run"):
-        folder.read_newest(set_aside=False)
-    assert len(capsys.readouterr().err.splitlines()) == 3
+    before = files(folder.folder)
+    for _ in range(2):  # the second launch finds what the first has found
+        with pytest.raises(
+            UserError, match=r"none of the 3 checkpoints in .* is good; .*--overwrite and --resume none"
+        ):
+            folder.read_newest(set_aside=True)
+        assert len(capsys.readouterr().err.splitlines()) == 3
+    assert files(folder.folder) == before
+
+
+@pytest.mark.parametrize("left", ["step-000000030.pt.bad", "best.pt"])
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_from_step_0(folder, left):
+    for path in folder.paths():
+        path.unlink()
+    (folder.folder / left).write_bytes(b"x")
+    with pytest.raises(UserError, match=rf"no good checkpoint in .*, only {left};.*--overwrite") as caught:
+        folder.read_newest(set_aside=True)
+    assert ("best.pt under another --name" in str(caught.value)) == (left == "best.pt")
+
+
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), "Stale file handle"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (MemoryError(), "out of memory"),
+        (RuntimeError(NO_MEMORY), "can't allocate memory"),
+    ],
+    ids=["ESTALE", "EIO", "memory", "torch's memory"],
+)
+@pytest.mark.parametrize("call", ["load", "check", "fstat"])
+def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, call):
+    """Neither the file that cannot be read now, nor those before it: the next launch goes on from the newest."""
+    before = files(folder.folder)
+
+    def fail(*_, **__):
+        raise error
+
+    target = {"load": (torch, "load"), "check": (checkpoint.zlib, "crc32"), "fstat": (os, "fstat")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*target[call], fail)
+        for set_aside in (True, False):
+            with pytest.raises(UserError) as caught:
+                folder.read_newest(set_aside)
+            newest = folder.folder / "step-000000030.pt"
+            assert str(caught.value).startswith(f"cannot read {newest}: ")
+            assert reason in str(caught.value)
+            assert str(caught.value).endswith("; nothing was changed: fix this, then resume again")
+    assert files(folder.folder) == before
+    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 30
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(errno.EINVAL, "Invalid argument"), RuntimeError("bad zip")]
+)
+def test_what_torch_says_of_a_damaged_file_is_no_fault_of_the_machine(folder, monkeypatch, error):
+    newest = folder.paths()[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    load = torch.load
+
+    def fail(path, **options):
+        if path == newest:
+            raise error
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", fail)
+    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 20
+    assert newest.with_name("step-000000030.pt.bad").exists()
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(OSError, match="Stale file handle"):
+        folder.read_newest(set_aside=True)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(folder, monkeypatch, capsys):
+    def fail(path, missing_ok=False):
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder.folder), "unlink", fail)
+        assert folder.write(content(40)).exists()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: cannot remove old checkpoints: ")
+    assert "Device or resource busy" in warning
+    folder.write(content(50))
+    assert [path.name for path in folder.paths()] == [f"step-{step:09d}.pt" for step in (50, 40, 30)]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_best_is_replaced_and_never_written_to(folder, monkeypatch, has_links):
+    """What best.pt was stays whole until the new one, flushed to the disk, takes its name."""
+    if not has_links:
+
+        def refuse(*_, **__):
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    best = folder.folder / "best.pt"
+    folder.write(content(40, 0.6), is_best=True)
+    before, newest = best.read_bytes(), folder.paths()[0].read_bytes()
+    seen, replace, fsync = [], type(best).replace, os.fsync
+
+    def watch_replace(path, target):
+        whole = read_checkpoint(path)["position"]["step"]
+        seen.append((target.name, whole, best.read_bytes() == before))
+        return replace(path, target)
+
+    def watch_fsync(handle):
+        seen.append(("fsync", stat.S_ISREG(os.fstat(handle).st_mode)))
+        return fsync(handle)
+
+    with open(best, "rb") as old:
+        monkeypatch.setattr(type(best), "replace", watch_replace)
+        monkeypatch.setattr(os, "fsync", watch_fsync)
+        folder.write(content(50, 0.7), is_best=True)
+        assert old.read() == before
+    assert folder.paths()[1].read_bytes() == newest
+    flushes = [("fsync", True)] * (1 if has_links else 2)
+    replacements = [("best.pt", 50, True), ("step-000000050.pt", 50, False)]
+    assert seen == [*flushes, *replacements, ("fsync", False)]
+    assert read_checkpoint(best)["position"]["step"] == 50
+    assert best.samefile(folder.paths()[0]) == has_links
 
 
 def test_no_folder_is_no_checkpoint(tmp_path):
