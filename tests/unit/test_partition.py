@@ -85,7 +85,8 @@ def test_parts_equal_the_model_and_each_has_parameters(name, parts, balance):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer):
+@pytest.mark.parametrize("owned", [[[0], [1], [2], [3]], [[0, 2], [1, 3]]], ids=["contiguous", "interleaved"])
+def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     args, data = options("lenet", "--optimizer", optimizer), data_of(1, 8)
     model = build_model(args, data)
     whole = build_optimizer(args, model.parameters())
@@ -94,10 +95,10 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer):
     content = {"model": model.state_dict(), "optimizer": whole.state_dict()}
     other = build_model(args, data)
     other.load_state_dict(content["model"])
-    parts = plan_parts(other, 3, "parameters", args, torch.zeros(1, 1, 8, 8))
+    parts = plan_parts(other, 4, "parameters", args, torch.zeros(1, 1, 8, 8))
     states = []
-    for part in parts:
-        share = Share(other, [PartModule(other, part, args, torch.device("cpu"))])
+    for numbers in owned:
+        share = Share(other, [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers])
         mine = build_optimizer(args, share.parameters)
         mine.load_state_dict(share.of_checkpoint(content)["optimizer"])
         states.append(share.state(mine))
