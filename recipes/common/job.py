@@ -18,6 +18,7 @@ from recipes.common.errors import UserError
 from recipes.common.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
+from recipes.common.optim import load_optimizer_state
 from recipes.common.options import Options
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
@@ -77,22 +78,32 @@ class Job:
         return done >= self.total_steps and self.position.epoch * self.steps_per_epoch >= done
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint's content (None: from the beginning).
+        """Go on from a checkpoint's content (None: from the beginning), and begin this launch's record.
 
         Raises:
-            UserError: the checkpoint's model or optimizer has another shape.
+            UserError: the checkpoint's model or optimizer has another shape, or the record cannot be written.
         """
-        if content is None:
-            return
+        try:
+            if content is not None:
+                self._take_over(content)
+        except UserError:
+            if self.record:
+                self.record.discard()
+            raise
+        if self.record:
+            self.record.begin(self.position.step, self.total_steps, self.is_complete)
+
+    def _take_over(self, content: dict[str, Any]) -> None:
         try:
             self.model.load_state_dict(content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            load_optimizer_state(self.optimizer, content["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"the checkpoint does not fit this run: {reason[:200]}") from None
         if content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
+        self.throughput.add_earlier(**content.get("timed", {}))
 
     def save(self, is_best: bool = False, optimizer_state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
@@ -108,6 +119,7 @@ class Job:
             self.model.state_dict(),
             optimizer_state or self.optimizer.state_dict(),
             self.scaler.state_dict(),
+            self.throughput.timed(),
         )
         if not self._writer:
             self._writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
@@ -193,7 +205,7 @@ class Job:
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
         is_best = self.position.record_accuracy(averages["test_accuracy"])
-        seconds = round(self.throughput.seconds(), 3)
+        seconds = round(self.throughput.timed()["seconds"], 3)
         self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
         return is_best
 
@@ -217,9 +229,11 @@ class Job:
             stalls_s = self._writer.stalls_s if self._writer else [0.0]
             self.record.finish(
                 world_size=world_size,
+                step=self.position.step,
                 test_accuracy=self.position.test_accuracy,
                 samples_per_s=self.throughput.overall(),
-                train_s=self.throughput.seconds(),
+                samples=self.position.step * self.args.global_batch_size,
+                train_s=self.throughput.timed()["seconds"],
                 sent_bytes_per_step=self.throughput.sent_per_step(),
                 peak_memory_bytes=peak_memory_bytes(self.device),
                 checkpoints=len(stalls_s),

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ class Throughput:
         self._warm = False
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
+        self._earlier = (0, 0.0)
         self._mark = (0, 0.0)
         self._sent = 0
         self._sent_since: dict[str, int] = {}
@@ -76,12 +78,21 @@ class Throughput:
         return self._rate(self._mark[0] - steps, self._mark[1] - seconds)
 
     def overall(self) -> float:
-        """Return the samples per second of this launch."""
-        return self._rate(self._steps, self.seconds())
+        """Return the samples per second of all launches."""
+        return self._rate(**self.timed())
 
     def seconds(self) -> float:
         """Return how long this launch has trained."""
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def timed(self) -> dict[str, Any]:
+        """Return the steps that count and their seconds, of this launch and those before it."""
+        steps, seconds = self._earlier
+        return {"steps": steps + self._steps, "seconds": seconds + self.seconds()}
+
+    def add_earlier(self, steps: int = 0, seconds: float = 0.0) -> None:
+        """Add what earlier launches have timed."""
+        self._earlier = (steps, seconds)
 
     def sent_per_step(self) -> float:
         """Return the bytes that this machine has sent per step, whichever process sent them."""

@@ -28,6 +28,17 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     return make(parameters, **settings)
 
 
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state dict without its settings: weight decay, momentum and the like are those of this launch.
+
+    Raises:
+        ValueError: it is of other parameters.
+    """
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = [{**group, "params": saved["params"]} for group, saved in pairs]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+
+
 def learning_rate(args: Options, step: int, total_steps: int) -> float:
     """Return the rate of the step-th optimizer step, counted from 0: linear warm-up, then cosine to zero.
 

@@ -64,6 +64,8 @@ class Parser(argparse.ArgumentParser):
 
 class _RecipeParser(Parser):
     def check(self, args: Options) -> None:
+        if args.optimizer != "sgd" and args.momentum != self.get_default("momentum"):
+            raise UserError(f"--momentum {args.momentum} is for sgd; drop it, or use --optimizer sgd")
         if args.compile_mode != "default" and not args.compile:
             raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
 
@@ -146,8 +148,9 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--resume",
         default="none",
         metavar="auto|PATH|none",
-        help="auto: go on with this run (without --name: this recipe's newest) from its newest good checkpoint; "
-        "PATH: begin a new run from a checkpoint, or from another run's newest",
+        help="auto: go on with this run (without --name: the one this recipe was launched in last) from its "
+        "newest good checkpoint, with the options given now; PATH: begin a new run from a checkpoint, or from "
+        "another run's newest",
     )
     group.add_argument(
         "--checkpoint-every",

@@ -1,6 +1,6 @@
 """The record of a run, runs/NAME/: what was asked, what was seen, and the checkpoints. Rank 0 writes it.
 
-config.json         options, versions, hardware, git revision, and each launch of the run
+config.json         options, versions, hardware, git revision of the first launch, and of each launch in turn
 metrics.jsonl       a line per logged step: step, epoch, loss, lr, samples_per_s;
                     a line per epoch: epoch, step, test_loss, test_accuracy, train_s
 hang-report.txt     of a run in which a rank did not answer; with hang/, what each rank said: see watch.py
@@ -12,16 +12,19 @@ slurm/              what each node printed, where Slurm started it (not written 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,43 +37,69 @@ from recipes.common.places import Place, describe, shorten
 from recipes.common.progress import Progress
 from recipes.common.watch import put_away
 
+LINE_OF_RESULT = {"recipe", "world_size", "test_accuracy", "samples_per_s"}
+"""What the line that ends a run shows of result.json."""
+
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
 
 
+NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
+"""Options that differ between the launches of a run without meaning anything."""
+
+
 def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
-    """Make or continue the run that the options name; return its record and the checkpoint to go on from.
+    """Find or make the run that the options name; return its record and the checkpoint to go on from.
 
     Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays as it is.
+    `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
+    an existing record before Record.begin().
 
     Raises:
-        UserError: the name is taken, a checkpoint is missing, bad or does not fit, the disk refuses.
+        UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, the disk refuses.
     """
-    try:
-        return _open_run(args, recipe, places)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or args.runs_dir}: {error.strerror or error}") from None
-
-
-def _open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
-    found: tuple[Path, dict[str, Any]] | None = None
-    continued = False
-    if args.resume == "auto":
-        folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
-        if folder and folder.exists():
-            found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
-            continued = True
-    elif args.resume != "none":
-        found = _read_path(Path(args.resume))
+    with _as_user_error("read", args.runs_dir):
+        folder, found = _find(args, recipe)
     if found:
         check_options(args, found[1], found[0])
-    if not continued:
-        folder = _new_run(args, recipe)
-    assert folder is not None  # _newest_run found it or _new_run made it
-    record = Record(folder, args, recipe)
-    record.begin(places, found[0] if found else None, found[1]["position"]["step"] if found else 0)
+    is_new = folder is None
+    with _as_user_error("write", args.runs_dir):
+        folder = folder or _new_run(args, recipe)
+    record = Record(folder, args, recipe, places, found[0] if found else None, is_new)
     return record, found[1] if found else None
+
+
+@contextlib.contextmanager
+def _as_user_error(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}") from None
+
+
+def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
+    """Return the run to go on with, and the checkpoint to go on from with its content; None: there is none."""
+    if args.resume == "none":
+        return None, None
+    if args.resume != "auto":
+        return None, _read_path(Path(args.resume))
+    folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
+    names = _names(folder) if folder else set()
+    if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
+        return None, None
+    found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
+    if not found and "result.json" in names:
+        mend = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
+        raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {mend}")
+    return folder, found
+
+
+def _names(folder: Path) -> set[str]:
+    """Return what is in a folder: nothing where there is none. What cannot be read is an OSError."""
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
 
 
 def _new_run(args: Options, recipe: str) -> Path:
@@ -86,6 +115,8 @@ def _new_run(args: Options, recipe: str) -> Path:
                 raise FileExistsError
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
+            if args.resume == "auto":
+                raise UserError(f"{folder} exists and is not a run; choose another --name") from None
             mend = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
             raise UserError(f"the run {folder} exists; {mend}") from None
         return folder
@@ -112,25 +143,55 @@ def _empty(folder: Path) -> None:
 
 
 def _numbered_runs(runs_dir: Path, recipe: str) -> list[int]:
-    names = (re.fullmatch(rf"{recipe}-(\d{{3,}})", path.name) for path in runs_dir.glob(f"{recipe}-*"))
+    names = (re.fullmatch(rf"{recipe}-(\d{{3,}})", name) for name in _names(runs_dir))
     return [int(match[1]) for match in names if match]
 
 
 def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
-    number = max(_numbered_runs(runs_dir, recipe), default=0)
-    return runs_dir / f"{recipe}-{number:03d}" if number else None
+    """Return the run that this recipe was launched in last, whatever its name."""
+    launched = []
+    for name in _names(runs_dir):
+        path = runs_dir / name / "config.json"
+        try:
+            config, time_ns = _read_config(path), path.stat().st_mtime_ns  # written at each launch
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (UserError, PermissionError) as error:
+            print(f"warning: looked for the newest run and passed over one: {error}", file=sys.stderr, flush=True)
+            continue
+        last = {**config, **config["launches"][-1]}
+        if last["recipe"] == recipe:
+            launched.append((datetime.fromisoformat(last["time"]), time_ns, path.parent))
+    return max(launched)[2] if launched else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json.
+
+    Raises:
+        UserError: the file is not what Record.begin() writes.
+        OSError: it cannot be read.
+    """
+    text = path.read_text(errors="replace")
+    with contextlib.suppress(ValueError):
+        config = json.loads(text)
+        if isinstance(config, dict) and config.get("recipe") and config.get("launches"):
+            return config
+    raise UserError(f"{path} is damaged or not of this project; restore or remove it, or choose another --name")
 
 
 def _read_path(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint at a path, or the newest good one of the run at that path."""
-    if path.is_dir():
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        raise UserError(f"--resume {path}: no such file; give auto, a checkpoint, or a run's folder") from None
+    if is_folder:
+        folder = path / "checkpoints" if "checkpoints" in _names(path) else path
         found = CheckpointFolder(folder).read_newest(set_aside=False)
         if not found:
             raise UserError(f"--resume {path}: no checkpoints in {folder}")
         return found
-    if not path.exists():
-        raise UserError(f"--resume {path}: no such file; give auto, a checkpoint, or a run's folder")
     try:
         return path, read_checkpoint(path)
     except BadCheckpointError as error:
@@ -140,47 +201,116 @@ def _read_path(path: Path) -> tuple[Path, dict[str, Any]]:
 class Record:
     """Write one run's record; continue it from the step of the checkpoint that a launch goes on from."""
 
-    def __init__(self, folder: Path, args: Options, recipe: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        args: Options,
+        recipe: str,
+        places: Sequence[Place],
+        checkpoint: Path | None,
+        is_new: bool,
+    ) -> None:
         self.folder, self.args, self.recipe = folder, args, recipe
+        self.places, self.checkpoint, self.is_new = places, checkpoint, is_new
         self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints)
         self.progress = Progress()
         self._metrics = folder / "metrics.jsonl"
         self._events: Any = None
+        self._earlier_result: dict[str, Any] | None = None
+        """Of a run that was complete before this launch: that stays as it is."""
 
-    def begin(self, places: Sequence[Place], checkpoint: Path | None, step: int) -> None:
-        """Write config.json and drop the lines of steps that will be done again."""
-        put_away(self.folder)
-        ranks = describe(places)
-        launch = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "world_size": len(places),
-            "ranks": ranks,
-            "command": sys.argv,
-            "checkpoint": str(checkpoint) if checkpoint else None,
-            "step": step,
-        }
+    def begin(self, step: int, total_steps: int, is_complete: bool) -> None:
+        """Add this launch to config.json and drop the lines of steps that will be done again.
+
+        A run that is complete and has its result stays as it is.
+
+        Args:
+            step: the one that the checkpoint stands at, 0 without one.
+            total_steps: those that this launch's options ask for.
+            is_complete: whether there is nothing left to train or to evaluate.
+
+        Raises:
+            UserError: the checkpoint is beyond what is asked for, or the record cannot be read or written.
+        """
+        with _as_user_error("read", self.folder):
+            if is_complete and not self.is_new:
+                self._earlier_result = self._read_result()
+        if self._earlier_result:
+            self.progress.say(f"run {self.folder} is complete: nothing to train")
+            return
+        if step > total_steps:
+            self.discard()
+            raise UserError(
+                f"{self.checkpoint} stands at step {step}, beyond the {total_steps} steps that --epochs and "
+                "--max-steps ask for; ask for more"
+            )
         path = self.folder / "config.json"
-        launches = json.loads(path.read_text())["launches"] if path.exists() else []
-        config = {
+        with _as_user_error("read", self.folder):
+            config = _read_config(path) if path.name in _names(self.folder) else {}
+            kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
+        with _as_user_error("write", self.folder):
+            self._write_launch(config, step, kept)
+        self._say_launch(config, step)
+
+    def discard(self) -> None:
+        """Remove the folder of a new run that cannot begin."""
+        if self.is_new:
+            with contextlib.suppress(OSError):
+                self._metrics.unlink(missing_ok=True)
+                self.folder.rmdir()  # stays where a launcher has its logs in it
+
+    def _write_launch(self, config: dict[str, Any], step: int, kept: list[dict[str, Any]]) -> None:
+        put_away(self.folder)
+        own = {
             "recipe": self.recipe,
             "options": {name: _plain(value) for name, value in self.args.as_dict().items()},
             "versions": _versions(),
             "hardware": _hardware(),
             "revision": _revision(),
-            "launches": [*launches, launch],
         }
-        _replace_text(path, json.dumps(config, indent=2) + "\n")
-        kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
+        launch = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "world_size": len(self.places),
+            "ranks": describe(self.places),
+            "command": sys.argv,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "step": step,
+            **own,
+        }
+        config = {**own, **config, "launches": [*config.get("launches", []), launch]}
+        _replace_text(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
         _replace_text(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
-        self.progress.say(f"run {self.folder}  world_size={len(places)}")
-        for line in shorten(ranks):
-            self.progress.say(line)
-        if checkpoint:
-            self.progress.say(f"resumed from {checkpoint} at step {step}")
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
             self._events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
+
+    def _say_launch(self, config: dict[str, Any], step: int) -> None:
+        """Print what this launch goes on from, and on what."""
+        say = self.progress.say
+        if self.args.resume == "auto" and self.is_new:
+            sought = str(self.folder) if self.args.name else f"of {self.recipe} in {self.args.runs_dir}"
+            say(f"nothing to resume (no run {sought} yet): starting a new run")
+        say(f"run {self.folder}  world_size={len(self.places)}")
+        for line in shorten(describe(self.places)):
+            say(line)
+        if self.checkpoint:
+            say(f"resumed from {self.checkpoint} at step {step}")
+        elif not self.is_new:
+            say("no checkpoint yet: starting from step 0")
+        if config:
+            before = config["launches"][-1].get("options", config["options"])
+            changes = _changes(before, {name: _plain(value) for name, value in self.args.as_dict().items()})
+            if changes:
+                say(f"options unlike the last launch's (defaults where not given): {', '.join(changes)}")
+
+    def _read_result(self) -> dict[str, Any] | None:
+        """Return result.json, None where there is none or it was cut."""
+        try:
+            result = json.loads((self.folder / "result.json").read_text(errors="replace"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return result if isinstance(result, dict) and result.keys() >= LINE_OF_RESULT else None
 
     def log_step(self, **values: float) -> None:
         """Append a logged step: step, epoch, loss, lr, samples_per_s."""
@@ -188,7 +318,7 @@ class Record:
         self.progress.show(f"loss {values['loss']:.4f}  {values['samples_per_s']:,.0f} samples/s")
 
     def log_epoch(self, **values: float) -> None:
-        """Append an epoch: epoch, step, test_loss, test_accuracy, train_s (seconds of this launch)."""
+        """Append an epoch: epoch, step, test_loss, test_accuracy, train_s (seconds so far, of all launches)."""
         self._append(values)
         self.progress.say(
             f"epoch {values['epoch']}  step {values['step']}  test_loss {values['test_loss']:.4f}  "
@@ -198,19 +328,23 @@ class Record:
     def finish(self, **result: float) -> None:
         """Write result.json and print the line that ends a completed run.
 
-        The result is that of this launch: world_size, test_accuracy, samples_per_s, train_s,
+        Of the whole run, all launches together: step (the last), test_accuracy, samples (trained on), train_s
+        and samples_per_s (timed without each launch's first step). Of this launch: world_size,
         sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (their number) and
-        checkpoint_stall_s (for how long one held up training, on average).
+        checkpoint_stall_s (for how long one held up training, on average). A run that was complete before keeps
+        its result.
         """
         self.close()
-        text = json.dumps({"recipe": self.recipe, **result}, indent=2) + "\n"
-        try:
-            _replace_text(self.folder / "result.json", text)
-        except OSError as error:
-            raise UserError(f"cannot write {self.folder / 'result.json'}: {error.strerror}") from None
+        path = self.folder / "result.json"
+        final: dict[str, Any] = self._earlier_result or {"recipe": self.recipe, **result}
+        with _as_user_error("write", path):
+            if self._earlier_result:
+                os.utime(path)  # launch files see by its time that this launch has reached the end, too
+            else:
+                _replace_text(path, json.dumps(final, indent=2) + "\n")
         print(
-            f"result recipe={self.recipe} world_size={result['world_size']} "
-            f"test_accuracy={result['test_accuracy']:.4f} samples_per_s={result['samples_per_s']:.0f}",
+            f"result recipe={final['recipe']} world_size={final['world_size']} "
+            f"test_accuracy={final['test_accuracy']:.4f} samples_per_s={final['samples_per_s']:.0f}",
             flush=True,
         )
 
@@ -219,8 +353,8 @@ class Record:
         self.close()
         print(
             f"stopped by {signal_name}: wrote {path}\n"
-            f"go on with --name {self.folder.name} --resume auto "
-            f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="--resume auto")',
+            f"go on with --name {self.folder.name} --resume auto and the other options as before "
+            f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="... --resume auto")',
             flush=True,
         )
 
@@ -239,7 +373,7 @@ class Record:
                 file.write(json.dumps(finite) + "\n")
         except OSError as error:
             raise UserError(
-                f"cannot write {self._metrics}: {error.strerror}; mend this, then --resume auto"
+                f"cannot write {self._metrics}: {error.strerror}; fix this, then --resume auto"
             ) from None
         if self._events:
             for name, value in values.items():
@@ -247,20 +381,37 @@ class Record:
                     self._events.add_scalar(name, value, values["step"])
 
 
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the options that two launches have in common and set differently."""
+
+    def text(value: Any) -> Any:
+        return {"True": "on", "False": "off", "None": "none"}.get(str(value), value)
+
+    return [
+        f"--{name.replace('_', '-')} {text(now[name])} (was {text(old)})"
+        for name, old in before.items()
+        if name in now and now[name] != old and name not in NOT_COMPARED
+    ]
+
+
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that a kill may have cut within its last one."""
+    """Return the lines that are whole: a kill may have cut the last, and a power cut any."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+    for text in path.read_text(errors="replace").splitlines() if path.name in _names(path.parent) else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
     return lines
 
 
 def _replace_text(path: Path, text: str) -> None:
+    """Write a file that is whole or as it was before, after a power cut too."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
 
 

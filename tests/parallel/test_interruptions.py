@@ -4,8 +4,10 @@ Bit for bit at the same world size; to rounding where another number of processe
 """
 
 import functools
+import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -255,11 +257,35 @@ def test_a_longer_run_goes_on_within_the_epoch(uninterrupted, tmp_path):
 
 
 def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path):
-    run = train("ddp", tmp_path, 2, *WORDS)
-    before = (run / "metrics.jsonl").read_bytes()
-    outcome = run_ranks("ddp", words_for(tmp_path, "ddp-2", *WORDS, "--resume", "auto"), 2, tmp_path / "again")
-    assert f"test_accuracy={accuracies(run)[-1]:.4f} " in outcome.outputs[0].splitlines()[-1]
-    assert (run / "metrics.jsonl").read_bytes() == before
+    run = shutil.copytree(uninterrupted("ddp", 2), tmp_path / "ddp-2")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    result = json.loads((run / "result.json").read_text())
+    assert result["train_s"] > 0
+    words = words_for(tmp_path, "ddp-2", *WORDS, "--resume", "auto")
+    outcome = run_ranks("ddp", words, 3, tmp_path / "again")
+    assert outcome.outputs[0].splitlines()[-1] == (
+        f"result recipe=ddp world_size=2 test_accuracy={result['test_accuracy']:.4f} "
+        f"samples_per_s={result['samples_per_s']:.0f}"
+    )
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv"), [("ddp", ()), ("ddp", ("--zero",)), ("pipeline", ()), ("scratch", ())]
+)
+def test_a_resume_applies_the_optimizers_options(uninterrupted, tmp_path, recipe, argv):
+    """On each rank, sharded or not: the weights are those of the one-process run that resumes with them."""
+    begun = uninterrupted("single", 1, "--max-steps", "10")
+    changed = ("--resume", str(begun), *WORDS, "--max-steps", "14", "--momentum", "0.3", "--weight-decay", "0.5")
+    expected = train("single", tmp_path, 1, *changed)
+    same = train("single", tmp_path / "same", 1, "--resume", str(begun), *WORDS, "--max-steps", "14")
+    assert largest_difference(weights(expected), weights(same)) > 1e-3
+    run = train(recipe, tmp_path, 2, *changed, *argv)
+    assert largest_difference(weights(run), weights(expected)) < 1e-6
+    assert is_equal(
+        newest_checkpoint(run)["optimizer"]["param_groups"],
+        newest_checkpoint(expected)["optimizer"]["param_groups"],
+    )
 
 
 # ---- through the launcher that `make run` uses, and the agent of each node

@@ -375,7 +375,9 @@ class TestStop:
 class TestRecord:
     def open(self, folder, *argv, recipe="single"):
         args = options(["--runs-dir", str(folder), "--no-tensorboard", *argv])
-        return open_run(args, recipe, [Place("a", "CPU, 1 thread a process")] * 2)
+        record, content = open_run(args, recipe, [Place("a", "CPU, 1 thread a process")] * 2)
+        record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
+        return record, content
 
     def test_config_tells_what_was_run(self, tmp_path):
         record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
@@ -468,6 +470,7 @@ class TestRecord:
         record, _ = open_run(
             options(["--runs-dir", str(tmp_path)]), "single", [Place("a", "CPU, 1 thread a process")]
         )
+        record.begin(0, total_steps=100, is_complete=False)
         for step in (1, 2):
             record.log_step(step=step, epoch=1, loss=step / 2, lr=0.1, samples_per_s=1.0)
         record.close()

@@ -1,0 +1,344 @@
+"""What `--resume` finds, takes over from a checkpoint, and leaves as it is: the one-process recipe, in process."""
+
+import copy
+import errno
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+
+from recipes.common import record
+from recipes.common.errors import UserError
+from recipes.common.optim import build_optimizer, load_optimizer_state
+from recipes.single.train import main, options
+from tests.support import is_equal, losses, metrics, newest_checkpoint, weights
+
+EPOCH = 22
+"""Steps: 1,437 digits in batches of 64."""
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Put back the handlers of the stop signals, which a recipe sets."""
+    numbers = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    torch.set_num_threads(1)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def single(tmp_path, capsys):
+    """Return a function that trains in tmp_path / NAME and returns the lines it printed."""
+
+    def run(name, *argv, runs_dir=tmp_path):
+        named = ["--name", name] if name else []
+        capsys.readouterr()
+        main(["--runs-dir", str(runs_dir), *named, "--log-every", "1", "--no-tensorboard", *argv])
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a run of one epoch that is complete."""
+    folder = tmp_path_factory.mktemp("trained")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    main(["--runs-dir", str(folder), "--name", "a", "--log-every", "1", "--no-tensorboard", "--epochs", "1"])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return folder / "a"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """Return a copy of that run, tmp_path / "a"."""
+    return shutil.copytree(trained, tmp_path / "a")
+
+
+def read(run, name="config.json"):
+    return json.loads((run / name).read_text())
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- a passing fault
+
+
+@pytest.mark.parametrize("call", ["load", "listdir", "read_text"])
+def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeypatch, call):
+    before = files(run)
+
+    def fail(path, **options):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        owner = {"load": torch, "listdir": os, "read_text": record.Path}[call]
+        patch.setattr(owner, call, fail)
+        with pytest.raises(UserError, match=r"cannot read .*Stale file handle"):
+            single("a", "--epochs", "2", "--resume", "auto")
+    assert files(run) == before
+    lines = single("a", "--epochs", "2", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 2 * EPOCH + 1))
+
+
+def test_where_no_checkpoint_is_good_nothing_begins(run, single):
+    for path in run.glob("checkpoints/*.pt"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = files(run)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"none of the 1 checkpoints .*; try .*--overwrite and --resume none"):
+            single("a", "--epochs", "2", "--resume", "auto")
+        assert files(run) == before
+    single("a", "--max-steps", "1", "--overwrite", "--resume", "none")
+    assert newest_checkpoint(run)["position"]["step"] == 1
+
+
+def test_a_complete_run_without_checkpoints_is_refused(run, single):
+    shutil.rmtree(run / "checkpoints")
+    before = files(run)
+    with pytest.raises(UserError, match=r"a is complete, and its checkpoints are gone; .*--overwrite"):
+        single("a", "--epochs", "2", "--resume", "auto")
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("text", ["", '{"recipe": "single", "laun', "[]", '{"model_type": "bert"}'])
+def test_a_damaged_config_is_named_and_left(run, single, text):
+    (run / "config.json").write_text(text)
+    before = files(run)
+    with pytest.raises(UserError, match=r"config.json is damaged or not of this project; restore or remove it"):
+        single("a", "--epochs", "2", "--resume", "auto")
+    assert files(run) == before
+
+
+def test_a_damaged_line_costs_no_other(run, single):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[3] = "\0" * len(lines[3])
+    path.write_text("\n".join(lines) + '\n{"step": 22, "lo')
+    single("a", "--epochs", "2", "--resume", "auto")
+    steps = [line["step"] for line in metrics(run) if "loss" in line]
+    assert steps == [step for step in range(1, 2 * EPOCH + 1) if step != 4]
+
+
+# ---- a complete run
+
+
+def test_a_complete_run_stays_as_it_is(run, single):
+    before, last = files(run), read(run, "result.json")
+    asked_at = (run / "result.json").stat().st_mtime_ns
+    for argv in (["--epochs", "1"], ["--max-steps", "5"], ["--epochs", "1", "--lr", "0.5"]):
+        lines = single("a", *argv, "--resume", "auto")
+        assert lines == [
+            f"run {run} is complete: nothing to train",
+            f"result recipe=single world_size=1 test_accuracy={last['test_accuracy']:.4f} "
+            f"samples_per_s={last['samples_per_s']:.0f}",
+        ]
+        assert files(run) == before
+    assert last["samples_per_s"] > 0
+    assert (run / "result.json").stat().st_mtime_ns > asked_at, "launch files go by it"
+
+
+def test_with_more_epochs_it_goes_on_and_totals_add_up(run, single):
+    first = read(run, "result.json")
+    assert (first["step"], first["samples"]) == (EPOCH, EPOCH * 64)
+    first_s = {line["epoch"]: line["train_s"] for line in metrics(run) if "train_s" in line}
+    single("a", "--epochs", "3", "--resume", "auto")
+    result = read(run, "result.json")
+    assert (result["step"], result["samples"]) == (3 * EPOCH, 3 * EPOCH * 64)
+    times = {line["epoch"]: line["train_s"] for line in metrics(run) if "train_s" in line}
+    assert times[1] == first_s[1] < times[2] < times[3]
+    assert times[3] == pytest.approx(result["train_s"], abs=0.001)
+    assert first["train_s"] < result["train_s"]
+    # A launch's first step is not timed.
+    timed = newest_checkpoint(run)["timed"]
+    assert timed["steps"] == (EPOCH - 1) + (2 * EPOCH - 1)
+    assert result["samples_per_s"] == pytest.approx(timed["steps"] * 64 / result["train_s"])
+
+
+def test_a_result_that_was_not_written_is_written_from_the_checkpoint(run, single):
+    whole = read(run, "result.json")
+    (run / "result.json").write_text('{"recipe": "si')
+    lines = single("a", "--epochs", "1", "--resume", "auto")
+    again = read(run, "result.json")
+    for name in ("test_accuracy", "samples", "step"):
+        assert again[name] == whole[name]
+    for name in ("train_s", "samples_per_s"):
+        assert again[name] == pytest.approx(whole[name])
+    assert lines[-1].startswith("result recipe=single world_size=1 ")
+
+
+def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
+    (run / "result.json").unlink()  # it was stopped there
+    before = files(run)
+    words = rf"step-{EPOCH:09d}.pt stands at step {EPOCH}, beyond the 5 steps that .*; ask for more"
+    with pytest.raises(UserError, match=words):
+        single("a", "--max-steps", "5", "--resume", "auto")
+    with pytest.raises(UserError, match=words):
+        single("b", "--max-steps", "5", "--resume", str(run))
+    assert files(run) == before
+    assert not (tmp_path / "b").exists(), "a refusal leaves no run behind"
+
+
+def test_a_checkpoint_of_another_shape_leaves_no_run_behind(run, single, tmp_path):
+    path = run / "checkpoints" / f"step-{EPOCH:09d}.pt"
+    content = torch.load(path, weights_only=True)
+    content["model"].popitem()
+    record.CheckpointFolder(run / "checkpoints").write(content)
+    with pytest.raises(UserError, match="the checkpoint does not fit this run"):
+        single("b", "--resume", str(run))
+    assert not (tmp_path / "b").exists()
+
+
+# ---- options
+
+
+def test_settings_are_the_options_and_state_is_the_checkpoints():
+    """Against the arithmetic of SGD: v = momentum * v + (g + decay * w), w -= lr * v."""
+    weight = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = build_optimizer(options(["--momentum", "0.9", "--weight-decay", "0"]), [weight])
+    weight.grad = torch.tensor([3.0])
+    optimizer.step()  # leaves a momentum of 3
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = torch.nn.Parameter(torch.tensor([2.0]))
+    args = options(["--momentum", "0.5", "--weight-decay", "0.25", "--lr", "0.1"])
+    optimizer = build_optimizer(args, [again])
+    load_optimizer_state(optimizer, saved)
+    again.grad = torch.tensor([1.0])
+    optimizer.step()
+    assert again.item() == pytest.approx(2 - 0.1 * (0.5 * 3 + (1 + 0.25 * 2)))
+    assert saved["param_groups"][0]["momentum"] == 0.9, "the checkpoint's content stays as it is"
+
+
+def test_a_fused_optimizer_takes_over_the_state_of_a_plain_one():
+    weight = torch.nn.Parameter(torch.ones(3))
+    plain = torch.optim.AdamW([weight], foreach=True)
+    weight.grad = torch.ones(3)
+    plain.step()
+    fused = torch.optim.AdamW([weight], fused=True)
+    load_optimizer_state(fused, plain.state_dict())
+    assert (fused.param_groups[0]["fused"], fused.param_groups[0]["foreach"]) == (True, None)
+    fused.step()
+    assert fused.state[weight]["step"].item() == 2
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        load_optimizer_state(fused, {"state": {}, "param_groups": []})
+
+
+def test_a_resume_applies_the_optimizers_options(run, single):
+    lines = single("a", "--epochs", "2", "--momentum", "0.5", "--weight-decay", "0.25", "--resume", "auto")
+    (group,) = newest_checkpoint(run)["optimizer"]["param_groups"]
+    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
+    says = "options unlike the last launch's (defaults where not given): "
+    changed = "--epochs 2 (was 1), --momentum 0.5 (was 0.9), --weight-decay 0.25 (was 0.01)"
+    assert lines[:4][-1] == says + changed
+
+
+def test_config_has_each_launchs_own_options(run, single):
+    first = read(run)
+    single("a", "--epochs", "2", "--lr", "0.5", "--resume", "auto")
+    single("a", "--epochs", "3", "--clip-grad-norm", "2", "--resume", "auto")
+    config = read(run)
+    for name in ("recipe", "options", "versions", "hardware", "revision"):
+        assert config[name] == first[name]
+        assert all(name in launch for launch in config["launches"])
+    assert config["launches"][0] == first["launches"][0]
+    names = ("epochs", "lr", "clip_grad_norm", "resume")
+    assert [[launch["options"][name] for name in names] for launch in config["launches"]] == [
+        [1, 0.02, None, "none"],
+        [2, 0.5, None, "auto"],
+        [3, 0.02, 2.0, "auto"],
+    ]
+    assert [launch["step"] for launch in config["launches"]] == [0, EPOCH, 2 * EPOCH]
+
+
+def test_a_record_of_an_earlier_version_goes_on(run, single):
+    """Its launches had no options of their own, and its checkpoints no times."""
+    path = run / "config.json"
+    config = read(run)
+    for name in ("recipe", "options", "versions", "hardware", "revision"):
+        del config["launches"][0][name]
+    path.write_text(json.dumps(config))
+    content = newest_checkpoint(run)
+    del content["timed"]
+    record.CheckpointFolder(run / "checkpoints").write(content)
+    lines = single("a", "--epochs", "2", "--resume", "auto")
+    assert lines[3] == "options unlike the last launch's (defaults where not given): --epochs 2 (was 1)"
+    assert read(run)["launches"][1]["options"]["epochs"] == 2
+    assert newest_checkpoint(run)["timed"]["steps"] == EPOCH - 1
+
+
+def test_options_of_another_optimizer_are_refused():
+    with pytest.raises(UserError, match=r"--momentum 0.5 is for sgd; drop it, or use --optimizer sgd"):
+        options(["--optimizer", "adamw", "--momentum", "0.5"])
+
+
+# ---- which run
+
+
+def test_a_name_that_does_not_exist_is_said_first(single, tmp_path):
+    (tmp_path / "logs" / "slurm").mkdir(parents=True)
+    for name in ("new", "logs"):
+        lines = single(name, "--max-steps", "1", "--resume", "auto")
+        assert lines[0] == f"nothing to resume (no run {tmp_path / name} yet): starting a new run"
+    lines = single(None, "--max-steps", "1", "--resume", "auto", runs_dir=tmp_path / "none")
+    assert lines[0] == f"nothing to resume (no run of single in {tmp_path / 'none'} yet): starting a new run"
+    assert lines[1].startswith(f"run {tmp_path / 'none' / 'single-001'}  ")
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_again(run, single):
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    lines = single("a", "--max-steps", "1", "--resume", "auto")
+    assert "no checkpoint yet: starting from step 0" in lines[:3]
+
+
+def test_a_folder_that_is_no_run_is_left_alone(single, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"precious exists and is not a run; choose another --name"):
+        single("precious", "--resume", "auto")
+    assert os.listdir(tmp_path / "precious") == ["thesis.txt"]
+
+
+def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_path, capsys):
+    """By when it was launched last, not by its name or by the times of copied files."""
+    for name, launched, recipe in (
+        ("zoe", "2026-01-01T09:00:00+0000", "single"),
+        ("single-007", "2026-01-03T09:00:00+0000", "single"),
+        ("mine", "2026-01-03T09:30:00-0100", "single"),
+        ("theirs", "2026-01-09T09:00:00+0000", "ddp"),
+    ):
+        other = shutil.copytree(run, tmp_path / "runs" / name)
+        config = read(other)
+        config["launches"][-1].update(time=launched, recipe=recipe)
+        (other / "config.json").write_text(json.dumps(config))
+    os.utime(tmp_path / "runs" / "mine" / "config.json", (0, 0))
+    (tmp_path / "runs" / "notes.txt").write_text("")
+    (tmp_path / "runs" / "compare-001").mkdir()
+    (tmp_path / "runs" / "bert").mkdir()
+    (tmp_path / "runs" / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    lines = single(None, "--max-steps", "23", "--resume", "auto", runs_dir=tmp_path / "runs")
+    mine = tmp_path / "runs" / "mine"
+    assert f"resumed from {mine}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
+    assert losses(mine)[:EPOCH] == losses(run)
+    for name in ("zoe", "single-007", "theirs"):
+        assert is_equal(weights(tmp_path / "runs" / name), weights(run))
+
+
+def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single, capsys, tmp_path):
+    shutil.copytree(run, tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text("")
+    args = options(["--runs-dir", str(tmp_path), "--resume", "auto"])
+    capsys.readouterr()
+    opened, _ = record.open_run(args, "single", [])
+    assert opened.folder == run
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: looked for the newest run and passed over one: {tmp_path}/b/config.json")
