@@ -12,6 +12,7 @@ for name in (
     "recipes.ddp.train",
     "recipes.pipeline.train",  # torch.distributed.pipelining: 3.5 s
     "recipes.single.train",
+    "tests.observe",
 ):
     importlib.import_module(name)
 

@@ -27,6 +27,8 @@ from typing import Any
 import psutil
 import torch
 
+from recipes.common.node import Node
+from scripts import horovod_agent
 from scripts.local import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +83,8 @@ class Interrupt:
 class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
-    With file_limit_bytes, a write beyond that size of a file fails, as it does on a full disk.
+    With file_limit_bytes, a write beyond that size of a file fails, as it does on a full disk. Each rank calls
+    setup(), if there is one, before its recipe.
     """
 
     alive: list[Ranks] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
@@ -95,27 +98,35 @@ class Ranks:
         nodes: int = 1,
         file_limit_bytes: int | None = None,
         interrupt: Interrupt | None = None,
+        setup: Callable[[], object] | None = None,
         **env: str,
     ) -> None:
         self.folder = folder
         self.alive.append(self)
         folder.mkdir(parents=True, exist_ok=True)
         local_world_size = world_size // nodes
+        port = free_port()
         shared = {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(local_world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
             **env,
         }
         self.processes = []
+        self.servers = contextlib.ExitStack()
         for rank in range(world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
+            if recipe == "horovod":  # all on one node; the ranks find each other through a server of Horovod's
+                node = Node(1, 0, world_size, "127.0.0.1", port, rdzv_timeout_s=60)
+                if rank == 0:
+                    self.servers.enter_context(horovod_agent.rendezvous(node))
+                own = {**horovod_agent.environment(node, rank), "HOROVOD_GLOO_IFACE": "lo", **own}
             output = folder / f"rank{rank}.txt"
             output.unlink(missing_ok=True)
             own_interrupt = interrupt if interrupt and rank in (interrupt.ranks or range(world_size)) else None
-            arguments = (recipe, argv, own, output, file_limit_bytes, own_interrupt)
+            arguments = (recipe, argv, own, output, file_limit_bytes, own_interrupt, setup)
             process = _context.Process(target=_run_rank, args=arguments)
             process.start()
             self.processes.append(process)
@@ -149,6 +160,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
+        self.servers.close()
         if self in self.alive:
             self.alive.remove(self)
 
@@ -221,6 +233,7 @@ def _run_rank(
     output: Path,
     file_limit_bytes: int | None = None,
     interrupt: Interrupt | None = None,
+    setup: Callable[[], object] | None = None,
 ) -> None:
     is_fault = interrupt is not None and interrupt.where in ("loss", "gradient", "optimizer_step")
     if interrupt and not is_fault:
@@ -232,6 +245,8 @@ def _run_rank(
         os.dup2(file.fileno(), 2)
     os.environ.update(env)
     torch.set_num_threads(1)
+    if setup:
+        setup()
     from recipes.common.entry import exit_status
 
     module = importlib.import_module(f"recipes.{recipe}.train")

@@ -1,0 +1,75 @@
+"""What the tests of the contract change and observe in each rank, beside what a recipe records itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.common import data, models
+from recipes.common.job import Job
+
+
+class NormNet(nn.Sequential):
+    """A convolution with batch norm, and a classifier: the smallest model whose buffers change in training."""
+
+    def __init__(self, channels: int, image_size: int, num_classes: int) -> None:
+        side = image_size // 2
+        super().__init__(
+            *(nn.Conv2d(channels, 4, kernel_size=3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(4 * side * side, num_classes)),
+        )
+
+
+def some_digits(args: Any) -> Any:
+    """Return as many digits as --num-samples says, and an eighth of that for the test."""
+    splits = all_digits(args)
+    counts = (args.num_samples, max(1, args.num_samples // 8))
+    return tuple((images[:n], labels[:n]) for (images, labels), n in zip(splits, counts, strict=True))
+
+
+all_digits = data._digits
+CHANGES: list[tuple[Any, str, Any]] = [
+    (data, "_digits", some_digits),
+    (models, "OWN_MODELS", {**models.OWN_MODELS, "norm": NormNet}),
+    (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
+]
+"""An object, the name of its attribute, and the value that this has in the tests."""
+
+
+def sent_bytes() -> int:
+    """Return what this process has sent, or has still to send, over the TCP connections that are open now."""
+    total = 0
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(path.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        except OSError:  # closed by now, or not of TCP
+            continue
+        # struct tcp_info of linux/tcp.h: tcpi_notsent_bytes, tcpi_bytes_sent, tcpi_bytes_retrans.
+        (unsent,), (sent, again) = struct.unpack_from("I", info, 144), struct.unpack_from("QQ", info, 200)
+        total += unsent + sent - again
+    return total
+
+
+def observe_steps(folder: Path) -> None:
+    """Let this rank write after each step: its number, the seed of its random numbers, the bytes sent so far."""
+    for owner, name, value in CHANGES:
+        setattr(owner, name, value)
+    count_step = Job.count_step
+    file = open(folder / f"steps{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115 (for all steps)
+
+    def observed(job: Job) -> None:
+        count_step(job)
+        line = {"step": job.position.step, "seed": torch.initial_seed(), "sent_bytes": sent_bytes()}
+        file.write(json.dumps(line) + "\n")
+
+    Job.count_step = observed  # type: ignore[method-assign]

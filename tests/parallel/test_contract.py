@@ -1,0 +1,402 @@
+"""What every recipe keeps: the losses, evaluation and checkpoints of single at any world size, and what it sends.
+
+RECIPES has a line for each recipe. Nothing divides evenly: not the batch by the ranks, not the training set by the
+batch, not the test set by the ranks. The tolerance is 1e-5 relative: ranks add the same numbers in another order,
+which costs a few units of 2^-24 = 6e-8 a step, and 30 steps amplify that by less than a hundred.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import shutil
+import signal
+import statistics
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.common.seeding import mix
+from recipes.single.train import options
+from tests import observe
+from tests.conftest import need_horovod
+from tests.support import (
+    Interrupt,
+    Ranks,
+    largest_difference,
+    last_step,
+    losses,
+    metrics,
+    newest_checkpoint,
+    weights,
+    words_for,
+)
+
+FP16, BF16 = 2.0**-11, 2.0**-8
+"""Largest relative error of rounding to the format."""
+
+ALONE, GROUPS = (1,), (2, 3, 7)
+"""World sizes of recipes that are one process, and of the others."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Options by which gradients cross the wire as half the bytes, and the tolerance of the losses with them."""
+
+    options: tuple[str, ...]
+    rounding: float
+    """The largest relative error of rounding a gradient once. In a step, N ranks round it N + 1 times."""
+    forward: float = 1e-6
+    """The largest relative error of the loss of the first step."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe supports."""
+
+    name: str
+    world_sizes: tuple[int, ...] = GROUPS
+    options: tuple[str, ...] = ()
+    """Full precision, where that is not the default."""
+    layouts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """More options, by world size."""
+    batch_sizes: dict[int, int] = field(default_factory=lambda: {7: 10})
+    """The global batch by world size, where it is not 65."""
+    replicas: dict[int, int] = field(default_factory=dict)
+    """Copies of the model by world size, where not each rank has one."""
+    passes: int = 1
+    """Equal parts of a rank's batch that batch norm sees one by one."""
+    half: dict[str, Half] = field(default_factory=dict)
+    has_powersgd: bool = False
+    overhead: float = 0.02
+    """Most bytes that a rank sends in a step besides the gradients, as a share of the gradients' in fp32."""
+
+    def batch_size(self, world_size: int) -> int:
+        return self.batch_sizes.get(world_size, 65)
+
+    def argv(self, world_size: int) -> tuple[str, ...]:
+        """Return the options of a run in full precision."""
+        size = str(self.batch_size(world_size))
+        return ("--global-batch-size", size, *self.options, *self.layouts.get(world_size, ()))
+
+
+DDP_HALF = {
+    "fp16": Half(("--grad-compression", "fp16"), FP16),
+    "bf16": Half(("--grad-compression", "bf16"), BF16),
+}
+RECIPES = [
+    Recipe("single", ALONE),
+    Recipe("dataparallel", ALONE),
+    Recipe("ddp", half=DDP_HALF, has_powersgd=True),
+    Recipe("spawn", half=DDP_HALF, has_powersgd=True),
+    # bfloat16 rounds 15 times between an image and LeNet's logits: test_apex.py has the arithmetic.
+    Recipe("apex", options=("--opt-level", "O0"), half={"O2": Half(("--opt-level", "O2"), BF16, 15 * BF16)}),
+    # Microbatches have to be equal: batches divide by the replicas here. LeNet has layers for at most 5 stages.
+    Recipe(
+        "pipeline",
+        layouts={n: ("--stages", str(p), "--num-microbatches", "2") for n, p in ((2, 2), (3, 1), (7, 1))},
+        batch_sizes={2: 84, 3: 84, 7: 14},
+        replicas={2: 1},
+        passes=2,
+    ),
+    Recipe("scratch"),
+    # Every millisecond, idle or not, Horovod's ranks tell one another which gradients are ready.
+    Recipe(
+        "horovod",
+        options=("--compression", "none"),
+        half={"fp16": Half(("--compression", "fp16"), FP16)},
+        overhead=0.25,
+    ),
+]
+BY_NAME = {recipe.name: recipe for recipe in RECIPES}
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+each_size = pytest.mark.parametrize(
+    ("recipe", "world_size"),
+    [pytest.param(recipe, n, id=f"{recipe.name}-{n}") for recipe in RECIPES for n in recipe.world_sizes],
+)
+
+SEED = 1
+DIGITS = ("--num-samples", "809")
+"""An epoch has 12 batches of 65, 9 of 84 or 80 of 10; 101 samples are for the test."""
+
+
+def is_available(name):
+    return name != "horovod" or importlib.util.find_spec("horovod") is not None
+
+
+def launch(name, world_size, folder, *argv, interrupt=None):
+    """Run a recipe, observed, to its end; return the run's folder and what the ranks did."""
+    if name == "horovod":
+        need_horovod()
+    words = words_for(folder, "run", "--seed", str(SEED), "--device", "cpu", *argv)
+    setup = functools.partial(observe.observe_steps, folder)
+    outcome = Ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup).wait()
+    assert outcome.statuses == [0] * world_size, outcome.text
+    return folder / "run", outcome
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Return a function: the folder of a recipe's run with some options; each is trained once."""
+    return functools.cache(
+        lambda name, world_size, *argv: launch(name, world_size, tmp_path_factory.mktemp(name), *argv)[0]
+    )
+
+
+def steps(world_size):
+    """Return the data and the number of steps: seven ranks share two cores here."""
+    return (*DIGITS, "--max-steps", "13" if world_size == 7 else "30")
+
+
+@pytest.fixture(scope="module")
+def run(train):
+    """Return a function: the run of a recipe at a world size, with some more options."""
+    return lambda recipe, world_size, *argv: train(
+        recipe.name, world_size, *recipe.argv(world_size), *steps(world_size), *argv
+    )
+
+
+@pytest.fixture(scope="module")
+def single(train):
+    """Return a function: the run of single over the batches that a recipe takes at a world size."""
+    return lambda recipe, world_size: train(
+        "single", 1, "--global-batch-size", str(recipe.batch_size(world_size)), *steps(world_size)
+    )
+
+
+@pytest.fixture
+def observed_data(monkeypatch):
+    """Let this process load the data and build the models that the ranks do."""
+    for owner, name, value in observe.CHANGES:
+        monkeypatch.setattr(owner, name, value)
+
+
+def evaluations(path):
+    return [line for line in metrics(path) if "test_loss" in line]
+
+
+def momenta(content):
+    return {str(key): values["momentum_buffer"] for key, values in content["optimizer"]["state"].items()}
+
+
+def assert_same_checkpoint(path, expected):
+    ours, theirs = newest_checkpoint(path), newest_checkpoint(expected)
+    assert ours["position"] == theirs["position"]
+    assert ours["optimizer"]["param_groups"] == theirs["optimizer"]["param_groups"]
+    assert list(ours["model"]) == list(theirs["model"])
+    assert largest_difference(ours["model"], theirs["model"]) < 1e-5
+    assert largest_difference(momenta(ours), momenta(theirs)) < 1e-5
+
+
+def assert_same_run(path, expected):
+    assert losses(path) == pytest.approx(losses(expected), rel=1e-5)
+    for ours, theirs in zip(evaluations(path), evaluations(expected), strict=True):
+        assert (ours["epoch"], ours["step"]) == (theirs["epoch"], theirs["step"])
+        assert ours["test_accuracy"] == theirs["test_accuracy"]
+        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+    assert_same_checkpoint(path, expected)
+
+
+def assert_every_sample_counts_once(path, num_samples, *argv):
+    """Hold the last evaluation to one without batches or ranks."""
+    args = options([*argv])
+    data = load_data(args, torch.device("cpu"), print)
+    model = build_model(args, data)
+    model.load_state_dict(weights(path))
+    model.eval()
+    ((images, labels),) = data.test.batches([torch.arange(num_samples)], 0)
+    with torch.no_grad():
+        logits = model(images)
+    assert len(data.test) == num_samples
+    last = evaluations(path)[-1]
+    assert last["test_accuracy"] == int((logits.argmax(1) == labels).sum()) / num_samples
+    assert last["test_loss"] == pytest.approx(float(cross_entropy(logits.double(), labels)), rel=1e-6)
+
+
+def observations(path, world_size):
+    """Return what each rank has observed after each step."""
+    files = [path.parent / f"steps{rank}.jsonl" for rank in range(world_size)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_nothing_divides(observed_data):
+    data = load_data(options([*DIGITS]), torch.device("cpu"), print)
+    assert (len(data.train), len(data.test)) == (809, 101)
+    assert all(size % world_size for world_size in GROUPS for size in (809, 101, 65))
+    assert all(809 % size for size in (10, 14, 65, 84))
+    assert 10 % 7
+
+
+# ---- the same trajectory
+
+
+@each_size
+def test_every_step_and_evaluation_equal_single(run, single, recipe, world_size):
+    assert_same_run(run(recipe, world_size), single(recipe, world_size))
+    assert len(losses(run(recipe, world_size))) == (13 if world_size == 7 else 30)
+
+
+@each_size
+def test_every_sample_counts_once(run, observed_data, recipe, world_size):
+    assert_every_sample_counts_once(run(recipe, world_size), 101, *DIGITS)
+
+
+@each_size
+def test_each_rank_draws_its_own_random_numbers(run, recipe, world_size):
+    for rank, lines in enumerate(observations(run(recipe, world_size), world_size)):
+        assert [line["seed"] for line in lines] == [mix(SEED, step, rank) for step in range(len(lines))]
+
+
+@each
+def test_accumulation_changes_nothing(run, single, recipe):
+    world_size = 3 if 3 in recipe.world_sizes else 1
+    assert_same_run(run(recipe, world_size, "--accumulate-steps", "2"), single(recipe, world_size))
+
+
+# ---- batch norm, whose statistics are each rank's own until the evaluation
+
+
+@each_size
+def test_all_ranks_evaluate_with_rank_0s_batch_norm(train, observed_data, recipe, world_size):
+    """At 7 ranks, six of them have no sample to evaluate."""
+    num_test, digits = (1, ("--num-samples", "15")) if world_size == 7 else (101, DIGITS)
+    argv = (*digits, "--model", "norm", "--max-steps", "6")
+    path = train(recipe.name, world_size, *recipe.argv(world_size), *argv)
+    assert_every_sample_counts_once(path, num_test, *argv)
+    # Each rank's statistics are those of its share of the batch, whatever the recipe: ddp's are the measure.
+    replicas, size = recipe.replicas.get(world_size, world_size), str(recipe.batch_size(world_size))
+    same = ("--global-batch-size", size, "--accumulate-steps", str(recipe.passes))
+    assert losses(path) == pytest.approx(losses(train("ddp", replicas, *same, *argv)), rel=1e-5)
+    assert largest_difference(weights(path), weights(train("ddp", replicas, *same, *argv))) < 1e-5
+
+
+# ---- bytes on the wire
+
+
+@functools.cache
+def shapes():
+    """Return the shapes of LeNet's parameters."""
+    args = options([])
+    return [
+        parameter.shape
+        for parameter in build_model(args, load_data(args, torch.device("cpu"), print)).parameters()
+    ]
+
+
+def full_bytes():
+    return 4 * sum(shape.numel() for shape in shapes())
+
+
+def assert_sent(path, recipe, world_size, gradient_bytes, first=2, last=1000, messages=1):
+    """Assert that each rank sends the gradients once a step (first to last), and not much besides.
+
+    A ring all-reduce sends 2 (N-1)/N of the bytes.
+    """
+    overhead = messages * recipe.overhead * full_bytes()
+    ring = 2 * (world_size - 1) / world_size
+    for lines in observations(path, world_size):
+        sent = {b["step"]: b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(lines)}
+        median = statistics.median(count for step, count in sent.items() if first <= step <= last)
+        assert ring * gradient_bytes <= median <= ring * (gradient_bytes + overhead)
+
+
+@each
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
+    world_size = 3 if 3 in recipe.world_sizes else 1
+    argv = ("--accumulate-steps", "2") if passes == 2 else ()
+    assert_sent(run(recipe, world_size, *argv), recipe, world_size, full_bytes())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("recipe", "half"),
+    [pytest.param(recipe, h, id=f"{recipe.name}-{kind}") for recipe in RECIPES for kind, h in recipe.half.items()],
+)
+def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
+    """Of K steps each rounds a gradient N + 1 times; at worst, all these errors point the same way."""
+    path = run(recipe, world_size, *half.options)
+    assert_sent(path, recipe, world_size, full_bytes() / 2)
+    exact = losses(single(recipe, world_size))
+    assert losses(path) != pytest.approx(exact, rel=1e-6)
+    for step, (ours, theirs) in enumerate(zip(losses(path), exact, strict=True)):
+        assert ours == pytest.approx(theirs, rel=half.forward + step * (world_size + 1) * half.rounding), step
+
+
+with_powersgd = pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES if recipe.has_powersgd])
+POWERSGD = ("--grad-compression", "powersgd", "--powersgd-rank", "4")
+
+
+@with_powersgd
+def test_powersgd_sends_two_factors(run, single, name):
+    """After 10 whole gradients, an n x m gradient travels as (n + m) x 4 numbers where those are half as many."""
+    path = run(BY_NAME[name], 3, *POWERSGD)
+    matrices = [(shape[0], shape[1:].numel()) for shape in shapes()]
+    numbers = sum(4 * (n + m) if 2 * 4 * (n + m) < n * m else n * m for n, m in matrices)
+    assert numbers < sum(n * m for n, m in matrices) / 4
+    assert_sent(path, BY_NAME[name], 3, full_bytes(), last=10)
+    assert_sent(path, BY_NAME[name], 3, 4 * numbers, first=12, messages=3)
+    assert losses(path)[:11] == pytest.approx(losses(single(BY_NAME[name], 3))[:11], rel=1e-5)
+    assert losses(path)[11:] != pytest.approx(losses(single(BY_NAME[name], 3))[11:], rel=1e-4)
+
+
+@with_powersgd
+def test_powersgd_sends_later_what_it_leaves_out(train, name):
+    """The sum of 60 gradients arrives but for what is still to be sent: about one gradient of each layer.
+
+    Weights stand still at this rate, so that each run has the same gradients; momentum adds them up. A remainder
+    that is forgotten 50 times, in place of being sent later, would be larger than two gradients.
+    """
+    argv = ("--max-steps", "60", "--lr", "1e-12", "--lr-schedule", "constant", "--warmup-steps", "0")
+    argv += ("--momentum", "0.999", "--weight-decay", "0")
+    exact = momenta(newest_checkpoint(train("single", 1, *argv)))
+    arrived = momenta(newest_checkpoint(train(name, 2, *argv, *POWERSGD)))
+    shares = [float((arrived[key] - exact[key]).norm() / exact[key].norm()) for key in exact]
+    assert max(shares) < 2 / 60
+    assert max(shares) > 1e-3  # it was compressed
+
+
+# ---- checkpoints: a signal ends a run of one recipe, and another recipe goes on at another world size
+
+
+LONG = (*DIGITS, "--global-batch-size", "84", "--max-steps", "20", "--keep-checkpoints", "9")
+"""Two epochs of 9 steps, and two steps; 84 is what a pipeline's replicas can share."""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """Return a function: a recipe's run that its last rank was sent USR1 in step 12, and what the ranks did."""
+
+    def stop(recipe):
+        world_size = 3 if 3 in recipe.world_sizes else 1
+        interrupt = Interrupt(signal.SIGUSR1, 12, ranks=[world_size - 1])
+        argv = (*recipe.argv(world_size), *LONG)
+        return launch(recipe.name, world_size, tmp_path_factory.mktemp(recipe.name), *argv, interrupt=interrupt)
+
+    return functools.cache(lambda name: stop(BY_NAME[name]))
+
+
+@each
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(stopped, train, recipe):
+    path, outcome = stopped(recipe.name)
+    assert newest_checkpoint(path)["position"]["step"] == last_step(path) == 13  # the step under way is done
+    assert f"wrote {path}/checkpoints/step-000000013.pt\n" in outcome.outputs[0]
+    assert not any(outcome.outputs[1:])
+    assert losses(path) == pytest.approx(losses(train("single", 1, *LONG))[:13], rel=1e-5)
+
+
+@each
+def test_another_recipe_goes_on_at_the_exact_sample(stopped, train, tmp_path, recipe):
+    """Each goes on from the one above it in the table, the first from the last."""
+    names = [other.name for other in RECIPES if is_available(other.name) or other is recipe]
+    path, _ = stopped(names[names.index(recipe.name) - 1])
+    shutil.copytree(path, tmp_path / "run")
+    world_size = recipe.world_sizes[0]
+    path, _ = launch(recipe.name, world_size, tmp_path, *recipe.argv(world_size), *LONG, "--resume", "auto")
+    assert_same_run(path, train("single", 1, *LONG))
