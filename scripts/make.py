@@ -23,6 +23,9 @@ from scripts.local import ROOT, check_recipe, refuse
 
 VENV_PYTHON = ".venv/bin/python"
 
+NUMBERS = ("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "REHEARSE")
+"""Variables that are whole numbers; the programs know their bounds."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -35,8 +38,11 @@ class Command:
 
 
 def value(name: str) -> str:
-    """Return a variable, "" where it is not set."""
-    return os.environ.get(name, "")
+    """Return a variable, "" where it is not set; refuse anything but digits for a number."""
+    text = os.environ.get(name, "")
+    if name in NUMBERS and text and not (text.isascii() and text.isdigit()):
+        refuse(f"{name}: expected a whole number, got {text!r}")
+    return text
 
 
 def is_on(name: str) -> bool:

@@ -106,13 +106,13 @@ RUN = (".venv/bin/python", "-m", "scripts.local")
         ("run", {"RECIPE": "ddp"}, (*RUN, "ddp", "--")),
         (
             "run",
-            {"RECIPE": "ddp", "NODES": "2", "NPROC_PER_NODE": "-1", "NAME": "--list", "ARGS": "--epochs 3"},
-            (*RUN, "ddp", "--nodes=2", "--nproc-per-node=-1", "--", "--name=--list", "--epochs", "3"),
+            {"RECIPE": "ddp", "NODES": "2", "NPROC_PER_NODE": "4", "NAME": "--list", "ARGS": "--epochs 3"},
+            (*RUN, "ddp", "--nodes=2", "--nproc-per-node=4", "--", "--name=--list", "--epochs", "3"),
         ),
         (
             "run",
-            {"RECIPE": "ddp", "NODES": '2"; reboot', "MIN_NODES": "1", "MAX_RESTARTS": "2"},
-            (*RUN, "ddp", '--nodes=2"; reboot', "--min-nodes=1", "--max-restarts=2", "--"),
+            {"RECIPE": "ddp", "NODES": "2", "MIN_NODES": "1", "MAX_RESTARTS": "2"},
+            (*RUN, "ddp", "--nodes=2", "--min-nodes=1", "--max-restarts=2", "--"),
         ),
         (
             "run",
@@ -134,7 +134,7 @@ RUN = (".venv/bin/python", "-m", "scripts.local")
         ("horovod", {}, ("scripts/horovod/build.sh",)),
         ("report", {}, (*RUN[:2], "scripts.report")),
         ("slurm-up", {}, ("scripts/slurm_cluster.sh", "up", "2")),
-        ("slurm-up", {"NODES": "3; x"}, ("scripts/slurm_cluster.sh", "up", "3; x")),
+        ("slurm-up", {"NODES": "3"}, ("scripts/slurm_cluster.sh", "up", "3")),
         ("test", {"ARGS": "-k 'a or b' -x"}, ("scripts/test.sh", "quick", "-k", "a or b", "-x")),
         ("test-all", {}, ("scripts/test.sh", "all")),
         ("submit", {"RECIPE": "ddp", "LOCAL": "0"}, (*RUN[:2], "slurm.submit", "ddp", "--")),
@@ -238,6 +238,10 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("run", {"RECIPE": "`reboot`"}, "RECIPE wants one of "),
         ("run", {"RECIPE": ""}, "RECIPE wants one of "),
         ("image", {"RECIPE": "../ddp"}, "RECIPE wants one of "),
+        ("run", {"RECIPE": "ddp", "NODES": '2"; x'}, "NODES: expected a whole number, got '2\"; x'"),
+        ("run", {"RECIPE": "ddp", "NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE: expected a whole number, got '-1'"),
+        ("slurm-up", {"NODES": "2; x"}, "NODES: expected a whole number, got '2; x'"),
+        ("submit", {"RECIPE": "ddp", "CPUS": "²"}, "CPUS: expected a whole number, got '²'"),
         ("run", {"RECIPE": "ddp", "WITH": "podman"}, "WITH: unknown 'podman'; WITH=docker runs in containers"),
         (
             "run",

@@ -285,8 +285,8 @@ def test_settings_that_make_no_sense(monkeypatch, variables, words):
     ("words", "refusal"),
     [
         (("MIN_NODES=3",), "MIN_NODES 3 is more than NODES 2"),
-        (("MIN_NODES=x",), "MIN_NODES wants a whole number"),
-        (("MIN_NODES=1", "MAX_RESTARTS=-1"), "MAX_RESTARTS wants a whole number from 0 to 1000"),
+        (("MIN_NODES=x",), "MIN_NODES: expected a whole number, got 'x'"),
+        (("MIN_NODES=1", "MAX_RESTARTS=1001"), "MAX_RESTARTS wants a whole number from 0 to 1000"),
         (("MAX_RESTARTS=1",), "MAX_RESTARTS belongs to an elastic job"),
         (("MIN_NODES=1", "RECIPE=single"), "single is not for an elastic job"),
     ],
