@@ -2,7 +2,7 @@
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
 # ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's. WITH=docker runs in
-# containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
+# containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG. PYTHON is what .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
