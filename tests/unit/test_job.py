@@ -27,7 +27,8 @@ def run_job(folder, script, sinfo="8 16000 gpu:2", srun="", **env):
     for name, body in stubs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "CONTAINER"))}
+    own = ("SLURM", "CONTAINER", "NAME", "NPROC_PER_NODE", "FABRIC", "MASTER_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     clean |= {**JOB, "PATH": f"{folder}:{clean['PATH']}", **env}
     command = ["bash", "-c", f"set -u; source slurm/job.sh; {script}", "bash", "--runs-dir", str(folder)]
     result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30)
