@@ -17,20 +17,29 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
-from recipes.common.node import Node, check_head, read_master, read_number, status_of
+from recipes.common.node import Node, check_head, port_taken, read_master, read_number, status_of
 from recipes.common.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.signals import STOP_SIGNALS
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
+
+REFUSAL_GRACE_S = 2.0
+"""How long node 0 leaves the others to read why all of them end."""
 
 END_GRACE_S = 2
 """How long they may take to end by it, before KILL."""
@@ -98,6 +107,53 @@ def quiet_import() -> Iterator[None]:
         del os.environ[name]
 
 
+def meet_nodes(node: Node, job: str) -> Store:
+    """Meet the other nodes in the store that node 0 keeps; return it.
+
+    Each node puts its name under its node rank. torchrun, which then uses the same store, would not notice that
+    two nodes have the same rank, and would wait for the missing one until its bound.
+
+    Raises:
+        UserError: the port is taken, two nodes have the same rank or differ in NNODES, or a node does not come
+            within the bound.
+    """
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+
+    is_head = node.node_rank == 0
+    bound = timedelta(seconds=node.rdzv_timeout_s)
+    connect = partial(TCPStore, node.master_addr, node.master_port, wait_for_workers=False, multi_tenant=True)
+    try:
+        store = connect(is_master=is_head, timeout=bound)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise port_taken(node.master_port) from None
+        raise
+    names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
+    rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]
+    size = names.compare_set("nnodes", "", str(node.nnodes)).decode()
+    if size != str(node.nnodes):
+        names.set("refusal", f"NNODES is {size} on one node and {node.nnodes} on node {rank}; give all the same")
+    names.set(rank, own)
+    deadline = time.monotonic() + node.rdzv_timeout_s
+    while True:
+        are_all_there = names.check(ranks)
+        # A node that was started again may find its old name there; the other way round, two nodes live.
+        if (other := names.get(rank).decode()) != own and not names.check(["refusal"]):
+            names.set("refusal", f"NODE_RANK {rank} is that of two nodes, {own} and {other}; number them from 0")
+        if names.check(["refusal"]):
+            time.sleep(REFUSAL_GRACE_S if is_head else 0)  # the store goes with node 0
+            raise UserError(names.get("refusal").decode())
+        if are_all_there:
+            return store
+        if time.monotonic() > deadline:
+            missing = ", ".join(rank for rank in ranks if not names.check([rank]))
+            raise UserError(
+                f"node {rank} waited {node.rdzv_timeout_s} s for node {missing} of {node.nnodes} at "
+                f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?"
+            )
+        time.sleep(0.1)
+
+
 def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Let torchrun start the node's processes; return the job's exit status on this node."""
     with quiet_import():
@@ -120,6 +176,7 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         close(context, death_sig, END_GRACE_S)
 
     processes.PContext.close = close_soon  # type: ignore[method-assign, assignment]
+    job = os.environ.get("RDZV_ID") or "none"  # apart from what another job of the same name left
     arguments = [
         f"--nnodes={node.nnodes}",
         f"--node-rank={node.node_rank}",
@@ -127,14 +184,16 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         f"--master-addr={node.master_addr}",
         f"--master-port={node.master_port}",
         f"--rdzv-conf=timeout={node.rdzv_timeout_s}",
-        f"--rdzv-id={os.environ.get('RDZV_ID') or 'none'}",  # apart from what another job of the same name left
+        f"--rdzv-id={job}",
         f"--log-dir={logs}",
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
         "--no-python",
         *rank_command(recipe, options),
     ]
     try:
+        store = meet_nodes(node, job)
         torchrun.run(torchrun.parse_args(arguments))
+        del store  # on node 0 it is the server of all
     except ChildFailedError as error:
         failures = error.failures.items()
         return blame({rank: f.exitcode for rank, f in failures}, {rank: f.pid for rank, f in failures})
@@ -163,7 +222,7 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> None:
             status = run(read_node(), sys.argv[1], sys.argv[2:], logs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            status = USAGE_STATUS
+            status = error.status
     sys.exit(status)
 
 

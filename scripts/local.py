@@ -29,7 +29,7 @@ from types import FrameType
 from typing import NoReturn
 
 from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import nearest
+from recipes.common.errors import PortTakenError, nearest
 from recipes.common.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.watch import HANG_STATUS
 
@@ -37,6 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ERROR_GRACE_S = 3.0
 """How long the other nodes may take to say what they have seen, once a node has failed."""
+
+PORT_TRIES = 3
+"""How many ports are tried: another process may take one between its choice and the moment rank 0 listens."""
 
 STOP_GRACE_S = 60.0
 """How long a checkpoint may take after a stop signal."""
@@ -121,6 +124,7 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "PORT_IS_CHOSEN": "1",
         "PYTHON": sys.executable,
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -225,7 +229,7 @@ class LocalJob:
         if statuses.get(0) == USAGE_STATUS:
             return USAGE_STATUS  # node 0 has said why
         sys.stderr.writelines(self.refusals)
-        for spoken in (USAGE_STATUS, HANG_STATUS):
+        for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
             if spoken in statuses.values():
                 return spoken
         for number, status in statuses.items():
@@ -290,15 +294,33 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("MAKELEVEL"):
         end_with_parent(number=signal.SIGINT)  # make has been killed: nobody waits for this job any more
 
+    for _ in range(PORT_TRIES):
+        status = run_job(args, shares, processes, elastic)
+        if status != PortTakenError.status:
+            break
+    return status
+
+
+def run_job(
+    args: argparse.Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None
+) -> int:
+    """Start a node for each share of the GPUs, see them to their end, and return the job's exit status.
+
+    Args:
+        args: the launcher's own arguments, and the recipe's.
+        shares: the GPUs of each node.
+        processes: how many ranks a node starts.
+        elastic: MIN_NODES and MAX_RESTARTS, or None.
+    """
     if elastic:
         from scripts.elastic.local_nodes import ElasticJob
 
+    nodes, port = len(shares), free_port()
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = ElasticJob(nodes, *elastic, networks[-1][1] if networks else "127.0.0.1") if elastic else LocalJob()
     signal.signal(signal.SIGINT, job.interrupt)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)
-    port = free_port()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
         for node in range(nodes):
             environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
@@ -306,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
             if networks:
                 environment |= {"MASTER_ADDR": networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
                 prefix = ["nsenter", f"--net=/run/netns/{networks[node][0]}", "--"]
-            job.start([*prefix, "scripts/launch.sh", recipe, *args.options], environment)
+            job.start([*prefix, "scripts/launch.sh", args.recipe, *args.options], environment)
         return job.wait()
 
 

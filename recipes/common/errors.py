@@ -21,6 +21,13 @@ class UserError(ValueError):
         self.on_every_node = on_every_node
 
 
+class PortTakenError(UserError):
+    """Another process took MASTER_PORT after a launcher had chosen it, which is nobody's mistake: try again."""
+
+    status = 75
+    """EX_TEMPFAIL of sysexits.h: a Slurm job with it is requeued, and other launchers take another port."""
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean 'X'?" for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

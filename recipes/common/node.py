@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError
+from recipes.common.errors import PortTakenError, UserError
 from recipes.common.watch import HANG_STATUS
 
 
@@ -58,17 +58,34 @@ def check_head(node: Node) -> None:
     Raises:
         UserError: the port is taken, the name does not resolve, or nobody answers within the bound.
     """
-    deadline = time.monotonic() + node.rdzv_timeout_s
-    place = f"{node.master_addr}:{node.master_port}"
     if node.node_rank == 0:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", node.master_port))
-            except OSError as error:
-                reason = "is taken" if error.errno == errno.EADDRINUSE else f"refuses: {error.strerror}"
-                raise UserError(f"MASTER_PORT {node.master_port} {reason}; choose another one") from None
-        return
+        check_port(node.master_port)
+    else:
+        wait_for_head(node)
+
+
+def check_port(port: int) -> None:
+    """Take a port on all addresses for a moment; raises UserError where that is not possible."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise port_taken(port) from None
+            raise UserError(f"MASTER_PORT {port} refuses: {error.strerror}; choose another one") from None
+
+
+def port_taken(port: int) -> UserError:
+    """Return the error of a port that is taken: the user's mistake unless a launcher chose it (PORT_IS_CHOSEN)."""
+    if os.environ.get("PORT_IS_CHOSEN"):
+        return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
+    return UserError(f"MASTER_PORT {port} is taken; choose another one")
+
+
+def wait_for_head(node: Node) -> None:
+    """Wait until node 0 answers; raises UserError at the bound."""
+    deadline, place = time.monotonic() + node.rdzv_timeout_s, f"{node.master_addr}:{node.master_port}"
     while True:
         try:
             socket.create_connection((node.master_addr, node.master_port), timeout=5).close()
@@ -85,10 +102,10 @@ def check_head(node: Node) -> None:
 def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
     """Return a node's exit status from those of its failed ranks; name the one to blame unless that is said.
 
-    A refusal counts first, then a hang: each has printed its own line. A rank that a signal has killed counts
-    before those that ended with an error, which is mostly that they have lost it.
+    A refusal counts first, then a port that was taken, then a hang: each has printed its own line. A rank that a
+    signal has killed counts before those that ended with an error, which is mostly that they have lost it.
     """
-    for spoken in (USAGE_STATUS, HANG_STATUS):
+    for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if spoken in statuses.values():
             return spoken
     rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))

@@ -18,13 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import ipaddress
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import PortTakenError
 from scripts.elastic.wire import BEAT_S, SILENCE_S, Message, hang_up, hear, say
 
 START_WAIT_S = 30.0
@@ -351,7 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(Coordinator(args).serve())
     except OSError as error:
         print(f"error: cannot listen at port {args.port}: {error.strerror or error}", file=sys.stderr)
-        return USAGE_STATUS
+        is_lost_race = error.errno == errno.EADDRINUSE and os.environ.get("PORT_IS_CHOSEN")
+        return PortTakenError.status if is_lost_race else USAGE_STATUS
     except KeyboardInterrupt:
         return 130
 

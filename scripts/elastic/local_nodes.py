@@ -31,9 +31,15 @@ class ElasticJob(LocalJob):
         command += ["--listen", address, "--nodes", str(nodes), "--min-nodes", str(min_nodes)]
         command += ["--max-restarts", str(max_restarts)]
         command += ["--timeout-s", os.environ.get("RDZV_TIMEOUT_S") or "300"]
+        environment = {**os.environ, "PORT_IS_CHOSEN": "1"}
         self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"{address}:{self.port}"}
         self.coordinator = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         self.name = ""
         self.commands: list[tuple[list[str], dict[str, str]]] = []

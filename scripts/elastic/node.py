@@ -167,6 +167,7 @@ class Node:
             "MASTER_ADDR": str(message["master_addr"]),
             "MASTER_PORT": str(message["master_port"]),
             "RDZV_ID": f"{self.settings.job or 'elastic'}.{message['round']}",
+            "PORT_IS_CHOSEN": "1",
         }
         inherited = {name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "COORDINATOR")}
         self.has_ended_ranks = False

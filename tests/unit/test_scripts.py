@@ -1,18 +1,22 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import types
 
 import psutil
 import pytest
+import torch
 
-from recipes.common.errors import UserError
+from recipes.common.errors import PortTakenError, UserError
 from recipes.common.node import Node, check_head
 from scripts import agent, local
-from tests.support import ROOT, run_command
+from tests import support
+from tests.support import ROOT, run_command, wait_until
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,7 @@ class TestNode:
         ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
         ({"r2": 4}, 4, "rank 2 (pid 77 on {host}) ended with status 4"),
         ({"r0": 3, "r1": -9}, 3, None),  # each has reported where it hung
+        ({"r0": 75, "r1": -9}, 75, None),  # rank 0 has said that its port was taken
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
@@ -207,7 +212,7 @@ def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_
     agent.pass_signals_on(str(tmp_path / "removed"))
 
 
-def test_the_port_of_node_0_is_tried_and_found_taken():
+def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -215,6 +220,10 @@ def test_the_port_of_node_0_is_tried_and_found_taken():
         with pytest.raises(UserError, match=f"MASTER_PORT {port} is taken; choose another one"):
             check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
         check_head(Node(2, 1, 1, "127.0.0.1", port, 1))  # another node finds somebody listening
+        monkeypatch.setenv("PORT_IS_CHOSEN", "1")  # then it is not the user's mistake
+        with pytest.raises(PortTakenError, match=f"MASTER_PORT {port} has been taken since") as caught:
+            check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
+        assert caught.value.status == 75
     check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
 
 
@@ -234,3 +243,90 @@ def test_shell_scripts_are_strict_and_parse(script):
         assert text.startswith("#!/usr/bin/env bash\n")
         assert "\nset -euo pipefail\n" in text or (script.endswith(".sbatch") and "\nset -u\n" in text)
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=10)
+
+
+class TestALostRaceForThePort:
+    """Another process takes MASTER_PORT after the launcher has chosen it."""
+
+    TAKE = """
+import itertools, socket, sys
+from scripts import local
+
+holder = socket.create_server(("", 0))
+ports = itertools.chain([holder.getsockname()[1]], iter(local.free_port, None))
+local.free_port = lambda: next(ports)
+sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
+"""
+
+    def test_the_local_launcher_takes_another_port(self):
+        result = run_command(sys.executable, "-c", self.TAKE)
+        assert result.status == 0, result.stderr
+        assert result.stdout.splitlines()[-1].startswith("probe {")
+        assert len(result.errors) == 1
+        assert "has been taken since the launcher chose it" in result.errors[0]
+
+    @pytest.mark.parametrize(
+        ("statuses", "expected", "jobs"), [((75, 0), 0, 2), ((75, 2), 2, 2), ((1,), 1, 1), ((75,) * 9, 75, 3)]
+    )
+    def test_which_is_tried_three_times_at_most(self, monkeypatch, statuses, expected, jobs):
+        left = list(statuses)
+        monkeypatch.setattr(local, "run_job", lambda *_: left.pop(0))
+        assert local.main(["ddp", "--nodes", "1", "--nproc-per-node", "1"]) == expected
+        assert len(statuses) - len(left) == jobs
+
+    def test_a_node_that_tells_of_it_counts_before_those_that_were_ended(self, capsys):
+        job = local.LocalJob()
+        job.nodes = [types.SimpleNamespace(returncode=status) for status in (75, -9)]
+        assert job.report([0, 1]) == 75
+        assert capsys.readouterr().err == ""
+
+
+def meet(node, output, is_over):
+    """Be a node's agent until it has met the others; leave what it says in a file, and stay, as node 0's does."""
+    try:
+        with agent.quiet_import():
+            store = agent.meet_nodes(node, "job")
+        said = f"met by {store}"
+    except UserError as error:
+        said = str(error)
+    except torch.distributed.DistError:
+        said = "node 0 has gone"
+    output.write_text(said)
+    is_over.wait(60)
+
+
+class TestMeetNodes:
+    def meet(self, folder, *places, bound_s=600):
+        """Return what each node says of its (NNODES, NODE_RANK), and its process."""
+        port, is_over, started = local.free_port(), support._context.Event(), []
+        for i, (nnodes, rank) in enumerate(places):
+            node = Node(nnodes, rank, 1, "127.0.0.1", port, bound_s)
+            process = support._context.Process(target=meet, args=(node, folder / str(i), is_over))
+            process.start()
+            started.append(process)
+        files = [folder / str(i) for i in range(len(places))]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 50, "an answer of each node")
+        is_over.set()
+        for process in started:
+            process.join(30)
+        return [file.read_text() for file in files], started
+
+    def test_all_come(self, tmp_path):
+        said, _ = self.meet(tmp_path, (3, 0), (3, 2), (3, 1))
+        assert all(text.startswith("met by ") for text in said), said
+
+    def test_two_nodes_of_a_rank_end_all_at_once(self, tmp_path):
+        said, started = self.meet(tmp_path, (3, 0), (3, 1), (3, 1))
+        assert len(set(said)) == 1
+        assert said[0].startswith("NODE_RANK 1 is that of two nodes, ")
+        assert all(f"{socket.gethostname()} (pid {process.pid})" in said[0] for process in started[1:])
+
+    def test_two_sizes_of_a_job_end_the_node_that_waits(self, tmp_path):
+        said, _ = self.meet(tmp_path, (3, 0), (2, 1))
+        assert re.fullmatch(r"NNODES is [23] on one node and [23] on node [01]; give all the same", said[0])
+        assert said[1] == said[0]
+
+    def test_a_node_that_does_not_come_is_named(self, tmp_path):
+        said, _ = self.meet(tmp_path, (4, 0), (4, 2), bound_s=1)
+        assert said[0].startswith("node 0 waited 1 s for node 1, 3 of 4 at 127.0.0.1:")
+        assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 1 s for node 1, 3 of 4 ")
