@@ -194,7 +194,7 @@ print_use() {
 A Slurm cluster of $(find "$state" -name 'spool.n*' | wc -l) nodes is up. To use Slurm's commands in a shell:
 
     source $state/activate
-    sbatch --wait $root/slurm/ddp.sbatch
+    sbatch --wait $root/slurm/ddp.sbatch --device cpu
 
 make slurm-down ends it.
 USE

@@ -56,6 +56,7 @@ begin_job() {
     # This script runs on the head node. No fallback: with one, each node would wait for itself.
     export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}} MASTER_PORT
     MASTER_PORT=$(free_port)
+    export PORT_IS_CHOSEN=1 # a rank 0 that finds it taken ends with status 75, and the job starts again
     export FABRIC=${FABRIC:-auto}
     # Refused here, before there are steps: of nodes that refuse it alike, the first to end gets the others killed.
     if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
@@ -70,6 +71,8 @@ begin_job() {
     started=$logs/.started
     touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
     options=(--name "$name" "$@")
+    # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
+    if ((gpus > 0)) && ! grep -qs '^device:' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
     # A job that begins again goes on with its own record, whatever it began from.
     if ((restarts > 0)); then options+=(--resume auto); fi
     echo "job $job, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
@@ -81,10 +84,10 @@ begin_job() {
 }
 
 # A port from the job's number and start, so that jobs on the same nodes differ; the next one where it is taken.
-# They lie below those that Linux gives to outgoing connections.
+# They lie below those that Linux gives to outgoing connections. /proc/net has the sockets of all addresses.
 free_port() {
     local port=$((20000 + (SLURM_JOB_ID * 16 + restarts) % 12000))
-    while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do port=$((port + 1)); done
+    while grep -qs "$(printf '^ *[0-9]*: [0-9A-F]*:%04X ' $port)" /proc/net/tcp /proc/net/tcp6; do port=$((port + 1)); done
     echo "$port"
 }
 
@@ -240,6 +243,8 @@ end_job() {
         exit 1
     elif [[ $signal == USR1 || $(job_field PreemptTime) =~ [0-9] ]]; then
         requeue "it was stopped before its end"
+    elif ((status == 75)); then
+        requeue "another process took port $MASTER_PORT"
     elif ((status == 0)); then
         echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2
         exit 1

@@ -54,7 +54,9 @@ JOB_SETUP = [
     # The batch script runs where rank 0 will. The port depends on the job and on its start, so that neither jobs
     # on the same nodes nor two starts of one job meet. It lies below those of outgoing connections.
     "port=$((20000 + (SLURM_JOB_ID * 16 + ${SLURM_RESTART_COUNT:-0}) % 12000))",
-    "while (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null; do port=$((port + 1)); done",
+    # /proc/net has the sockets of all addresses.
+    "while grep -qs \"$(printf '^ *[0-9]*: [0-9A-F]*:%04X ' $port)\" /proc/net/tcp /proc/net/tcp6; do "
+    "port=$((port + 1)); done",
     f"export MASTER_PORT=$port SUBMITIT_PREEMPT_SIGNAL={SIGNAL.name.removeprefix('SIG')}",
 ]
 
@@ -162,10 +164,12 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
     resume = getattr(parsed, "resume", "none")
     if resume == "auto" and not name:
         raise UserError("--resume auto wants to know which run: NAME=... (--name)")
+    # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
+    device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     points = grid_points(args.sweep) if args.sweep else [{}]
     plans = []
     for point in points:
-        argv = [*args.options, *words(point)]
+        argv = [*device, *args.options, *words(point)]
         recipe_options(argv)
         plans.append((point, argv))
     folder = runs_dir / name if name else new_folder(runs_dir, args.recipe)

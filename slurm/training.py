@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes.common.entry import USAGE_STATUS, exit_status
+from recipes.common.errors import PortTakenError
 from recipes.common.parent import end_with_parent
 from recipes.common.signals import Stop
 
@@ -63,6 +64,8 @@ class Training:
 
     def end(self, status: int, is_complete: bool, requeue: Any) -> dict[str, Any] | None:
         """End rank 0 once main() has returned: with a result, with a status, or by a new place in the queue."""
+        if status == PortTakenError.status and self.requeues_left and "SLURM_JOB_ID" in os.environ:
+            requeue(SIGNAL, None)  # each start of the job has another port
         if status:
             self.leave(status)
         if not (self.run_dir / "config.json").exists():

@@ -49,7 +49,8 @@ class Cluster:
         """Submit a file of slurm/ from another folder, with its record and logs there."""
         words = ["sbatch", "--parsable", *flags, str(ROOT / "slurm" / file)]
         own = ["--runs-dir", str(folder), *([] if file.startswith("doctor") else ["--no-tensorboard"])]
-        number = self.run(*words, *options, *own, cwd=folder, **env).strip()
+        device = ["--device", "cpu"]  # Slurm counts GPUs here that no machine has
+        number = self.run(*words, *options, *device, *own, cwd=folder, **env).strip()
         return Job(self, number, folder)
 
     def processes(self, text: str, node: str | None = None) -> list[psutil.Process]:

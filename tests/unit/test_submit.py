@@ -3,6 +3,8 @@
 import argparse
 import os
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -241,6 +243,24 @@ def test_the_cause_is_that_of_the_last_start():
     assert submit.cause_in(f"{log}error: rank 1 lost another rank\n") == "error: rank 1 lost another rank"
 
 
+@pytest.mark.parametrize(
+    ("words", "given", "expected"),
+    [
+        ("--gpus-per-node 2", "", ["--device", "cuda"]),
+        ("--gpus-per-node 2", "--device cpu", ["--device", "cpu"]),
+        ("--gpus-per-node 2 --sweep lr=0.1,0.2", "", ["--device", "cuda"]),
+        ("--gpus-per-node 0", "", []),
+        ("", "", []),
+    ],
+)
+def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
+    own = ["ddp", "--local", "--name", "mine", *words.split()]
+    args = submit.parse_args([*own, "--", "--runs-dir", str(tmp_path), *given.split()])
+    for run in submit.plan_runs(args)[1]:
+        at = [i for i, word in enumerate(run.argv) if word == "--device"]
+        assert [word for i in at for word in run.argv[i : i + 2]] == expected
+
+
 class TestTheEndOfRank0:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch):
@@ -275,6 +295,14 @@ class TestTheEndOfRank0:
         with pytest.raises(SystemExit, match="2"):
             run.end(2, is_complete=True, requeue=self.requeue)
 
+    def test_a_lost_race_for_the_port_is_requeued_under_slurm(self, run, monkeypatch):
+        """Each start of a Slurm job has another port."""
+        for job, status in (("7", 255), (None, 75)):
+            monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
+            with pytest.raises(SystemExit) as caught:
+                run.end(75, is_complete=False, requeue=self.requeue)
+            assert caught.value.code == status
+
     def test_each_requeue_counts_and_goes_on_with_the_own_record(self, run, monkeypatch):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         assert run.argv_of_this_start() == ["--epochs", "3"]
@@ -298,6 +326,14 @@ def test_the_network_is_that_of_fabric_sh(monkeypatch):
     monkeypatch.setenv("FABRIC", "carrier-pigeon")
     with pytest.raises(SystemExit, match="2"):
         training.network_environment()
+
+
+def test_a_port_that_is_taken_on_any_address_is_passed_over():
+    script = "; ".join([*submit.JOB_SETUP, "echo $MASTER_PORT"])
+    with socket.create_server(("127.0.0.2", 20000 + 9 * 16)):
+        env = {"SLURM_JOB_ID": "9", "PATH": os.environ["PATH"]}
+        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=10)
+    assert int(done.stdout) > 20000 + 9 * 16
 
 
 def test_the_port_differs_by_job_and_start():

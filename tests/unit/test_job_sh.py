@@ -1,0 +1,97 @@
+"""What slurm/job.sh decides, with stand-ins for Slurm: options, the port, and what becomes of a status."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import require
+from tests.support import ROOT
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8"}
+SCONTROL = """#!/bin/sh
+echo "$*" >>"$(dirname "$0")/scontrol.txt"
+case $* in
+"show hostnames "*) printf 'n1\\nn2\\n' ;;
+"show job "*) echo "JobId=7 JobState=RUNNING PreemptTime=None" ;;
+requeue*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return a function: run lines after begin_job with the options, in the batch script's environment."""
+    for name, script in {"scontrol": SCONTROL, "srun": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+
+    def run(*options, then="", **env):
+        begin = 'set -u; source slurm/job.sh; begin_job ddp "$@"'
+        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
+        words = ["bash", "-c", f"{begin}\n{then}", "bash", *options, "--runs-dir", str(tmp_path / "runs")]
+        return subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "expected"),
+    [
+        ("4", [], ["--device", "cuda"]),
+        ("4", ["--device", "cpu"], ["--device", "cuda", "--device", "cpu"]),  # the last one wins
+        ("0", [], []),
+        ("", [], []),
+        ("4", ["--config", "cpu.yaml"], []),
+        ("4", ["--config=other.yaml"], ["--device", "cuda"]),
+    ],
+)
+def test_a_job_with_gpus_trains_on_gpus(job, tmp_path, gpus, options, expected):
+    (tmp_path / "cpu.yaml").write_text("epochs: 3\ndevice: cpu\n")
+    (tmp_path / "other.yaml").write_text("epochs: 3\n")
+    options = [word.replace("cpu.yaml", f"{tmp_path}/cpu.yaml") for word in options]
+    options = [word.replace("=other.yaml", f"={tmp_path}/other.yaml") for word in options]
+    done = job(*options, then='printf "%s\\n" "${options[@]}"', SLURM_GPUS_ON_NODE=gpus)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()[1:]
+    at = [i for i, word in enumerate(words) if word == "--device"]
+    assert [word for i in at for word in words[i : i + 2]] == expected
+
+
+def port_of(done):
+    assert done.returncode == 0, done.stderr
+    return int(re.search(r"head n1:(\d+),", done.stdout)[1])
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "0.0.0.0", "::1", "::"])
+def test_a_port_that_is_taken_on_any_address_is_passed_over(job, address):
+    first = port_of(job())
+    assert first == 20000 + 7 * 16
+    has_ipv6 = ":" not in address or Path("/proc/net/if_inet6").exists()
+    require("ipv6", has_ipv6, "the kernel has none", "boot it without ipv6.disable=1")
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as holder:
+        holder.bind((address, first))
+        holder.listen()
+        assert port_of(job()) > first
+    assert port_of(job(SLURM_RESTART_COUNT="1")) > first
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "is_requeued", "said"),
+    [
+        (75, "0", True, "job 7: another process took port 2"),
+        (75, "10", False, "error: job 7: another process took port 2"),
+        (2, "0", False, "error: job 7 ended with status 2"),
+    ],
+)
+def test_a_lost_race_for_the_port_is_requeued(job, tmp_path, status, restarts, is_requeued, said):
+    then = f'touch "$run_dir/config.json"; status={status} greatest={status}; end_job'
+    done = job(then=then, SLURM_RESTART_COUNT=restarts)
+    assert done.returncode != 0
+    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert said in done.stdout + done.stderr
+    assert "PORT_IS_CHOSEN=1" in job(then="env").stdout
