@@ -84,7 +84,7 @@ class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
     With file_limit_bytes, a write beyond that size of a file fails, as it does on a full disk. Each rank calls
-    setup(), if there is one, before its recipe.
+    setup(), if there is one, before its recipe, and has its own_argv besides argv.
     """
 
     alive: list[Ranks] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
@@ -99,6 +99,7 @@ class Ranks:
         file_limit_bytes: int | None = None,
         interrupt: Interrupt | None = None,
         setup: Callable[[], object] | None = None,
+        own_argv: dict[int, list[str]] | None = None,
         **env: str,
     ) -> None:
         self.folder = folder
@@ -112,6 +113,8 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
+            # Ranks never use CPUs unasked where there are GPUs, but too few.
+            **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < local_world_size else {}),
             **env,
         }
         self.processes = []
@@ -126,7 +129,8 @@ class Ranks:
             output = folder / f"rank{rank}.txt"
             output.unlink(missing_ok=True)
             own_interrupt = interrupt if interrupt and rank in (interrupt.ranks or range(world_size)) else None
-            arguments = (recipe, argv, own, output, file_limit_bytes, own_interrupt, setup)
+            words = [*argv, *(own_argv or {}).get(rank, [])]
+            arguments = (recipe, words, own, output, file_limit_bytes, own_interrupt, setup)
             process = _context.Process(target=_run_rank, args=arguments)
             process.start()
             self.processes.append(process)

@@ -1,4 +1,4 @@
-"""Where the ranks of a run are: how each chooses its device, and what the run's first lines and record show."""
+"""Where the ranks of a run are: the host and device of each, as the run's first lines and its record show them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-
-from recipes.common.errors import UserError
-from recipes.common.ranks import Ranks
 
 MOST_LINES = 8
 """Of a description, on the terminal."""
@@ -23,33 +20,6 @@ class Place:
     host: str
     device: str
     index: int | None = None
-
-
-def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1) -> torch.device:
-    """Return the first GPU of this process's own and make it the current one, or the CPU where there are too few.
-
-    Args:
-        wanted: --device, one of auto, cpu and cuda.
-        ranks: this process's numbers.
-        devices_per_rank: GPUs that each process takes.
-
-    Raises:
-        UserError: too few GPUs for --device cuda.
-    """
-    needed, visible = ranks.local_world_size * devices_per_rank, torch.cuda.device_count()
-    use_cuda = wanted != "cpu" and visible >= needed
-    if wanted == "cuda" and not use_cuda:
-        each = f"{devices_per_rank} GPUs" if devices_per_rank > 1 else "a GPU"
-        raise UserError(
-            f"--device cuda: {ranks.local_world_size} processes on {socket.gethostname()} need {each} each, "
-            f"{visible} visible; start fewer processes per node (NPROC_PER_NODE) or use --device cpu",
-            on_every_node=True,
-        )
-    if not use_cuda:
-        return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank * devices_per_rank)
-    torch.cuda.set_device(device)
-    return device
 
 
 def place_of(device: torch.device) -> Place:

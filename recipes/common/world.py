@@ -11,9 +11,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.places import choose_device
 from recipes.common.ranks import Ranks
 from recipes.common.watch import Watch, bound_of_waits
 
@@ -54,29 +54,47 @@ def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
     """Choose this process's device, connect it with the other processes, and watch what it waits for.
 
     Raises:
-        UserError: too few GPUs for --device cuda, or the processes do not find each other.
+        UserError: the processes do not find each other, or not all of them can use the same kind of device.
     """
-    device = choose_device(args.device, ranks, devices_per_rank)
     timeout = bound_of_waits(args)
-    control = connect(ranks, device, timeout)
+    device, control = connect(args.device, ranks, timeout, devices_per_rank)
     # What each rank waits for is noted in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
-def connect(ranks: Ranks, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
-    """Let all processes meet at MASTER_ADDR:MASTER_PORT; return a gloo group of all of them.
+def connect(
+    wanted: str, ranks: Ranks, timeout: timedelta, devices_per_rank: int = 1
+) -> tuple[torch.device, dist.ProcessGroup]:
+    """Let all processes meet at MASTER_ADDR:MASTER_PORT; return this one's device and a gloo group of all of them.
 
     In the default group, CPU tensors go through gloo and CUDA ones through NCCL.
 
+    Args:
+        wanted: --device.
+        ranks: this process's numbers.
+        timeout: longest wait for another process.
+        devices_per_rank: GPUs that each process takes.
+
     Raises:
-        UserError: they do not find each other within the time-out.
+        UserError: they do not find each other in time, or not all of them can use the same kind of device.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timeout, rank=ranks.rank, world_size=ranks.world_size)
-        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        # World: rank 0 (or torchrun's agent) keeps a store there, through which processes then find each other.
+        rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        store, _, _ = next(iter(rendezvous))
+        device = agree_on_device(
+            lambda: choose_device(wanted, ranks, devices_per_rank),
+            ranks.rank,
+            lambda kind, text: _exchange_kinds(dist.PrefixStore("device", store), ranks, kind, text),
+        )
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        groups = dist.PrefixStore("groups", store)
+        dist.init_process_group(
+            backend, timeout=timeout, store=groups, rank=ranks.rank, world_size=ranks.world_size
+        )
+        return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().split("\n")[0].strip()
@@ -85,6 +103,22 @@ def connect(ranks: Ranks, device: torch.device, timeout: timedelta) -> dist.Proc
             "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
             on_every_node=True,
         ) from None
+
+
+def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
+    """Be the `Exchange` of devices.py, before there is a process group: a handful of requests per rank."""
+    # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
+    store.set(f"kind/{kind}", text)
+    if store.add("told", 1) == ranks.world_size:
+        store.set("all told", "")
+    store.wait(["all told"])
+    kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
+    found = {name: store.get(f"kind/{name}").decode() for name in kinds}
+    if store.add("read", 1) == ranks.world_size:
+        store.set("all read", "")
+    if ranks.rank == 0:
+        store.wait(["all read"])  # the store may go with rank 0
+    return found
 
 
 def leave_world(world: World) -> None:

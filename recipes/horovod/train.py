@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -35,7 +36,6 @@ from recipes.common.optim import (
     set_learning_rate,
 )
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
-from recipes.common.places import choose_device
 from recipes.common.ranks import Ranks
 from recipes.common.seeding import seed_step, set_determinism
 from recipes.common.signals import FAIL, GO, STOP, Stop
@@ -92,12 +92,12 @@ def join_world(args: Options) -> World:
     """Choose this process's device; main() has connected it with the other processes."""
     # Horovod: it tells each process who it is, whatever launched it.
     ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
-    if args.device == "cuda" and not hvd.nccl_built():
-        raise UserError(
-            "--device cuda: Horovod was built without NCCL; run `make horovod` where CUDA is, or use --device cpu",
-            on_every_node=True,
-        )
-    device = choose_device(args.device if hvd.nccl_built() else "cpu", ranks)
+    device = agree_on_device(
+        lambda: choose_device(args.device, ranks, has_nccl=hvd.nccl_built()),
+        ranks.rank,
+        # Horovod: gathers each rank's kind of device and its host.
+        lambda kind, text: dict(reversed(hvd.allgather_object((kind, text), name="device"))),
+    )
     # Horovod: it has no store for notes that ranks read; what each waits for is known on its own host alone.
     return World(ranks.rank, ranks.world_size, device, Watch(ranks.rank, ranks.world_size, args, None))
 

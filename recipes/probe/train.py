@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.node import read_master
 from recipes.common.options import Options, Parser, non_negative_int, one_of, parse, positive_float, positive_int
-from recipes.common.places import choose_device
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
 from recipes.common.world import connect
@@ -77,8 +77,8 @@ class TorchWorld:
     """Processes that torch.distributed connects, as in ddp and spawn."""
 
     def __init__(self, args: Options, ranks: Ranks) -> None:
-        self.ranks, self.device = ranks, choose_device(args.device, ranks)
-        self.control = connect(ranks, self.device, timedelta(seconds=args.timeout_s))
+        self.ranks = ranks
+        self.device, self.control = connect(args.device, ranks, timedelta(seconds=args.timeout_s))
 
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""
@@ -109,7 +109,12 @@ class HorovodWorld:
         hvd.init()
         self.hvd = hvd
         self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
-        self.device = choose_device(args.device if hvd.nccl_built() else "cpu", self.ranks)
+        self.device = agree_on_device(
+            lambda: choose_device(args.device, self.ranks, has_nccl=hvd.nccl_built()),
+            self.ranks.rank,
+            # Probe: gathers each rank's kind of device and its host.
+            lambda kind, text: dict(reversed(hvd.allgather_object((kind, text), name="device"))),
+        )
 
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""

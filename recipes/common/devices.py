@@ -1,0 +1,73 @@
+"""Which device each rank works on: all ranks use GPUs, or all use CPUs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+
+import torch
+
+from recipes.common.errors import UserError
+from recipes.common.ranks import Ranks
+
+Exchange = Callable[[str, str], Mapping[str, str]]
+"""Tell all ranks a kind and a text; return, for each kind that any rank has told, the text of one such rank."""
+
+
+def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl: bool = True) -> torch.device:
+    """Return the first GPU of this process's own, or the CPU.
+
+    With auto, a node without GPUs works on CPUs. One whose GPUs do not suffice never does so unasked.
+
+    Args:
+        wanted: --device, one of auto, cpu and cuda.
+        ranks: this process's numbers.
+        devices_per_rank: GPUs that each process takes.
+        has_nccl: whether the communication library can exchange gradients between GPUs.
+
+    Raises:
+        UserError: there are GPUs, or they were asked for, and they cannot be used.
+    """
+    visible = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and not visible):
+        return torch.device("cpu")
+    host, on_node = socket.gethostname(), ranks.local_world_size
+    if visible < on_node * devices_per_rank:
+        each = f"{devices_per_rank} GPUs" if devices_per_rank > 1 else "a GPU"
+        most = visible // devices_per_rank
+        fix = f"start at most {most} on each node (NPROC_PER_NODE)" if most else "make GPUs visible there"
+        raise UserError(
+            f"--device {wanted}: {on_node} processes on {host} need {each} each, {visible} visible; "
+            f"{fix} or use --device cpu"
+        )
+    if not has_nccl:
+        raise UserError(
+            f"--device {wanted}: {host} has GPUs, and Horovod was built without NCCL; "
+            "run `make horovod` where CUDA is, or use --device cpu"
+        )
+    return torch.device("cuda", ranks.local_rank * devices_per_rank)
+
+
+def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exchange) -> torch.device:
+    """Return this rank's device once all ranks have chosen the same kind; call it on all ranks.
+
+    Raises:
+        UserError: on all ranks: one of them cannot use its GPUs, or some have GPUs and some have none.
+    """
+    here = f"rank {rank} on {socket.gethostname()}"
+    try:
+        device = choose()
+        kind, text = device.type, here
+    except UserError as error:
+        kind, text = "error", str(error)
+    found = exchange(kind, text)
+    if "error" in found:
+        raise UserError(found["error"])
+    if len(found) > 1:
+        raise UserError(
+            f"{found['cuda']} has a GPU, {found['cpu']} has none or does not use it; "
+            "make GPUs visible on every node, or use --device cpu on all"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
