@@ -357,12 +357,13 @@ def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
             with world.watch("metrics"):
                 dist.all_reduce(loss_sum)
-            job.log_step(loss_sum.item() / world.world_size, rate)
+                loss_mean = loss_sum.item() / world.world_size
+            job.log_step(loss_mean, rate)
         if decision == STOP:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, world)
-    job.throughput.pause()
+    job.pause()
     return decision
 
 
@@ -385,7 +386,7 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-    return averages(totals)
+        return averages(totals)
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
@@ -401,7 +402,8 @@ def train(args: Options, stop: Stop, world: World) -> None:
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
-    amp = wrap(model, args, world, data)
+    with world.watch("model", computes=True):
+        amp = wrap(model, args, world, data)
     job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
 
     # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.

@@ -173,6 +173,11 @@ class Job:
 
         return allows_gradients
 
+    def pause(self) -> None:
+        """Stop the clock: what follows is no training."""
+        with self.watch("gradients"):
+            self.throughput.pause()
+
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
         self.guard.see_loss(self.position.step, loss)

@@ -171,7 +171,7 @@ class Watch:
                 self.notes.set("folder", str(self.folder))
         else:
             self.folder = Path(self.notes.get("folder").decode()) if self.notes else folder
-        job.take_stragglers = self._take_stragglers
+        job.take_stragglers, job.watch = self._take_stragglers, self
 
     def close(self) -> None:
         """Stop watching; the store may go after this."""

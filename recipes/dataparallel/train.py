@@ -126,7 +126,7 @@ def train_one_epoch(job: Job, parallel: nn.Module, devices: list[torch.device]) 
             break
         if job.is_checkpoint_due():
             job.save()
-    job.throughput.pause()
+    job.pause()
     return decision
 
 

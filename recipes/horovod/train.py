@@ -178,7 +178,7 @@ def train_one_epoch(job: Job, world: World) -> int:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, world)
-    job.throughput.pause()
+    job.pause()
     return decision
 
 
@@ -215,7 +215,8 @@ def train(args: Options, stop: Stop, world: World) -> None:
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Horovod: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
-    optimizer = wrap(model, args, world)
+    with world.watch("model", computes=True):
+        optimizer = wrap(model, args, world)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
     # Horovod: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.

@@ -161,7 +161,9 @@ def plan(model: nn.Module, args: Options, data: Data, world: Grid) -> list[Part]
 
     # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
     # shapes of the parts, some hundred bytes.
-    return cast(list[Part], world.broadcast_object(run_on_all_ranks(cut, world)))
+    parts = run_on_all_ranks(cut, world)
+    with world.watch("model"):
+        return cast(list[Part], world.broadcast_object(parts))
 
 
 def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
@@ -368,12 +370,13 @@ def train_one_epoch(job: Job, pipeline: Pipeline, world: Grid) -> int:
             # steps; the mean over the replicas is the global batch's loss.
             with world.watch("metrics"):
                 dist.all_reduce(loss_sum)
-            job.log_step(loss_sum.item() / world.replicas, rate)
+                loss_mean = loss_sum.item() / world.replicas
+            job.log_step(loss_mean, rate)
         if decision == STOP:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, pipeline, world)
-    job.throughput.pause()
+    job.pause()
     return decision
 
 
@@ -383,7 +386,8 @@ def clip_gradients(job: Job, world: Grid) -> None:
     norm = nn.utils.get_total_norm([p.grad for p in parameters]).to(world.device)
     # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
     squares = norm.square()
-    dist.all_reduce(squares, group=world.mesh.get_group("pp"))
+    with world.watch("gradients"):
+        dist.all_reduce(squares, group=world.mesh.get_group("pp"))
     nn.utils.clip_grads_with_norm_(parameters, job.args.clip_grad_norm, squares.sqrt())
 
 
@@ -415,7 +419,7 @@ def evaluate(job: Job, pipeline: Pipeline, world: Grid) -> dict[str, float]:
     # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-    return averages(totals)
+        return averages(totals)
 
 
 def save_checkpoint(job: Job, pipeline: Pipeline, world: Grid, is_best: bool = False) -> None:
@@ -448,7 +452,8 @@ def train(args: Options, stop: Stop, world: Grid) -> None:
     model = run_on_all_ranks(lambda: build_model(args, data), world)
     parts = plan(model, args, data, world)
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
-    pipeline: Pipeline = build(model, parts, args, data, world)
+    with world.watch("model", computes=True):
+        pipeline: Pipeline = build(model, parts, args, data, world)
     if args.deterministic and world.replicas > 1:
         settle_buckets(pipeline, model, args, data, world)
     optimizer = build_optimizer(args, pipeline.share.parameters)

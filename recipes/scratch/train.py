@@ -271,12 +271,13 @@ def train_one_epoch(job: Job, world: CountedWorld) -> int:
             # Scratch: the ranks' parts add up to the global batch's loss: 4 bytes, once in --log-every steps.
             with world.watch("metrics"):
                 dist.all_reduce(loss_sum)
-            job.log_step(loss_sum.item(), rate)
+                loss_mean = loss_sum.item()
+            job.log_step(loss_mean, rate)
         if decision == STOP:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, world)
-    job.throughput.pause()
+    job.pause()
     return decision
 
 
@@ -297,7 +298,7 @@ def evaluate(job: Job, world: CountedWorld) -> dict[str, float]:
     # Scratch: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-    return averages(totals)
+        return averages(totals)
 
 
 def save_checkpoint(job: Job, world: CountedWorld, is_best: bool = False) -> None:
@@ -310,7 +311,8 @@ def save_checkpoint(job: Job, world: CountedWorld, is_best: bool = False) -> Non
 def log_bytes(job: Job, world: CountedWorld) -> None:
     """Let rank 0 print what each rank has sent and received in the last step; call it on all ranks."""
     # Scratch: gathers two numbers per rank.
-    traffic = world.gather_objects(world.traffic)
+    with world.watch("traffic"):
+        traffic = world.gather_objects(world.traffic)
     if not job.record:
         return
     size = sum(parameter.nbytes for parameter in job.model.parameters())
@@ -325,7 +327,8 @@ def train(args: Options, stop: Stop, world: CountedWorld) -> None:
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Scratch: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
-    model = wrap(model, args, world)
+    with world.watch("model", computes=True):
+        model = wrap(model, args, world)
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 

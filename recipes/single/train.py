@@ -76,7 +76,7 @@ def train_one_epoch(job: Job) -> int:
             break
         if job.is_checkpoint_due():
             job.save()
-    job.throughput.pause()
+    job.pause()
     return decision
 
 

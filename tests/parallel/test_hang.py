@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_p
     assert set(statuses.values()) == {HANG_STATUS}, outputs
     lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
     assert len(lines) == 1, outputs
-    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"stop vote\" ", lines[0])
+    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"gradients\" ", lines[0])
     assert re.search(r'; ranks 0, 2 waited 2 s in "metrics" after step 7; ', lines[0])
     assert "time.sleep(interrupt.sleep_s)" in (run / "hang" / "rank-1.txt").read_text()
     assert_reported(run, lines[0], None, [0, 1, 2])

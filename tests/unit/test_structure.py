@@ -140,3 +140,32 @@ def test_a_diff_with_ddp_reads_like_a_lesson(recipe, limit):
     texts = [(ROOT / "recipes" / name / "train.py").read_text().splitlines() for name in ("ddp", recipe)]
     changed = [line for line in difflib.unified_diff(*texts, n=0) if line[0] in "+-"]
     assert len(changed) <= limit
+
+
+WAITS = ("all_reduce", "broadcast", "gather_object", "gather_objects", "broadcast_object", "barrier", "item")
+WAITS += ("averages", "wrap", "build", "broadcast_parameters", "allreduce", "synchronize", "get_params")
+"""Calls that wait for other ranks, or that read from a GPU what NCCL has yet to deliver."""
+WATCHED_BY_CALLERS = ("wrap", "__init__", "get_params", "all_reduce")
+WATCHED_BY_CALLERS += ("gather_objects", "broadcast_object", "barrier")
+
+
+def unwatched_waits(node, function="", is_watched=False):
+    """Yield the calls below a node that may wait for other ranks outside of `with world.watch(...)`."""
+    if isinstance(node, ast.FunctionDef):
+        function = node.name
+    if isinstance(node, ast.With):
+        is_watched = is_watched or any(".watch(" in ast.unparse(item.context_expr) for item in node.items)
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func).split(".")[-1]
+        is_async = any(keyword.arg == "async_op" for keyword in node.keywords)
+        if name in WAITS and not (is_watched or is_async or function in WATCHED_BY_CALLERS):
+            yield f"{function}, line {node.lineno}: {ast.unparse(node)}"
+    for child in ast.iter_child_nodes(node):
+        yield from unwatched_waits(child, function, is_watched)
+
+
+@pytest.mark.parametrize("recipe", sorted({*TRAINING} - {"single", "dataparallel"}))
+def test_every_wait_for_other_ranks_is_watched(recipe):
+    """Where a rank is missing, the others are to say in which wait: on GPUs only reading the result blocks."""
+    tree = ast.parse((ROOT / "recipes" / recipe / "train.py").read_text())
+    assert list(unwatched_waits(tree)) == []
