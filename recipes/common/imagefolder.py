@@ -48,6 +48,8 @@ class Decoded(NamedTuple):
     label: int
     fault: str
     """Why the image does not decode, with its path; empty when it does."""
+    is_unread: bool = False
+    """The fault is that of the file system: it proves nothing against the image."""
 
 
 class ImageFolder(Dataset[Decoded]):
@@ -79,6 +81,8 @@ class ImageFolder(Dataset[Decoded]):
                 image = centre_crop(decode(path, whole), self.image_size)
         except BAD_IMAGE as error:
             blank = torch.zeros(self.image_size, self.image_size, 3, dtype=torch.uint8)
+            if isinstance(error, OSError) and error.errno is not None:  # Pillow's own have no errno
+                return Decoded(blank, SKIPPED, f"cannot read {path}: {error.strerror}", is_unread=True)
             return Decoded(blank, SKIPPED, f"{path} does not decode ({error})")
         return Decoded(image, label, "")
 
@@ -177,25 +181,28 @@ class ImageFolderSplit:
             if batch is None:
                 break
             images, labels, faults = batch
-            for fault in faults:
-                self._report(fault)
+            for fault, is_unread in faults:
+                self._report(fault, is_unread)
             images = self.normalise(images.to(self.device, non_blocking=True))
             yield images.contiguous(memory_format=self.memory_format), labels.to(self.device, non_blocking=True)
         self.keys.clear()
 
-    def _report(self, fault: str) -> None:
+    def _report(self, fault: str, is_unread: bool) -> None:
+        if is_unread:
+            self.on_bad_image(UserError(f"{fault}; fix this, then add --resume auto"))
+            return
         if not self.args.skip_bad_images:
-            self.on_bad_image(UserError(f"{fault}; mend or remove it, or add --skip-bad-images"))
+            self.on_bad_image(UserError(f"{fault}; fix or remove it, or add --skip-bad-images"))
             return
         self.skipped += 1
         if self.skipped <= MAX_WARNINGS:
             print(f"warning: skipped {fault}", file=sys.stderr, flush=True)
 
 
-def _collate(samples: list[Decoded]) -> tuple[Tensor, Tensor, list[str]]:
+def _collate(samples: list[Decoded]) -> tuple[Tensor, Tensor, list[tuple[str, bool]]]:
     images = torch.stack([sample.image for sample in samples])
     labels = torch.tensor([sample.label for sample in samples])
-    return images, labels, [sample.fault for sample in samples if sample.fault]
+    return images, labels, [(sample.fault, sample.is_unread) for sample in samples if sample.fault]
 
 
 def load_imagefolder(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None]) -> Data:

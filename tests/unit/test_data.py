@@ -1,5 +1,6 @@
 """Loaders: real digits, random images, and small files in the formats of Fashion-MNIST and CIFAR-10."""
 
+import errno
 import gzip
 import hashlib
 import pickle
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torchvision import datasets
 
+from recipes.common import imagefolder
 from recipes.common.data import SKIPPED, load_data
 from recipes.common.errors import UserError
 from recipes.single.train import options
@@ -212,3 +214,25 @@ class TestImageFolder:
         assert images.shape == (1, 3, 8, 8)
         (error,) = told
         assert str(error).startswith(str(tmp_path / "train" / "a" / "0.jpg"))
+
+    @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
+    def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):
+        """It ends the run, although bad images are left out: the next launch may be able to read it."""
+        for name in ("train/a/0.jpg", "val/a/0.jpg"):
+            (tmp_path / name).parent.mkdir(parents=True)
+            (tmp_path / name).write_bytes(b"x")
+
+        def fail(path, choose):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+
+        monkeypatch.setattr(imagefolder, "decode", fail)
+        told = []
+        argv = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8"]
+        data = load_data(options([*argv, *flags]), CPU, told.append)
+        ((_, labels),) = data.train.batches([torch.tensor([0])], 0)
+        assert labels.tolist() == [SKIPPED]
+        path = tmp_path / "train" / "a" / "0.jpg"
+        assert [str(error) for error in told] == [
+            f"cannot read {path}: Stale file handle; fix this, then add --resume auto"
+        ]
+        assert data.train.skipped == 0
