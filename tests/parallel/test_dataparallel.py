@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -12,11 +11,9 @@ import torch
 from tests.conftest import need_gpus
 from tests.support import (
     ROOT,
-    Ranks,
     accuracies,
     largest_difference,
     losses,
-    metrics,
     newest_checkpoint,
     run_ranks,
     train,
@@ -56,16 +53,6 @@ def test_bf16_equals_single(tmp_path):
     argv = ("--max-steps", "5", "--amp", "bf16")
     runs = [train(recipe, tmp_path, 1, *argv) for recipe in ("single", "dataparallel")]
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=0 if torch.cuda.device_count() < 2 else 1e-2)
-
-
-def test_checkpoints_pass_to_and_from_ddp(single, tmp_path):
-    begun = train("ddp", tmp_path, 2, "--max-steps", "12", *SETTINGS)
-    for recipe, world_size, start in (("dataparallel", 1, begun), ("ddp", 2, None)):
-        start = start or train("dataparallel", tmp_path, 1, "--max-steps", "12", *SETTINGS)
-        rest = train(recipe, tmp_path / "rest", world_size, *STEPS, "--resume", str(start))
-        ends = [line["loss"] for line in metrics(rest) if "loss" in line]
-        assert ends == pytest.approx(losses(single)[12:], rel=1e-5)
-        assert largest_difference(weights(rest), weights(single)) < 1e-5
 
 
 @pytest.mark.skipif(
@@ -113,17 +100,6 @@ def test_several_processes_are_refused_with_the_recipe_to_use(variable):
     )
     assert done.returncode == 2
     assert re.fullmatch(r"error: dataparallel is one process; .*RECIPE=ddp\n", done.stderr)
-
-
-def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
-    argv = ["--runs-dir", str(tmp_path), "--name", "s", "--no-tensorboard", "--epochs", "10000"]
-    ranks = Ranks("dataparallel", argv, 1, tmp_path / "out")
-    ranks.wait_for_text("epoch 1")
-    ranks.send(signal.SIGTERM)
-    outcome = ranks.wait(30)
-    assert outcome.statuses == [0]
-    assert "stopped by SIGTERM: wrote" in outcome.text
-    assert weights(tmp_path / "s")
 
 
 def test_bad_input_is_one_line(tmp_path):

@@ -34,39 +34,11 @@ def run(folder, nodes, nproc_per_node, *argv, **env):
     return folder / "horovod"
 
 
-@pytest.mark.parametrize(("nodes", "nproc_per_node"), [(2, 1), (2, 2)])
-def test_every_step_equals_single_without_compression(single, tmp_path, nodes, nproc_per_node):
-    found = run(tmp_path, nodes, nproc_per_node, "--compression", "none")
+def test_two_local_nodes_equal_single_without_compression(single, tmp_path):
+    found = run(tmp_path, 2, 2, "--compression", "none")
     assert losses(found) == pytest.approx(losses(single), rel=1e-5)
     assert accuracies(found) == accuracies(single)
     assert largest_difference(weights(found), weights(single)) < 1e-5
-
-
-def test_fp16_rounds_each_gradient_and_no_more(single, tmp_path):
-    """A gradient is rounded when it is cast and when it is summed: two errors of 2^-11 of its size.
-
-    The weights then differ by no more than what 30 such steps add up to. The rate is at most 0.02 * 30 / 100,
-    the momentum makes it ten times as much, and the loss follows the weights.
-    """
-    found = run(tmp_path, 2, 1)
-    assert losses(found)[0] == losses(single)[0]
-    assert losses(found) != losses(single), "nothing was compressed"
-    assert losses(found) == pytest.approx(losses(single), rel=30 * 2 * HALF)
-
-
-def test_accumulated_passes_give_the_same_gradients(single, tmp_path):
-    found = run(tmp_path, 2, 1, "--compression", "none", "--accumulate-steps", "3")
-    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
-
-
-def test_its_checkpoint_resumes_in_ddp_and_ddps_in_it(tmp_path):
-    whole = train("ddp", tmp_path, 2, *STEPS)
-    first = run(tmp_path / "first", 2, 1, "--compression", "none", "--max-steps", "15")
-    ddp = train("ddp", tmp_path / "second", 2, *STEPS, "--resume", str(first))
-    assert largest_difference(weights(ddp), weights(whole)) < 1e-6
-    half = train("ddp", tmp_path / "third", 2, *STEPS, "--max-steps", "15")
-    back = run(tmp_path / "fourth", 2, 1, "--compression", "none", "--resume", str(half))
-    assert largest_difference(weights(back), weights(whole)) < 1e-6
 
 
 def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on(single, tmp_path):

@@ -17,7 +17,6 @@ from tests.support import (
     accuracies,
     largest_difference,
     losses,
-    metrics,
     run_ranks,
     train,
     weights,
@@ -45,7 +44,7 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
 
 
-@pytest.mark.parametrize(("world_size", "allreduce"), [(1, "ring"), (2, "naive"), (3, "ring"), (4, "ring")])
+@pytest.mark.parametrize(("world_size", "allreduce"), [(1, "ring"), (2, "naive"), (4, "ring")])
 def test_every_step_equals_single(single, tmp_path, world_size, allreduce):
     run = train("scratch", tmp_path, world_size, *STEPS, "--allreduce", allreduce)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
@@ -155,26 +154,6 @@ def test_parameters_are_the_same_bits_on_all_ranks_and_in_each_run(tmp_path):
     assert first == again
 
 
-def test_parameters_and_buffers_come_from_rank_0(tmp_path):
-    """A model with batch norm: rank 0's statistics are evaluated with, as in ddp."""
-    small = ("--data", "synthetic", "--num-samples", "16", "--image-size", "16", "--model", "resnet18")
-    steps = (*small, "--global-batch-size", "8", "--lr", "0.01", "--max-steps", "2")
-    mine = train("scratch", tmp_path, 2, *steps)
-    theirs = train("ddp", tmp_path, 2, *steps)
-    assert losses(mine) == pytest.approx(losses(theirs), rel=1e-4)
-    assert largest_difference(weights(mine), weights(theirs)) < 1e-3
-
-
-def test_checkpoints_pass_to_and_from_ddp_and_single(single, tmp_path):
-    begun = train("scratch", tmp_path, 3, "--max-steps", "12", *SETTINGS)
-    at_12 = single / "checkpoints" / "step-000000012.pt"
-    for recipe, world_size, start in (("single", 1, begun), ("ddp", 2, begun), ("scratch", 2, at_12)):
-        rest = train(recipe, tmp_path / "rest", world_size, *STEPS, "--resume", str(start))
-        ends = [line["loss"] for line in metrics(rest) if "loss" in line]
-        assert ends == pytest.approx(losses(single)[12:], rel=1e-5)
-        assert largest_difference(weights(rest), weights(single)) < 1e-5
-
-
 def test_log_bytes_prints_what_each_rank_has_sent(tmp_path):
     argv = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--max-steps", "2", "--log-bytes"]
     text = run_ranks("scratch", argv, 3, tmp_path / "out").outputs[0]
@@ -183,17 +162,6 @@ def test_log_bytes_prints_what_each_rank_has_sent(tmp_path):
     assert len(sent) == 3
     assert sum(sent) == 4 * size
     assert text.splitlines()[-1].startswith("result recipe=scratch world_size=3")
-
-
-def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path):
-    argv = ["--runs-dir", str(tmp_path), "--name", "s", "--no-tensorboard", "--epochs", "10000"]
-    ranks = Ranks("scratch", argv, 2, tmp_path / "out")
-    ranks.wait_for_text("epoch 1")
-    ranks.send(signal.SIGUSR1, [1])
-    outcome = ranks.wait(30)
-    assert outcome.statuses == [0, 0]
-    assert "wrote" in outcome.outputs[0]
-    assert weights(tmp_path / "s")
 
 
 def test_a_lost_rank_ends_the_others(tmp_path):

@@ -22,7 +22,6 @@ from tests.support import (
     accuracies,
     largest_difference,
     losses,
-    metrics,
     train,
     weights,
 )
@@ -136,22 +135,6 @@ def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
     assert accuracies(run) == accuracies(single)
     assert largest_difference(weights(run), weights(single)) < 1e-5
-
-
-def test_under_another_launcher_it_is_one_of_its_ranks(single, tmp_path):
-    run = train("spawn", tmp_path, 3, *STEPS)
-    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
-
-
-def test_checkpoints_pass_between_spawn_and_ddp(single, tmp_path):
-    begun = train("ddp", tmp_path, 2, "--max-steps", "12", *SETTINGS)
-    rest = train_spawned(tmp_path / "a", 1, 2, *STEPS, "--resume", str(begun))
-    assert [line["loss"] for line in metrics(rest) if "loss" in line] == pytest.approx(
-        losses(single)[12:], rel=1e-5
-    )
-    assert largest_difference(weights(rest), weights(single)) < 1e-5
-    again = train("ddp", tmp_path / "b", 2, *STEPS, "--resume", str(rest / "checkpoints" / "step-000000024.pt"))
-    assert [line for line in metrics(again) if "loss" in line] == []
 
 
 def test_a_signal_to_the_starter_ends_with_a_checkpoint(tmp_path):
