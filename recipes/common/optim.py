@@ -25,11 +25,15 @@ def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[st
 def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return SGD with momentum or AdamW over the parameters."""
     make, settings = optimizer_class(args)
+    parameters = list(parameters)
+    if all(parameter.is_cuda for parameter in parameters):
+        # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it.
+        settings["fused"] = True
     return make(parameters, **settings)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state dict without its settings: weight decay, momentum and the like are those of this launch.
+    """Load a state dict without its settings: weight decay, fused kernels and the like are those of this launch.
 
     Raises:
         ValueError: it is of other parameters.
@@ -37,6 +41,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = [{**group, "params": saved["params"]} for group, saved in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def learning_rate(args: Options, step: int, total_steps: int) -> float:
@@ -70,6 +79,18 @@ def build_scaler(args: Options, device: torch.device) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
 
+def clear_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fused SGD momentum of zeros, which is the same as none.
+
+    By itself it allocates its momentum in the first step and writes it only if the scaler lets that step pass;
+    where the first gradients overflow, the next step would add whatever lay in that memory.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and group.get("momentum"):
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def optimizer_step(
     args: Options,
     parameters: Iterable[nn.Parameter],
@@ -82,6 +103,8 @@ def optimizer_step(
     A scaler looks for what is not finite by itself: with one, such a step is left out and the scale lowered.
     """
     parameters = list(parameters)
+    if scaler.is_enabled() and not optimizer.state:
+        clear_momentum(optimizer)
     if args.clip_grad_norm:
         scaler.unscale_(optimizer)  # the norm is that of the gradient, not of the scaled one
         gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # as good as all of them

@@ -274,6 +274,11 @@ def _add_compute_options(group: argparse._ArgumentGroup) -> None:
         default="none",
         help="mixed precision: none, bf16, or fp16 with a gradient scaler",
     )
+    group.add_argument(
+        "--tf32",
+        action=argparse.BooleanOptionalAction,
+        help="TF32 for float32 matrix products and convolutions of GPUs, or for neither (default: convolutions)",
+    )
     add_switch(group, "--sync-batchnorm", "batch-norm statistics over the global batch (GPUs)")
     add_switch(group, "--channels-last", "NHWC memory layout, the faster one for convolutions", default=True)
     add_switch(group, "--compile", "torch.compile the model")

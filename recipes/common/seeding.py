@@ -11,6 +11,8 @@ import os
 
 import torch
 
+from recipes.common.options import Options
+
 
 def mix(*numbers: int) -> int:
     """Hash a few integers to 63 bits: close inputs give unrelated seeds (the mixer of splitmix64)."""
@@ -36,10 +38,12 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
 
 
-def set_determinism(deterministic: bool) -> None:
-    """Ask torch for bit-for-bit repeatable kernels, or let cuDNN look for the fastest ones."""
-    if deterministic:
+def choose_kernels(args: Options) -> None:
+    """Ask torch for bit-for-bit repeatable kernels or cuDNN's fastest, and for float32 in TF32 or in full."""
+    if args.deterministic:
         # cuBLAS reads this when its handle is made: before the first CUDA matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.benchmark = not args.deterministic
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32

@@ -37,7 +37,7 @@ from recipes.common.optim import (
 )
 from recipes.common.options import Options, build_parser, check_batch, one_of, parse
 from recipes.common.ranks import Ranks
-from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.watch import Watch
 
@@ -257,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args is None:
         raise cast(UserError, refusal)
     stop = Stop()
-    set_determinism(args.deterministic)
+    choose_kernels(args)
     world = join_world(args)
     try:
         train(args, stop, world)

@@ -44,7 +44,7 @@ from recipes.common.options import (
     positive_int,
 )
 from recipes.common.ranks import read_ranks
-from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.world import World, join_world, leave_world
 
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    set_determinism(args.deterministic)
+    choose_kernels(args)
     world = join_counted_world(args)
     try:
         train(args, stop, world)

@@ -30,7 +30,7 @@ from recipes.common.optim import (
 from recipes.common.options import Options, build_parser, check_batch, parse
 from recipes.common.places import place_of
 from recipes.common.record import open_run
-from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say: set everything up, train epoch by epoch, and leave a checkpoint behind."""
     args = options(argv)
     stop = Stop()
-    set_determinism(args.deterministic)
+    choose_kernels(args)
     device = choose_device(args)
     data = load_data(args, device, on_bad_image=stop.fail)
     check_batch(args, 1, len(data.train))

@@ -60,7 +60,7 @@ from recipes.common.options import (
 )
 from recipes.common.parent import end_with_parent
 from recipes.common.ranks import Ranks, read_ranks
-from recipes.common.seeding import seed_step, set_determinism
+from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, STOP_SIGNALS, Stop
 from recipes.common.workers import start_tracker
 from recipes.common.world import World, join_world, leave_world
@@ -277,7 +277,7 @@ def train(args: Options, stop: Stop, world: World) -> None:
 def run_rank(args: Options, ranks: Ranks, has_met: Event | None = None) -> None:
     """Train as the options say, as one of the ranks; what is main() in ddp."""
     stop = Stop()
-    set_determinism(args.deterministic)
+    choose_kernels(args)
     # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is, since nobody has put that into its
     # environment.
     world = join_world(args, ranks)

@@ -1,0 +1,119 @@
+"""The fused optimizer of GPUs, by torch's kernel of the same name for CPUs and by fake tensors; TF32."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from recipes.common.optim import build_optimizer, build_scaler, load_optimizer_state, optimizer_step
+from recipes.common.seeding import choose_kernels
+from recipes.single import train as single
+
+CPU = torch.device("cpu")
+
+
+def parameters_on(*devices):
+    return [nn.Parameter(torch.ones(3, device=device)) for device in devices]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
+    args = single.options(["--optimizer", name])
+    with FakeTensorMode():
+        fused = build_optimizer(args, parameters_on("cuda:0", "cuda:1"))
+        others = [
+            build_optimizer(args, parameters_on("cpu")),
+            build_optimizer(args, parameters_on("cuda:0", "cpu")),
+        ]
+    assert fused._step_supports_amp_scaling
+    assert fused.param_groups[0]["fused"] is True
+    assert [other.param_groups[0]["fused"] for other in others] == [None, None]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Let parameters pass for those of a GPU: the CPU has kernels of the same name, which do the same."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+
+@pytest.fixture
+def garbage():
+    """Let memory that nobody has written hold nan."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_steps(argv, gradients):
+    """Take a step with each of the gradients, multiplied by the loss scale; return the weights after each."""
+    args = single.options(["--lr", "0.5", *argv])
+    [parameter] = parameters = [nn.Parameter(torch.ones(3))]
+    optimizer, scaler = build_optimizer(args, parameters), build_scaler(args, CPU)
+    seen = []
+    for gradient in gradients:
+        parameter.grad = scaler.scale(torch.full((3,), gradient))
+        optimizer_step(args, parameters, optimizer, scaler)
+        seen.append(parameter.tolist())
+    return seen, optimizer
+
+
+@pytest.mark.parametrize("argv", [(), ("--clip-grad-norm", "1")], ids=["", "clip"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_first_step_that_overflows_leaves_nothing_behind(name, argv, garbage, monkeypatch):
+    """torch's fused SGD would take its momentum from memory that the step it skipped has not written."""
+    argv = ("--amp", "fp16", "--optimizer", name, *argv)
+    gradients = (math.inf, 2.0, -1.0, math.inf, 0.5)
+    expected, _ = run_steps(argv, gradients)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    found, optimizer = run_steps(argv, gradients)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert found[0] == [1.0] * 3
+    assert found[3] == found[2]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_the_host_waits_for_no_fp16_step(fused, monkeypatch):
+    reads = []
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(tensor))
+    _, optimizer = run_steps(("--amp", "fp16"), (math.inf, 1.0))
+    assert optimizer.param_groups[0]["fused"] is True
+    assert reads == []
+
+
+def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_the_weights(fused):
+    """Horovod's weights are contiguous, ddp's channels last: one kernel cannot take both."""
+    args = single.options([])
+    shape = (4, 3, 2, 2)
+    written = build_optimizer(args, [nn.Parameter(torch.ones(shape))])
+    written.param_groups[0]["params"][0].grad = torch.randn(shape)
+    written.step()
+    weight = nn.Parameter(torch.ones(shape).contiguous(memory_format=torch.channels_last))
+    optimizer = build_optimizer(args, [weight])
+    load_optimizer_state(optimizer, written.state_dict())
+    [momentum] = [values["momentum_buffer"] for values in optimizer.state.values()]
+    [expected] = [values["momentum_buffer"] for values in written.state.values()]
+    assert torch.equal(momentum, expected)
+    assert momentum.stride() == weight.stride() != expected.stride()
+
+
+@pytest.fixture
+def tf32():
+    """Return a function: whether matrix products and convolutions may use TF32."""
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    yield lambda: tuple(backend.allow_tf32 for backend in backends)
+    for backend, value in zip(backends, before, strict=True):
+        backend.allow_tf32 = value
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"), [([], (False, True)), (["--tf32"], (True, True)), (["--no-tf32"], (False, False))]
+)
+def test_tf32_is_for_convolutions_unless_told_otherwise(argv, expected, tf32):
+    args = single.options(argv)
+    assert args.as_dict()["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # in config.json
+    choose_kernels(args)
+    assert tf32() == expected
