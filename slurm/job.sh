@@ -73,8 +73,10 @@ begin_job() {
     options=(--name "$name" "$@")
     # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
     if ((gpus > 0)) && ! grep -qs '^device:' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
-    # A job that begins again goes on with its own record, whatever it began from.
-    if ((restarts > 0)); then options+=(--resume auto); fi
+    # A job that begins again goes on with its own record, whatever it began from, as soon as there is one.
+    if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
+        options+=(--resume auto)
+    fi
     echo "job $job, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
     show_share

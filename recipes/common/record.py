@@ -91,6 +91,10 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     if not found and "result.json" in names:
         mend = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {mend}")
+    if not found and "config.json" in names:
+        # A run that began from another's checkpoint and has none of its own yet begins from there again.
+        begun_from = _read_config(folder / "config.json")["launches"][-1]["checkpoint"]
+        found = _read_path(Path(begun_from)) if begun_from else None
     return folder, found
 
 
@@ -107,7 +111,7 @@ def _new_run(args: Options, recipe: str) -> Path:
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     if args.name:
         folder = args.runs_dir / args.name
-        if args.overwrite and (folder / "config.json").exists():
+        if args.overwrite and args.resume != "auto" and (folder / "config.json").exists():
             _empty(folder)
         folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:

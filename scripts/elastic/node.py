@@ -103,8 +103,8 @@ def options_of(options: list[str], is_first: bool) -> list[str]:
         return options
     run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     begun_from = option("--resume", "none", options)
-    if begun_from not in ("none", "auto") and not list(run.glob("checkpoints/step-*.pt")):
-        return [*options, "--overwrite"]  # it has come to no checkpoint yet: from the same one again
+    if begun_from not in ("none", "auto") and not (run / "config.json").exists():
+        return [*options, "--no-overwrite"]  # it has not begun yet: from the same checkpoint again
     return [*options, "--resume", "auto"]
 
 

@@ -81,6 +81,22 @@ def test_a_slurm_that_does_not_answer_is_no_obstacle(tmp_path):
     assert (status, len(text.splitlines()), errors) == (0, 1, "")
 
 
+@pytest.mark.parametrize(
+    ("resume", "has_begun", "added"),
+    [("none", False, True), ("auto", False, True), ("other.pt", False, False), ("other.pt", True, True)],
+)
+def test_a_job_that_starts_again_goes_on_with_its_record(tmp_path, resume, has_begun, added):
+    """One that was to begin from another run's checkpoint, and has not begun, begins from that again."""
+    if has_begun:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "config.json").touch()
+    script = f'begin_job ddp "$@" --name mine --resume {resume}; echo "${{options[*]}}"'
+    status, text, errors = run_job(tmp_path, script, SLURM_RESTART_COUNT="1")
+    assert (status, errors) == (0, "")
+    given = f"--name mine --resume {resume}"
+    assert text.splitlines()[-1].endswith(f"{given} --resume auto" if added else given)
+
+
 # ---- array.sbatch: the grid is read by the job's Python, not by the host's python3
 
 

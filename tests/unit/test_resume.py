@@ -129,6 +129,34 @@ def test_a_damaged_line_costs_no_other(run, single):
     assert steps == [step for step in range(1, 2 * EPOCH + 1) if step != 4]
 
 
+def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_path):
+    """Stopped before its own first checkpoint, it begins from that of the other run again."""
+    single("b", "--epochs", "2", "--resume", str(run))
+    other = tmp_path / "b"
+    whole = newest_checkpoint(other)
+    for _ in range(2):
+        shutil.rmtree(other / "checkpoints")
+        (other / "result.json").unlink()
+        lines = single("b", "--epochs", "2", "--resume", "auto")
+        assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
+        assert is_equal(newest_checkpoint(other)["model"], whole["model"])
+        assert [line["step"] for line in metrics(other) if "loss" in line] == list(range(EPOCH + 1, 2 * EPOCH + 1))
+    shutil.rmtree(other / "checkpoints")
+    (other / "result.json").unlink()
+    shutil.rmtree(run)
+    before = files(other)
+    with pytest.raises(UserError, match=r"--resume .*a/checkpoints/step-.*: no such file"):
+        single("b", "--epochs", "2", "--resume", "auto")
+    assert files(other) == before
+
+
+def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
+    """As a requeued job has both: --overwrite was for its first start."""
+    lines = single("a", "--epochs", "2", "--overwrite", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
+    assert len(losses(run)) == 2 * EPOCH
+
+
 # ---- a complete run
 
 

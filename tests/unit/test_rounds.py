@@ -259,9 +259,9 @@ def test_a_rounds_options(tmp_path):
     assert node.options_of(words, is_first=True) == words
     assert node.options_of(words, is_first=False) == [*words, "--resume", "auto"]
     other = [*words, "--resume", "other.pt"]
-    assert node.options_of(other, is_first=False) == [*other, "--overwrite"], "it has no checkpoint of its own yet"
-    (tmp_path / "x/checkpoints").mkdir(parents=True)
-    (tmp_path / "x/checkpoints/step-000000001.pt").touch()
+    assert node.options_of(other, is_first=False) == [*other, "--no-overwrite"], "it has not begun yet"
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.json").touch()
     assert node.options_of(other, is_first=False) == [*other, "--resume", "auto"]
 
 
