@@ -5,15 +5,22 @@ It needs few operations, those of `Peers`. torch.distributed gives them in world
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+import socket
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from recipes.common.data import Data, load_data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.nonfinite import raise_first
+from recipes.common.options import Options
 from recipes.common.places import place_of
 from recipes.common.record import open_run
 from recipes.common.watch import Watch
@@ -82,6 +89,65 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
         error = caught
     raise_on_all_ranks(error, peers)
     return cast(T, result)
+
+
+MAY_DIFFER = frozenset({"config", "data_dir", "runs_dir", "workers", "node_rank"})
+"""Options that each rank may give another value: local paths, and what changes no sample and no weight."""
+
+LIBRARIES = ("torch", "torchvision", "numpy", "pillow", "nvidia-nvimgcodec-cu13", "horovod", "apex")
+"""Packages whose versions all ranks have to share."""
+
+
+def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Callable[[UserError], None]) -> Data:
+    """Load the data set, and check that all ranks train the same; call it on all ranks, before anything else.
+
+    Raises:
+        UserError: missing or malformed data; or with the first rank whose options, data, code or libraries differ
+            from rank 0's, and the first difference.
+    """
+    listing = None
+    if args.data == "imagefolder":
+        from recipes.common.imagefolder import walk
+
+        own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
+        with peers.watch("data set"):
+            listing = peers.broadcast_object(own)  # some 50 bytes an image
+    data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, listing), peers)
+    facts = training_facts(args, recipe, data)
+    with peers.watch("agreement"):
+        expected = peers.broadcast_object(facts)  # some 5 kB
+    run_on_all_ranks(lambda: check_facts(facts, expected), peers)
+    return data
+
+
+def training_facts(args: Options, recipe: str, data: Data) -> dict[str, str]:
+    """Return all that decides what a run computes, by name."""
+    values = args.as_dict().items()
+    facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
+    facts |= {"the training set": data.train.fingerprint(), "the test set": data.test.fingerprint()}
+    root = Path(__file__).parent.parent
+    for path in sorted([*root.glob("common/*.py"), *root.glob(f"{recipe}/*.py")]):
+        facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
+    facts["python"] = platform.python_version()
+    for name in LIBRARIES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts
+
+
+def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
+    """Compare this rank's facts with rank 0's.
+
+    Raises:
+        UserError: with the first that differs.
+    """
+    for name in [*expected, *own]:
+        here, there = own.get(name, "missing"), expected.get(name, "missing")
+        if here != there:
+            fix = "start all ranks with the same options, data, code and libraries"
+            raise UserError(f"{name} is {here} on {socket.gethostname()}, and {there} on rank 0; {fix}")
 
 
 def begin_run(

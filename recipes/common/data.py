@@ -10,10 +10,11 @@ import contextlib
 import fcntl
 import gzip
 import importlib.util
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from recipes.common.errors import UserError
 from recipes.common.options import Options
+
+if TYPE_CHECKING:
+    from recipes.common.imagefolder import Listing
 
 SKIPPED = -100
 """Label of a sample that does not count: cross_entropy's default ignore_index."""
@@ -30,6 +34,9 @@ EVAL_BATCH_SIZE = 256
 
 CACHED = 2**18
 """Pixels that are normalised at a time on a CPU: 1 MB of them, as float32, stay in its cache."""
+
+FINGERPRINT_PIXELS = 2**20
+"""At least so many pixels of a split, at equal distances, go into its digest: a millisecond."""
 
 Batch = tuple[Tensor, Tensor]
 """Images, float32 of shape (B, C, H, W) and normalised, and labels, int64 of shape (B,)."""
@@ -42,6 +49,9 @@ class Split(Protocol):
     """Images left out so far because they do not decode."""
 
     def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Return what tells this split from another: its size, and a digest of samples in memory."""
 
     def idle_s(self) -> float:
         """Return for how long the device has had nothing to do but to wait for batches."""
@@ -115,6 +125,12 @@ class TensorSplit:
         """Return 0: the samples are on the device."""
         return 0.0
 
+    def fingerprint(self) -> str:
+        """Return what tells this split from another: its size, and a digest of the labels and of some pixels."""
+        some = self.pixels.flatten()[:: max(1, self.pixels.numel() // FINGERPRINT_PIXELS)]
+        digest = zlib.crc32(some.cpu().numpy().tobytes(), zlib.crc32(self.labels.cpu().numpy().tobytes()))
+        return f"{len(self)} samples with digest {digest:08x}"
+
     @property
     def images(self) -> Tensor:
         """The raw images: uint8, shape (N, C, H, W)."""
@@ -128,12 +144,17 @@ class TensorSplit:
             yield images.contiguous(memory_format=self.memory_format), self.labels[index]
 
 
-def load_data(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None]) -> Data:
+def load_data(
+    args: Options,
+    device: torch.device,
+    on_bad_image: Callable[[UserError], None],
+    listing: Listing | None = None,
+) -> Data:
     """Return the data set of --data with its small tensors on the device.
 
     `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it. It must not
     raise: the batch is delivered with that sample blank, so that this rank can go on taking part in its
-    collectives until all ranks stop together.
+    collectives until all ranks stop together. `listing` holds the images of a folder that rank 0 has walked.
 
     Raises:
         UserError: data that are missing, empty or malformed.
@@ -141,7 +162,7 @@ def load_data(args: Options, device: torch.device, on_bad_image: Callable[[UserE
     if args.data == "imagefolder":
         from recipes.common.imagefolder import load_imagefolder
 
-        return load_imagefolder(args, device, on_bad_image)
+        return load_imagefolder(args, device, on_bad_image, listing)
     load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)
     (train_images, train_labels), (test_images, test_labels) = load(args)
     pixels = train_images.transpose(0, 1).flatten(1).float()

@@ -6,11 +6,15 @@ whichever rank or worker process decodes it, and after a resume.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 import os
 import random
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import NamedTuple
@@ -170,6 +174,10 @@ class ImageFolderSplit:
         """Return for how long the device has had nothing to do but to wait for batches."""
         return self.idle.seconds()
 
+    def fingerprint(self) -> str:
+        """Return what tells this split from another."""
+        return f"{len(self)} images"  # check_listing() compares their names
+
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
         self.keys[:] = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
@@ -205,33 +213,96 @@ def _collate(samples: list[Decoded]) -> tuple[Tensor, Tensor, list[tuple[str, bo
     return images, labels, [(sample.fault, sample.is_unread) for sample in samples if sample.fault]
 
 
-def load_imagefolder(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None]) -> Data:
-    """Return the images below --data-dir.
+@dataclass(frozen=True)
+class Listing:
+    """The images below a folder: every rank needs the same, in the same order, and one of them walks."""
+
+    train: list[tuple[str, int]]
+    """Path below the folder, with slashes, and label of each image."""
+    test: list[tuple[str, int]]
+    num_classes: int
+    state: str
+    """Digest of the inodes and times of the class folders: whoever sees the same ones need not walk again."""
+
+
+def walk(folder: Path) -> Listing:
+    """Find all images below a folder.
 
     Raises:
         UserError: a missing folder, no class folders, no images, or a class that only val has.
     """
-    train, classes = _scan(args.data_dir / "train")
-    test, test_classes = _scan(args.data_dir / "val")
+    state = _state(folder)
+    train, classes = _scan(folder, "train")
+    test, test_classes = _scan(folder, "val")
     unknown = sorted(set(test_classes) - set(classes))
     if unknown:
-        raise UserError(f"{args.data_dir / 'val'} has the class {unknown[0]!r}, which train does not have")
+        raise UserError(f"{folder / 'val'} has the class {unknown[0]!r}, which train does not have")
     number = {name: i for i, name in enumerate(classes)}
+
+    def numbered(samples: list[tuple[str, str]]) -> list[tuple[str, int]]:
+        return [(path, number[name]) for path, name in samples]
+
+    return Listing(numbered(train), numbered(test), len(classes), state)
+
+
+def check_listing(listing: Listing, folder: Path) -> None:
+    """Compare this rank's folder with the one that rank 0 has walked.
+
+    Raises:
+        UserError: with the first image that one of the two lacks.
+    """
+    if _state(folder) == listing.state:
+        return
+    own = walk(folder)
+    for ours, theirs in ((own.train, listing.train), (own.test, listing.test)):
+        if ours == theirs:
+            continue
+        here, there = {path for path, _ in ours}, {path for path, _ in theirs}
+        path = min(here ^ there, default="")
+        lack = f"has {path}, which rank 0 lacks" if path in here else f"lacks {path}, which rank 0 has"
+        raise UserError(f"--data-dir {folder} on {socket.gethostname()} {lack}; give all nodes the same images")
+
+
+def load_imagefolder(
+    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], listing: Listing | None = None
+) -> Data:
+    """Return the images below --data-dir; the listing is that of rank 0, if another rank has walked.
+
+    Raises:
+        UserError: as walk() and check_listing().
+    """
+    if listing:
+        check_listing(listing, args.data_dir)
+    else:
+        listing = walk(args.data_dir)
     if not decodes_parts() and os.environ.get("RANK", "0") == "0":
         print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
 
     context = workers.start_server() if args.workers else None
 
-    def split(samples: list[tuple[str, str]], is_train: bool) -> ImageFolderSplit:
-        numbered = [(path, number[name]) for path, name in samples]
-        dataset = ImageFolder(numbered, args.image_size, args.seed, is_train)
+    def split(samples: list[tuple[str, int]], is_train: bool) -> ImageFolderSplit:
+        found = [(os.path.join(args.data_dir, path), label) for path, label in samples]
+        dataset = ImageFolder(found, args.image_size, args.seed, is_train)
         return ImageFolderSplit(dataset, args, device, on_bad_image, context)
 
-    return Data(split(train, True), split(test, False), 3, args.image_size, len(classes))
+    train, test = split(listing.train, True), split(listing.test, False)
+    return Data(train, test, 3, args.image_size, listing.num_classes)
 
 
-def _scan(root: Path) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return (path, class name) of every image below root/CLASS, sorted, and the sorted class names."""
+def _state(folder: Path) -> str:
+    """Return a digest that is the same wherever the same folder is mounted, until an image comes or goes."""
+    digest = hashlib.sha256()
+    for name in ("train", "val"):
+        with contextlib.suppress(OSError):  # walk() says what is missing
+            entries = [(entry.name, entry.stat()) for entry in os.scandir(folder / name) if entry.is_dir()]
+            for entry, stat in sorted(entries, key=lambda item: item[0]):
+                digest.update(f"{name}/{entry} {stat.st_ino} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _scan(folder: Path, half: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return (path below the folder, class name) of the images below half/CLASS, sorted, and the sorted names."""
+    root = folder / half
     layout = "imagefolder wants DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
     try:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -242,8 +313,8 @@ def _scan(root: Path) -> tuple[list[tuple[str, str]], list[str]]:
     samples = []
     for name in classes:
         found = [
-            os.path.join(folder, file)
-            for folder, _, files in os.walk(root / name)
+            os.path.relpath(os.path.join(place, file), folder)
+            for place, _, files in os.walk(root / name)
             for file in files
             if file.lower().endswith(EXTENSIONS)
         ]

@@ -16,8 +16,8 @@ from recipes.common.data import SKIPPED
 
 
 def new_totals(device: torch.device) -> Tensor:
-    """Return the totals of an evaluation: float64 [loss sum, correct, samples, skipped]."""
-    return torch.zeros(4, dtype=torch.float64, device=device)
+    """Return an evaluation's totals: float64 [loss sum, correct, evaluated, skipped in the run, skipped in it]."""
+    return torch.zeros(5, dtype=torch.float64, device=device)
 
 
 def add_batch(totals: Tensor, logits: Tensor, labels: Tensor) -> None:
@@ -25,12 +25,16 @@ def add_batch(totals: Tensor, logits: Tensor, labels: Tensor) -> None:
     logits = logits.float()
     totals[0] += functional.cross_entropy(logits, labels, reduction="sum", ignore_index=SKIPPED)
     totals[1] += (logits.argmax(dim=1) == labels).sum()
-    totals[2] += (labels != SKIPPED).sum()
+    evaluated = (labels != SKIPPED).sum()
+    totals[2] += evaluated
+    totals[4] += len(labels) - evaluated
 
 
-def averages(totals: Tensor) -> dict[str, float]:
-    """Return test_loss and test_accuracy of totals that cover every sample once."""
-    loss_sum, correct, count, skipped = totals.tolist()
+def averages(totals: Tensor, num_samples: int) -> dict[str, float]:
+    """Return test_loss and test_accuracy of totals that have to cover each of num_samples once."""
+    loss_sum, correct, count, skipped, left_out = totals.tolist()
+    seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
+    assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
     result = {"test_loss": loss_sum / max(count, 1), "test_accuracy": correct / max(count, 1)}
     return {**result, "skipped_images": int(skipped)} if skipped else result
 

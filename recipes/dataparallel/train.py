@@ -141,7 +141,7 @@ def evaluate(job: Job, parallel: nn.Module) -> dict[str, float]:
             logits = parallel(images)
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    return averages(totals)
+    return averages(totals, len(job.data.test))
 
 
 def raise_error(stop: Stop) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.data import EVAL_BATCH_SIZE
 from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
@@ -196,10 +196,10 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
             logits = job.model(images)
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    # Horovod: adds up sums and counts, 32 bytes a rank; the averages are taken after it. The sum is the result:
+    # Horovod: adds up sums and counts, 40 bytes a rank; the averages are taken after it. The sum is the result:
     # the argument stays as it is.
     with world.watch("evaluation"):
-        return averages(hvd.allreduce(totals, op=hvd.Sum, name="totals"))
+        return averages(hvd.allreduce(totals, op=hvd.Sum, name="totals"), len(job.data.test))
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
@@ -211,7 +211,7 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
 
 def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    data = load_same_data(args, "horovod", world, on_bad_image=stop.fail)
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Horovod: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)

@@ -31,9 +31,9 @@ from torch.distributed.pipelining import (
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.buckets import NO_BUFFER_SYNC
-from recipes.common.data import EVAL_BATCH_SIZE, SKIPPED, Batch, Data, Split, load_data
+from recipes.common.data import EVAL_BATCH_SIZE, SKIPPED, Batch, Data, Split
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -408,18 +408,21 @@ def evaluate(job: Job, pipeline: Pipeline, world: Grid) -> dict[str, float]:
     job.model.eval()
     totals = new_totals(world.device)
     batch_size = eval_batch_size(job.args, job.data, world)
-    share = shard(torch.arange(len(job.data.test)), world.replica, world.replicas).split(batch_size)
+    share = shard(torch.arange(len(job.data.test)), world.replica, world.replicas)
+    shares = share.split(batch_size)
     # Pipeline: forward passes through all stages, so that no device ever has to hold the whole model.
-    for images, labels in read_batches(job.data.test, share, job.position.epoch, batch_size, world, "evaluation"):
+    for images, labels in read_batches(job.data.test, shares, job.position.epoch, batch_size, world, "evaluation"):
         with world.watch("evaluation", computes=True):
             logits = pipeline.logits(images)
         if logits is not None:
             add_batch(totals, logits, labels)
+    if world.stage == world.stages - 1:
+        totals[4] += len(share) - batch_size * len(shares)  # what read_batches() has added counts for nothing
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    # DDP: adds up sums and counts, 40 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-        return averages(totals)
+        return averages(totals, len(job.data.test))
 
 
 def save_checkpoint(job: Job, pipeline: Pipeline, world: Grid, is_best: bool = False) -> None:
@@ -446,7 +449,7 @@ def describe(parts: list[Part], args: Options, world: Grid) -> str:
 
 def train(args: Options, stop: Stop, world: Grid) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
     run_on_all_ranks(lambda: check_microbatches(args, world.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_model(args, data), world)

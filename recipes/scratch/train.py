@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.data import EVAL_BATCH_SIZE
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -295,10 +295,10 @@ def evaluate(job: Job, world: CountedWorld) -> dict[str, float]:
             logits = job.model(images)
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    # Scratch: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    # Scratch: adds up sums and counts, 40 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-        return averages(totals)
+        return averages(totals, len(job.data.test))
 
 
 def save_checkpoint(job: Job, world: CountedWorld, is_best: bool = False) -> None:
@@ -323,7 +323,7 @@ def log_bytes(job: Job, world: CountedWorld) -> None:
 
 def train(args: Options, stop: Stop, world: CountedWorld) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    data = load_same_data(args, "scratch", world, on_bad_image=stop.fail)
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # Scratch: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)

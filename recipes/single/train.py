@@ -91,7 +91,7 @@ def evaluate(job: Job) -> dict[str, float]:
             logits = job.model(images)
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    return averages(totals)
+    return averages(totals, len(job.data.test))
 
 
 def raise_error(stop: Stop) -> None:

@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.agreement import begin_run, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
-from recipes.common.data import EVAL_BATCH_SIZE, Data, load_data
+from recipes.common.data import EVAL_BATCH_SIZE, Data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -228,10 +228,10 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
             logits = job.model(images)
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
-    # DDP: adds up sums and counts, 32 bytes a rank; the averages are taken after it.
+    # DDP: adds up sums and counts, 40 bytes a rank; the averages are taken after it.
     with world.watch("evaluation"):
         dist.all_reduce(totals)
-        return averages(totals)
+        return averages(totals, len(job.data.test))
 
 
 def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
@@ -247,7 +247,7 @@ def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
 
 def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = run_on_all_ranks(lambda: load_data(args, world.device, on_bad_image=stop.fail), world)
+    data = load_same_data(args, "spawn", world, on_bad_image=stop.fail)
     run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)

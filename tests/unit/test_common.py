@@ -255,12 +255,18 @@ class TestTotals:
         assert whole[2] == 10
         correct = sum(int(logits[i].argmax() == labels[i]) for i in range(11))
         loss = sum(-float(logits[i].log_softmax(0)[labels[i]]) for i in range(11) if i != 3)
-        result = metrics.averages(whole)
+        result = metrics.averages(whole, 11)
         assert result == {"test_loss": pytest.approx(loss / 10, rel=1e-6), "test_accuracy": correct / 10}
 
     def test_skipped_images_are_told_and_nothing_divides_by_zero(self):
-        totals = torch.tensor([0.0, 0.0, 0.0, 3.0], dtype=torch.float64)
-        assert metrics.averages(totals) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}
+        totals = torch.tensor([0.0, 0.0, 0.0, 3.0, 2.0], dtype=torch.float64)
+        assert metrics.averages(totals, 2) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}
+
+    @pytest.mark.parametrize(("evaluated", "skipped"), [(9, 0), (11, 0), (9, 2), (8, 1)])
+    def test_a_sample_that_is_missing_or_counted_twice(self, evaluated, skipped):
+        totals = torch.tensor([0.0, 0.0, evaluated, skipped, skipped], dtype=torch.float64)
+        with pytest.raises(AssertionError, match=f"evaluated {evaluated} samples and skipped {skipped} of 10: "):
+            metrics.averages(totals, 10)
 
 
 class TestThroughput:
