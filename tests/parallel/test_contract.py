@@ -73,7 +73,8 @@ class Recipe:
     passes: int = 1
     """Equal parts of a rank's batch that batch norm sees one by one."""
     half: dict[str, Half] = field(default_factory=dict)
-    has_powersgd: bool = False
+    has_ddp_options: bool = False
+    """PowerSGD and a sharded optimizer."""
     overhead: float = 0.02
     """Most bytes that a rank sends in a step besides the gradients, as a share of the gradients' in fp32."""
 
@@ -93,8 +94,8 @@ DDP_HALF = {
 RECIPES = [
     Recipe("single", ALONE),
     Recipe("dataparallel", ALONE),
-    Recipe("ddp", half=DDP_HALF, has_powersgd=True),
-    Recipe("spawn", half=DDP_HALF, has_powersgd=True),
+    Recipe("ddp", half=DDP_HALF, has_ddp_options=True),
+    Recipe("spawn", half=DDP_HALF, has_ddp_options=True),
     # bfloat16 rounds 15 times between an image and LeNet's logits: test_apex.py has the arithmetic.
     Recipe("apex", options=("--opt-level", "O0"), half={"O2": Half(("--opt-level", "O2"), BF16, 15 * BF16)}),
     # Microbatches have to be equal: batches divide by the replicas here. LeNet has layers for at most 5 stages.
@@ -106,7 +107,7 @@ RECIPES = [
         passes=2,
     ),
     Recipe("scratch"),
-    # Every millisecond, idle or not, Horovod's ranks tell one another which gradients are ready.
+    # Horovod's ranks tell one another again and again which gradients are ready, also while they wait.
     Recipe(
         "horovod",
         options=("--compression", "none"),
@@ -115,10 +116,11 @@ RECIPES = [
     ),
 ]
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
-each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name, scope="module")
 each_size = pytest.mark.parametrize(
     ("recipe", "world_size"),
     [pytest.param(recipe, n, id=f"{recipe.name}-{n}") for recipe in RECIPES for n in recipe.world_sizes],
+    scope="module",  # tests of the same runs come one after the other, and so in one of pytest's workers
 )
 
 SEED = 1
@@ -136,7 +138,9 @@ def launch(name, world_size, folder, *argv, interrupt=None):
         need_horovod()
     words = words_for(folder, "run", "--seed", str(SEED), "--device", "cpu", *argv)
     setup = functools.partial(observe.observe_steps, folder)
-    outcome = Ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup).wait()
+    # Horovod's time between two such rounds is in ms: by default 1, of which a step takes many.
+    env = {"HOROVOD_CYCLE_TIME": "10"}
+    outcome = Ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup, **env).wait()
     assert outcome.statuses == [0] * world_size, outcome.text
     return folder / "run", outcome
 
@@ -293,16 +297,20 @@ def full_bytes():
     return 4 * sum(shape.numel() for shape in shapes())
 
 
-def assert_sent(path, recipe, world_size, gradient_bytes, first=2, last=1000, messages=1):
-    """Assert that each rank sends the gradients once a step (first to last), and not much besides.
-
-    A ring all-reduce sends 2 (N-1)/N of the bytes.
-    """
-    overhead = messages * recipe.overhead * full_bytes()
-    ring = 2 * (world_size - 1) / world_size
+def sent_per_step(path, world_size, first=2, last=1000):
+    """Return the median of the bytes that each rank sends in a step, of those from first to last."""
+    medians = []
     for lines in observations(path, world_size):
         sent = {b["step"]: b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(lines)}
-        median = statistics.median(count for step, count in sent.items() if first <= step <= last)
+        medians.append(statistics.median(count for step, count in sent.items() if first <= step <= last))
+    return medians
+
+
+def assert_sent(medians, recipe, gradient_bytes, messages=1):
+    """Assert that each rank sends the gradients once a step, in a ring all-reduce, and not much besides."""
+    ring = 2 * (len(medians) - 1) / len(medians)
+    overhead = messages * recipe.overhead * full_bytes()
+    for median in medians:
         assert ring * gradient_bytes <= median <= ring * (gradient_bytes + overhead)
 
 
@@ -311,7 +319,7 @@ def assert_sent(path, recipe, world_size, gradient_bytes, first=2, last=1000, me
 def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
     world_size = 3 if 3 in recipe.world_sizes else 1
     argv = ("--accumulate-steps", "2") if passes == 2 else ()
-    assert_sent(run(recipe, world_size, *argv), recipe, world_size, full_bytes())
+    assert_sent(sent_per_step(run(recipe, world_size, *argv), world_size), recipe, full_bytes())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -322,31 +330,31 @@ def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
 def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
     """Of K steps each rounds a gradient N + 1 times; at worst, all these errors point the same way."""
     path = run(recipe, world_size, *half.options)
-    assert_sent(path, recipe, world_size, full_bytes() / 2)
+    assert_sent(sent_per_step(path, world_size), recipe, full_bytes() / 2)
     exact = losses(single(recipe, world_size))
     assert losses(path) != pytest.approx(exact, rel=1e-6)
     for step, (ours, theirs) in enumerate(zip(losses(path), exact, strict=True)):
         assert ours == pytest.approx(theirs, rel=half.forward + step * (world_size + 1) * half.rounding), step
 
 
-with_powersgd = pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES if recipe.has_powersgd])
+with_ddp_options = pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES if recipe.has_ddp_options])
 POWERSGD = ("--grad-compression", "powersgd", "--powersgd-rank", "4")
 
 
-@with_powersgd
+@with_ddp_options
 def test_powersgd_sends_two_factors(run, single, name):
     """After 10 whole gradients, an n x m gradient travels as (n + m) x 4 numbers where those are half as many."""
     path = run(BY_NAME[name], 3, *POWERSGD)
     matrices = [(shape[0], shape[1:].numel()) for shape in shapes()]
     numbers = sum(4 * (n + m) if 2 * 4 * (n + m) < n * m else n * m for n, m in matrices)
     assert numbers < sum(n * m for n, m in matrices) / 4
-    assert_sent(path, BY_NAME[name], 3, full_bytes(), last=10)
-    assert_sent(path, BY_NAME[name], 3, 4 * numbers, first=12, messages=3)
+    assert_sent(sent_per_step(path, 3, last=10), BY_NAME[name], full_bytes())
+    assert_sent(sent_per_step(path, 3, first=12), BY_NAME[name], 4 * numbers, messages=3)
     assert losses(path)[:11] == pytest.approx(losses(single(BY_NAME[name], 3))[:11], rel=1e-5)
     assert losses(path)[11:] != pytest.approx(losses(single(BY_NAME[name], 3))[11:], rel=1e-4)
 
 
-@with_powersgd
+@with_ddp_options
 def test_powersgd_sends_later_what_it_leaves_out(train, name):
     """The sum of 60 gradients arrives but for what is still to be sent: about one gradient of each layer.
 
@@ -360,6 +368,15 @@ def test_powersgd_sends_later_what_it_leaves_out(train, name):
     shares = [float((arrived[key] - exact[key]).norm() / exact[key].norm()) for key in exact]
     assert max(shares) < 2 / 60
     assert max(shares) > 1e-3  # it was compressed
+
+
+@with_ddp_options
+def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(run, single, name):
+    """Besides the gradients, which go around the ring, each parameter goes from its rank to the two others."""
+    path = run(BY_NAME[name], 3, "--zero")
+    assert_same_run(path, single(BY_NAME[name], 3))
+    expected = (2 * (3 - 1) + 2) * full_bytes()
+    assert expected <= sum(sent_per_step(path, 3)) <= 1.05 * expected
 
 
 # ---- checkpoints: a signal ends a run of one recipe, and another recipe goes on at another world size
