@@ -368,6 +368,14 @@ def _heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. As an orphan it stays a zombie where init, as in a container, reaps none."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Command:
     """A command line as a user types it, and all processes that come of it, wherever they end up in the tree.
 

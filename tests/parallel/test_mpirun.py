@@ -14,7 +14,7 @@ import pytest
 from scripts import mpirun
 from scripts.local import free_port
 from tests.conftest import need_mpi
-from tests.support import ROOT, largest_difference, losses, weights
+from tests.support import ROOT, has_ended, largest_difference, losses, wait_until, weights
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +58,7 @@ def endless(tmp_path):
 
 
 def assert_gone(processes, bound_s=20):
-    _, alive = psutil.wait_procs(processes, timeout=bound_s)
-    for process in alive:
-        process.kill()
-    assert not alive
+    wait_until(lambda: all(map(has_ended, processes)), bound_s, lambda: f"the end of {processes}")
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):

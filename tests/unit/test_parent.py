@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, has_ended, wait_until
 
 CHILD = """
 import signal, sys, time
@@ -31,14 +31,6 @@ child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=env)
 print(child.pid, flush=True)
 child.wait()
 """
-
-
-def has_ended(process):
-    """Whether a process has ended; its next parent may have reaped it, or not yet."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.parametrize("what", ["stay", "become"])
