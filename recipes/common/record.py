@@ -88,12 +88,16 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
         return None, None
     found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
+    mend = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
     if not found and "result.json" in names:
-        mend = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {mend}")
     if not found and "config.json" in names:
         # A run that began from another's checkpoint and has none of its own yet begins from there again.
         begun_from = _read_config(folder / "config.json")["launches"][-1]["checkpoint"]
+        if begun_from and not Path(begun_from).exists():
+            raise UserError(
+                f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {mend}"
+            )
         found = _read_path(Path(begun_from)) if begun_from else None
     return folder, found
 
