@@ -42,7 +42,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     groups = [{**group, "params": saved["params"]} for group, saved in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
-        for name, value in values.items():
+        for name, value in (values or {}).items():  # None: ZeRO's, of a parameter that another rank updates
             # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
