@@ -141,6 +141,9 @@ class TorchAmp:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
+        self.eval_model = (
+            self.ddp
+        )  # DDP: without gradients it exchanges nothing, and it is what --compile compiled
         scaling = "dynamic loss scale" if is_scaled else "no loss scale"
         meaning = MEANING[self.level].format(half=str(self.half).removeprefix("torch."))
         self.summary = f"{self.level} by torch.amp: {meaning}, {scaling} ({why})"
@@ -228,6 +231,7 @@ class ApexAmp:
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
+        self.eval_model = self.model  # Apex: its DDP would prepare for a backward pass
         scaling = "dynamic loss scale" if self.scaler.is_dynamic else "no loss scale"
         meaning = MEANING[args.opt_level].format(half="float16")
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
@@ -379,7 +383,7 @@ def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
     share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with amp.autocast():
-            logits = amp.ddp.module(images)
+            logits = amp.eval_model(images)
         with amp.no_casts():
             add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped

@@ -165,7 +165,7 @@ class PartModule(nn.Module):
         self.args, self.device = args, device
         self.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
         if args.compile:
-            self.compile()
+            self.compile(mode=args.compile_mode)
 
     def forward(self, data: Tensor) -> Tensor:
         """Apply the layers in order; the output is contiguous, ready to be sent."""

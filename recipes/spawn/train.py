@@ -167,7 +167,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
     """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
     args, position, accumulate = job.args, job.position, job.args.accumulate_steps
     decision = GO
-    ddp.train()
+    job.model.train()
     job.begin_epoch()
     shares = (shard(batch, world.rank, world.world_size) for batch in job.global_batches())
     for images, labels in job.data.train.batches(shares, position.epoch):
@@ -197,7 +197,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, ddp.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
+        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
         job.count_step()
         if job.is_log_due():
             # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
@@ -214,7 +214,7 @@ def train_one_epoch(job: Job, ddp: DistributedDataParallel, world: World) -> int
 
 
 @torch.no_grad()
-def evaluate(job: Job, world: World) -> dict[str, float]:
+def evaluate(job: Job, ddp: DistributedDataParallel, world: World) -> dict[str, float]:
     """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
     # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
     for buffer in job.model.buffers():
@@ -225,7 +225,7 @@ def evaluate(job: Job, world: World) -> dict[str, float]:
     share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
     for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
         with autocast(job.args, world.device):
-            logits = job.model(images)
+            logits = ddp(images)  # DDP: without gradients it exchanges nothing, and it is what --compile compiled
         add_batch(totals, logits, labels)
     totals[3] += job.data.train.skipped + job.data.test.skipped
     # DDP: adds up sums and counts, 40 bytes a rank; the averages are taken after it.
@@ -267,7 +267,7 @@ def train(args: Options, stop: Stop, world: World) -> None:
         if decision == STOP:
             job.leave()
             return
-        averages = evaluate(job, world)
+        averages = evaluate(job, ddp, world)
         is_best = job.end_epoch(averages)
         save_checkpoint(job, world, is_best)
         raise_on_all_ranks(stop.error, world)

@@ -1,0 +1,44 @@
+"""--compile: every pass of training and of evaluation goes through what was compiled."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.conftest import need_horovod
+from tests.support import Ranks, words_for
+
+STEPS = 3
+
+
+def count_compiled_passes(folder):
+    """Let compile() compile nothing, and leave a byte in a file for each pass through what it was called on."""
+
+    def compile_nothing(module, mode):
+        def call(*args, **kwargs):
+            with open(folder / ("train" if torch.is_grad_enabled() else "eval"), "a") as file:
+                file.write("x")
+            return module._call_impl(*args, **kwargs)
+
+        module._compiled_call_impl = call
+
+    torch.nn.Module.compile = compile_nothing
+
+
+RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "scratch", "pipeline", "horovod")
+ONE_PASS = {"pipeline": ("--stages", "1", "--num-microbatches", "1")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
+    """360 test images are two batches of evaluation."""
+    if recipe == "horovod":
+        need_horovod()
+    words = words_for(
+        tmp_path, "run", "--compile", "--max-steps", str(STEPS), "--device", "cpu", *ONE_PASS.get(recipe, ())
+    )
+    outcome = Ranks(
+        recipe, words, 1, tmp_path / "out", setup=functools.partial(count_compiled_passes, tmp_path)
+    ).wait()
+    assert outcome.statuses == [0], outcome.text
+    assert [(tmp_path / name).stat().st_size for name in ("train", "eval")] == [STEPS, 2]
