@@ -104,6 +104,14 @@ def bound_of_waits(args: Options) -> timedelta:
     return timedelta(seconds=args.timeout_s)
 
 
+def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
+    """Return the bound of a process group whose ranks wait for at most this time-out.
+
+    Gloo's waits fail, and are reported. NCCL's watchdog aborts the process instead: it has to come after Watch.
+    """
+    return 2 * timeout + timedelta(seconds=60) if device_type == "cuda" else timeout
+
+
 class Watch:
     """This rank's part in noticing, naming and ending a hang.
 

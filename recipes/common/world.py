@@ -15,7 +15,7 @@ from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.ranks import Ranks
-from recipes.common.watch import Watch, bound_of_waits
+from recipes.common.watch import Watch, bound_of_group, bound_of_waits
 
 T = TypeVar("T")
 
@@ -92,7 +92,11 @@ def connect(
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         groups = dist.PrefixStore("groups", store)
         dist.init_process_group(
-            backend, timeout=timeout, store=groups, rank=ranks.rank, world_size=ranks.world_size
+            backend,
+            timeout=bound_of_group(timeout, device.type),
+            store=groups,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
         )
         return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:

@@ -52,7 +52,7 @@ from recipes.common.partition import (
 from recipes.common.ranks import read_ranks
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.watch import bound_of_waits
+from recipes.common.watch import bound_of_group, bound_of_waits
 from recipes.common.world import World, join_world, leave_world
 
 # One line tells that a neighbour is lost (entry.py); torch would log the whole interleaved schedule besides.
@@ -141,7 +141,7 @@ def join_grid(args: Options) -> Grid:
     devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(devices_per_rank)]
     # Pipeline: a group for each column of the grid (one stage's gradients) and each row (a replica's activations).
     grid = torch.arange(ranks.world_size).view(-1, stages)
-    timeout = bound_of_waits(args)
+    timeout = bound_of_group(bound_of_waits(args), world.device.type)
     groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
     mesh = DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=("dp", "pp"))
     replica, stage = divmod(ranks.rank, stages)

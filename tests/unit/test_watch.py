@@ -12,12 +12,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipes.common import world
 from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options
-from recipes.common.watch import NOTE_S, Watch, bound_of_waits, median_without, stragglers, summarize
+from recipes.common.ranks import Ranks
+from recipes.common.watch import (
+    COLLECT_S,
+    GATHER_S,
+    NOTE_S,
+    Watch,
+    bound_of_waits,
+    median_without,
+    stragglers,
+    summarize,
+)
 from recipes.single import train as single
+from scripts.local import free_port
 from tests.support import wait_until
 
 
@@ -210,6 +222,25 @@ def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
     assert bound_of_waits(args).total_seconds() == 5.0
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's word counts"
+
+
+@pytest.mark.parametrize(("kind", "bound_s"), [("cpu", 5.0), ("cuda", 70.0)])
+def test_the_watch_reports_before_nccl_aborts(args, monkeypatch, kind, bound_s):
+    """The longest wait that is watched is twice the time-out and a second; then the report is put together."""
+    made = {}
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    monkeypatch.setattr(world, "choose_device", lambda *unused: device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        world.dist, "init_process_group", lambda backend, timeout, **unused: made.update(own=timeout)
+    )
+    monkeypatch.setattr(world.dist, "new_group", lambda backend, timeout: made.update({backend: timeout}))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    world.connect("auto", Ranks(0, 0, 1, 1), bound_of_waits(args))
+    assert made["gloo"].total_seconds() == 5.0
+    assert made["own"].total_seconds() == bound_s
+    assert kind == "cpu" or bound_s > 2 * 5.0 + 1 + GATHER_S + COLLECT_S
 
 
 def work(steps, busy_s):
