@@ -331,7 +331,7 @@ def test_sshd_takes_the_workers_options(tmp_path):
     """-t makes sshd check its configuration and end."""
     sshd, keygen = shutil.which("sshd", path="/usr/sbin"), shutil.which("ssh-keygen")
     require("sshd", sshd and keygen, "there is no sshd", "as root: apt-get install openssh-server")
-    if os.geteuid() == 0:  # what starts sshd on a host creates it; an ordinary user's sshd, as in the image, has none
+    if os.geteuid() == 0:  # what starts sshd on a host creates it; that of an ordinary user needs none
         Path("/run/sshd").mkdir(exist_ok=True)
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
     subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
