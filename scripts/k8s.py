@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,7 @@ KINDS = {
     "doctor": Kind("doctor.yaml", "jobs.batch", INDEX_0),
 }
 DELETED = [*dict.fromkeys(kind.resource for kind in KINDS.values()), "trainingruntimes.trainer.kubeflow.org"]
-DELETED += ["services"]
+DELETED += ["services", "secrets"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def render(request: Request) -> list[dict[str, Any]]:
     for holder in [*containers, job.get("trainer", {})]:
         if "args" in holder:
             holder["args"] = arguments(request, holder["args"])
+    if request.kind == "pytorchjob-elastic":
+        documents.insert(0, secret_of(request.name, documents[-1]["metadata"]["labels"]))
     return documents
 
 
@@ -163,6 +166,17 @@ def check(request: Request) -> None:
         )
 
 
+def secret_of(name: str, labels: dict[str, str]) -> dict[str, Any]:
+    """Return the Secret by which the nodes of an elastic job know one another."""
+    metadata = {"name": name, "labels": dict(labels)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata,
+        "stringData": {"RDZV_ID": secrets.token_hex(16)},
+    }
+
+
 def image_of(recipe: str) -> str:
     """Return the name of the image that holds a recipe: ddp's holds all that need neither Horovod nor apex."""
     return recipe if recipe in ("horovod", "apex") else "ddp"
@@ -178,7 +192,7 @@ def rename(tree: Any, old: str, new: str) -> None:
     for key, value in tree.items():
         if key in (INSTANCE, "subdomain", "rdzvId") and value == old:
             tree[key] = new
-        elif key in ("metadata", "runtimeRef") and value.get("name") == old:
+        elif key in ("metadata", "runtimeRef", "secretKeyRef") and value.get("name") == old:
             value["name"] = new
         rename(value, old, new)
     if tree.get("name") == "MASTER_ADDR" and "value" in tree:
@@ -255,8 +269,10 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
         return [*words, *request.options]
     starts_with_recipe = not words[0].startswith("-")
     kept = [word for word in words if word.startswith("-") and not word.startswith("--name=")]
+    if request.gpus == 0:
+        kept = [word for word in kept if not word.startswith("--device=")]
     if request.recipe == "probe":
-        kept = [word for word in kept if word.startswith("--timeout-s")]
+        kept = [word for word in kept if word.startswith(("--timeout-s", "--device"))]
     else:
         kept.insert(0, f"--name={request.name}")
     return [*([request.recipe] if starts_with_recipe else []), *kept, *request.options]
@@ -348,6 +364,7 @@ REMEDIES = [
     (r"Insufficient nvidia\.com/gpu", "wait for other jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none"),
     (r"persistentvolumeclaim \"?[\w-]+\"? not found", ONCE),
     (r"configmap \"?[\w-]+\"? not found", ONCE),
+    (r"secret \"?[\w-]+\"? not found", "k8s/pytorchjob-elastic.yaml begins with the command that makes it"),
     (r"unbound immediate PersistentVolumeClaims", "name a storageClassName that exists in k8s/cluster.yaml"),
     (r"violates PodSecurity", "k8s/README.md tells which operator needs what under the restricted standard"),
     (r"Insufficient (cpu|memory)", "lower the requests in the manifest; GPUS=0 asks for one core and 4 GiB"),

@@ -179,16 +179,22 @@ run_step() {
     if [[ $step == srun && $first =~ ": Exited with exit code "([0-9]+)$ ]]; then status=${BASH_REMATCH[1]}; fi
 }
 
+# What nodes of a job know one another by: not its number, which everybody can see.
+secret() {
+    od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
+}
+
 # An elastic job: run a step for each node until the coordinator has ended the job; its status is the job's.
 srun_nodes() {
     local node number=0 coordinator keeper keepers=() status=0 i
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
-    export RDZV_ID=$SLURM_JOB_ID.$restarts
+    RDZV_ID=$(secret)
+    export RDZV_ID
     local python=("${container[@]}" "$PYTHON")
     # pyxis makes containers for srun alone; the coordinator needs no package.
     if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then python=(env -u PYTHON scripts/python.sh); fi
     "${python[@]}" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
-        --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" --job "$RDZV_ID" \
+        --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" \
         --timeout-s "${RDZV_TIMEOUT_S:-300}" &
     coordinator=$!
     for node in $nodes; do

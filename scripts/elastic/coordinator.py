@@ -1,6 +1,6 @@
 """Keep a job going while its nodes come and go: rounds, each with the nodes that are there.
 
-    python -m scripts.elastic.coordinator --port 29500 --nodes 4 --min-nodes 2 --max-restarts 3
+    RDZV_ID=secret python -m scripts.elastic.coordinator --port 29500 --nodes 4 --min-nodes 2 --max-restarts 3
 
 Each node runs scripts/elastic/node.py, which connects here, starts scripts/launch.sh when it is told to, and
 reports how it ended. A round is a plain job: node ranks from 0, a new port, `--resume auto` from the second one
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import hmac
 import ipaddress
 import os
 import sys
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import PortTakenError
-from scripts.elastic.wire import BEAT_S, SILENCE_S, Message, hang_up, hear, say
+from scripts.elastic.wire import BEAT_S, NO_SECRET, SILENCE_S, Message, hang_up, hear, say
 
 START_WAIT_S = 30.0
 """How long the first round waits for the nodes that are missing once there are enough."""
@@ -95,7 +96,8 @@ class Coordinator:
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a node's connection to its end."""
         hello = await hear(reader, SILENCE_S)
-        if not hello or hello.get("type") != "hello" or hello.get("job") != self.args.job:
+        is_known = hello and hmac.compare_digest(str(hello.get("secret")).encode(), self.args.secret.encode())
+        if not hello or hello.get("type") != "hello" or not is_known:
             hang_up(writer)
             return
         member = Member(
@@ -343,13 +345,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--min-nodes", type=int, required=True)
     parser.add_argument("--max-restarts", type=int, default=3, help="rounds after the first")
     parser.add_argument("--timeout-s", type=int, default=300, help="longest wait for --min-nodes nodes")
-    parser.add_argument("--job", default="", help="what nodes of this job call it")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.secret = os.environ.get("RDZV_ID", "")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job; return its exit status."""
     args = parse(argv)
+    if not args.secret:
+        print(f"error: {NO_SECRET}", file=sys.stderr)
+        return USAGE_STATUS
     try:
         return asyncio.run(Coordinator(args).serve())
     except OSError as error:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -31,8 +32,9 @@ class ElasticJob(LocalJob):
         command += ["--listen", address, "--nodes", str(nodes), "--min-nodes", str(min_nodes)]
         command += ["--max-restarts", str(max_restarts)]
         command += ["--timeout-s", os.environ.get("RDZV_TIMEOUT_S") or "300"]
-        environment = {**os.environ, "PORT_IS_CHOSEN": "1"}
-        self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"{address}:{self.port}"}
+        secret = {"RDZV_ID": secrets.token_hex(16)}
+        environment = {**os.environ, **secret, "PORT_IS_CHOSEN": "1"}
+        self.own = {"MIN_NODES": str(min_nodes), "COORDINATOR": f"{address}:{self.port}", **secret}
         self.coordinator = subprocess.Popen(
             command,
             cwd=ROOT,

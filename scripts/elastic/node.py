@@ -5,7 +5,7 @@
 scripts/launch.sh calls it where MIN_NODES is set; it calls scripts/launch.sh again, without MIN_NODES, for each
 round. NODE_RANK is this node's number; its rank in a round may be another. The coordinator is the one that
 COORDINATOR (host:port) names; without it, node 0 runs one at MASTER_ADDR:MASTER_PORT. MAX_RESTARTS (3) bounds the
-rounds, RDZV_TIMEOUT_S (300) the wait for nodes and for the coordinator.
+rounds, RDZV_TIMEOUT_S (300) the wait for nodes and for the coordinator. RDZV_ID is the job's secret.
 
 A node that has lost the coordinator ends its ranks within 5 s and tries to come back.
 """
@@ -27,7 +27,7 @@ from recipes.common.errors import UserError
 from recipes.common.node import read_master, read_number
 from recipes.common.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
 from recipes.common.signals import STOP_SIGNALS
-from scripts.elastic.wire import BEAT_S, NODE_SILENCE_S, Message, hang_up, hear, say
+from scripts.elastic.wire import BEAT_S, NO_SECRET, NODE_SILENCE_S, Message, hang_up, hear, say
 from scripts.finished import option
 
 LAUNCH = "scripts/launch.sh"
@@ -47,7 +47,7 @@ class Settings:
     host: str
     port: int
     timeout_s: int
-    job: str
+    secret: str
     runs_coordinator: bool
 
 
@@ -65,6 +65,8 @@ def read_settings() -> Settings:
         if not host or not text.isdigit():
             raise UserError(f"COORDINATOR wants host:port, got {outside!r}")
         port = int(text)
+    if not os.environ.get("RDZV_ID"):
+        raise UserError(NO_SECRET)
     return Settings(
         number=number,
         nnodes=nnodes,
@@ -73,7 +75,7 @@ def read_settings() -> Settings:
         host=host,
         port=port,
         timeout_s=read_number("RDZV_TIMEOUT_S", 300, at_least=1),
-        job=os.environ.get("RDZV_ID", ""),
+        secret=os.environ["RDZV_ID"],
         runs_coordinator=not outside and number == 0,
     )
 
@@ -83,7 +85,7 @@ def coordinator_command(settings: Settings) -> list[str]:
     command = [sys.executable, "-m", "scripts.elastic.coordinator", "--port", str(settings.port)]
     command += ["--nodes", str(settings.nnodes), "--min-nodes", str(settings.min_nodes)]
     command += ["--max-restarts", str(settings.max_restarts), "--timeout-s", str(settings.timeout_s)]
-    return [*command, "--job", settings.job, "--address", settings.host]
+    return [*command, "--address", settings.host]
 
 
 def free_port(above: int) -> int:
@@ -166,7 +168,7 @@ class Node:
             "NODE_RANK": str(message["node_rank"]),
             "MASTER_ADDR": str(message["master_addr"]),
             "MASTER_PORT": str(message["master_port"]),
-            "RDZV_ID": f"{self.settings.job or 'elastic'}.{message['round']}",
+            "RDZV_ID": f"{self.settings.secret}.{message['round']}",
             "PORT_IS_CHOSEN": "1",
         }
         inherited = {name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "COORDINATOR")}
@@ -232,7 +234,7 @@ class Node:
     async def obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
         """Do what the coordinator says; return the job's status, or None once it cannot be heard any more."""
         number, host = self.settings.number, socket.gethostname()
-        say(writer, type="hello", node=number, host=host, job=self.settings.job, port=self.next_port())
+        say(writer, type="hello", node=number, host=host, secret=self.settings.secret, port=self.next_port())
         beat = asyncio.create_task(self.beat(writer))
         killed = asyncio.create_task(self.agent_was_killed.wait())
         try:

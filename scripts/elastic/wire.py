@@ -15,6 +15,9 @@ SILENCE_S = 7.0
 """A coordinator that has not heard a node for so long counts it as lost. The larger of the two: the ranks of a
 node that is cut off have ended before others go on in their place."""
 
+NO_SECRET = "RDZV_ID is not set; set it on all nodes to a secret (openssl rand -hex 16): whoever has it may join"
+
+
 Message = dict[str, Any]
 
 

@@ -362,6 +362,7 @@ def test_render_prints_what_would_be_created():
         "--resume=auto",
         "--runs-dir=/runs",
         "--data-dir=/data",
+        "--device=cuda",
         "--lr=1",
     ]
     assert {"name": "MASTER_ADDR", "value": "mine-node-0-0.mine"} in container["env"]

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -176,12 +177,26 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
 # ---- with real processes
 
 
+def wait_for(pods):
+    """Return the pods' results; once one has failed, the others have 10 s: the Job would end them, too."""
+    failed_at = None
+    while any(pod.process.poll() is None for pod in pods):
+        if failed_at is None and any(pod.process.poll() for pod in pods):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + 10:
+            for pod in pods:
+                pod.process.kill()
+        time.sleep(0.05)
+    return [pod.wait() for pod in pods]
+
+
 def start(kind, documents, folder, *options):
     """Start all pods of a job here; return their commands."""
     made = simulation.pods(kind, documents)
-    if options:  # the last ones win
-        for pod in made:
-            pod.words += options
+    for pod in made:  # the last ones win
+        pod.words += ("--device=cpu", *options)
+        if "RDZV_TIMEOUT_S" in pod.env:  # 15 minutes, in which images are pulled
+            pod.env["RDZV_TIMEOUT_S"] = "60"
     replaced = {"/runs": str(folder), "/data": str(folder), "/opt/cluster-recipes": str(simulation.ROOT)}
     port = str(free_port())
     for pod in made:
@@ -199,7 +214,7 @@ def start(kind, documents, folder, *options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
 def test_the_pods_train_as_one_world(kind, tmp_path):
-    results = [command.wait() for command in start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2")]
+    results = wait_for(start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2"))
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
     assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
     assert "result" not in results[1].stdout
@@ -209,9 +224,24 @@ def test_the_pods_train_as_one_world(kind, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_wrong_node_rank_ends_the_job(tmp_path):
+    """One that two pods have, and one that is too large: without waiting for the bound."""
+    for rank, words in (("0", "MASTER_PORT"), ("2", "NODE_RANK 2 of NNODES 2: node ranks count from 0")):
+        documents = load("indexed-job.yaml")
+        env = simulation.named(documents, "Job")["spec"]["template"]["spec"]["containers"][0]["env"]
+        [variable] = [variable for variable in env if variable["name"] == "NODE_RANK"]
+        variable.clear()
+        variable.update(name="NODE_RANK", value=rank)
+        begin = time.monotonic()
+        results = wait_for(start("indexed-job", documents, tmp_path, "--max-steps=2"))
+        assert time.monotonic() < begin + 40
+        assert 2 in {result.status for result in results}
+        assert any(words in result.stderr for result in results), [result.stderr for result in results]
+
+
 def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     documents = render(Request("doctor", "probe", "doctor", nodes=2, gpus=2))
-    results = [command.wait() for command in start("doctor", documents, tmp_path, "--device=cpu")]
+    results = wait_for(start("doctor", documents, tmp_path))
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
     lines = results[0].stdout.splitlines()
     for rank in range(2):
@@ -250,19 +280,19 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
         Request("indexed-job", "ddp", "mine", nodes=2, options=["--log-every", "1", "--epochs", "3"])
     )
     whole = start("indexed-job", documents, tmp_path / "whole")
-    assert [command.wait().status for command in whole] == [0, 0]
+    assert [result.status for result in wait_for(whole)] == [0, 0]
 
     pods = start("indexed-job", documents, tmp_path)
     pods[0].wait_for_step(tmp_path / "mine", 5)
     (first,) = [process for process in pods[1].processes() if process.pid == pods[1].process.pid]
     first.send_signal(signal.SIGTERM)
-    results = [command.wait() for command in pods]
+    results = wait_for(pods)
     assert [result.status for result in results] == [143, 143]
     assert "go on with --name mine --resume auto" in results[0].stdout
     assert all(result.stdout.endswith("so that a restart goes on\n") for result in results)
     assert last_step(tmp_path / "mine") < last_step(tmp_path / "whole" / "mine")
 
-    results = [command.wait() for command in start("indexed-job", documents, tmp_path)]
+    results = wait_for(start("indexed-job", documents, tmp_path))
     assert [result.status for result in results] == [0, 0]
     assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
     assert losses(tmp_path / "mine") == losses(tmp_path / "whole" / "mine")
@@ -270,7 +300,7 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
 
 @pytest.mark.slow
 def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
-    results = [c.wait() for c in start("indexed-job", load("indexed-job.yaml"), tmp_path, "--global-batch-size=1")]
+    results = wait_for(start("indexed-job", load("indexed-job.yaml"), tmp_path, "--global-batch-size=1"))
     assert [result.status for result in results] == [2, 2]
 
 
@@ -298,7 +328,8 @@ class TestMpiJob:
         need_horovod_with_mpi()
 
     def launch(self, folder, *options):
-        documents = render(Request("mpijob", "horovod", "mine", nodes=2, options=list(options)))
+        options = ["--device=cpu", *options]
+        documents = render(Request("mpijob", "horovod", "mine", nodes=2, options=options))
         launcher, *workers = simulation.pods("mpijob", documents)
         assert len(workers) == 2
         slots = documents[0]["spec"]["slotsPerWorker"]

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import yaml
 
+from scripts.finished import option
 from scripts.k8s import GPU, KINDS, Request, load, pod_templates, render
 from tests.conftest import require
 from tests.k8s import schemas, simulation
@@ -193,6 +194,48 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
     assert processes == {str(expected or 1)}
 
 
+def device_of(pod):
+    """Return the last --device of a pod that starts ranks; the doctor looks at what there is."""
+    return option("--device", "auto", pod.words)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
+@pytest.mark.parametrize(
+    ("gpus", "options", "expected"),
+    [
+        (None, [], "cuda"),
+        (4, [], "cuda"),
+        (0, [], "auto"),
+        (4, ["--device=cpu"], "cpu"),
+        (0, ["--device=cuda"], "cuda"),
+    ],
+)
+def test_pods_with_gpus_train_on_gpus(kind, gpus, options, expected):
+    """Unless the user says otherwise."""
+    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus, options=options)
+    pods = simulation.pods(kind, render(request))
+    assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {expected}
+
+
+def test_each_rendered_elastic_job_has_a_secret_of_its_own():
+    seen = set()
+    for _ in range(2):
+        secret, job = render(Request("pytorchjob-elastic", "ddp", "mine", nodes=2))
+        assert (secret["kind"], job["kind"]) == ("Secret", "PyTorchJob")
+        assert check_faults("cluster.yaml", [secret]) == []
+        assert secret["metadata"] == {"name": "mine", "labels": job["metadata"]["labels"]}
+        [variable] = [
+            variable
+            for template in pod_templates(job)
+            for variable in one(template["spec"])["env"]
+            if variable["name"] == "RDZV_ID"
+        ]
+        assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "RDZV_ID"}}
+        seen.add(secret["stringData"]["RDZV_ID"])
+    assert len(seen) == 2
+    assert all(len(word) == 32 for word in seen)
+
+
 # ---- kustomize
 
 
@@ -263,6 +306,8 @@ def test_the_components_of_a_small_cluster(kind, tmp_path):
     documents = build(tmp_path, KINDS[kind].file, "cpu-only", "one-machine")
     assert check_faults(KINDS[kind].file, documents) == []
     assert GPU not in yaml.safe_dump(documents).replace(f"key: {GPU}", "")
+    pods = simulation.pods(kind, documents)
+    assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {"cpu"}
     claims = [document for document in documents if document["kind"] == "PersistentVolumeClaim"]
     assert [claim["spec"]["accessModes"] for claim in claims] == [["ReadWriteOnce"]] * 2
     assert not any("storageClassName" in claim["spec"] for claim in claims)

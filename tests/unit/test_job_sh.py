@@ -95,3 +95,9 @@ def test_a_lost_race_for_the_port_is_requeued(job, tmp_path, status, restarts, i
     assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
     assert said in done.stdout + done.stderr
     assert "PORT_IS_CHOSEN=1" in job(then="env").stdout
+
+
+def test_each_job_has_a_secret_of_its_own(job):
+    seen = {job(then="echo; secret").stdout.splitlines()[-1] for _ in range(2)}
+    assert len(seen) == 2
+    assert all(re.fullmatch("[0-9a-f]{32}", secret) for secret in seen)

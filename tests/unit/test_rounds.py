@@ -16,9 +16,9 @@ class Player:
     def __init__(self, port, number):
         self.port, self.number = port, number
 
-    async def join(self, job="j"):
+    async def join(self, secret="s"):
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
-        self.say(type="hello", node=self.number, host=f"h{self.number}", job=job, port=40000 + self.number)
+        self.say(type="hello", node=self.number, host=f"h{self.number}", secret=secret, port=40000 + self.number)
         self.beating = asyncio.create_task(self.beat())
         return self
 
@@ -50,6 +50,7 @@ class Player:
 def quick(monkeypatch):
     for name in ("NEWCOMER_WAIT_S", "TRAIN_S", "ERROR_GRACE_S"):
         monkeypatch.setattr(coordinator, name, 0.1)
+    monkeypatch.setenv("RDZV_ID", "s")
     monkeypatch.setattr(coordinator, "SILENCE_S", 0.6)
     monkeypatch.setattr(wire, "BEAT_S", 0.05)
 
@@ -58,7 +59,7 @@ def play(story, nodes=3, min_nodes=2, max_restarts=3, timeout_s=1):
     """Run a coordinator beside story(players), which ends with the job; return the exit status."""
     port = free_port()
     words = ["--port", str(port), "--listen", "127.0.0.1", "--nodes", str(nodes), "--min-nodes", str(min_nodes)]
-    words += ["--max-restarts", str(max_restarts), "--timeout-s", str(timeout_s), "--job", "j"]
+    words += ["--max-restarts", str(max_restarts), "--timeout-s", str(timeout_s)]
 
     async def run():
         serving = asyncio.create_task(coordinator.Coordinator(coordinator.parse(words)).serve())
@@ -244,7 +245,7 @@ def test_a_stop_signal_to_one_lets_the_others_go_on(quick):
 
 def test_a_stranger_is_turned_away(quick):
     async def story(a, b):
-        stranger = await Player(a.port, 1).join(job="another")
+        stranger = await Player(a.port, 1).join(secret="another")
         assert await wire.hear(stranger.reader, 5) is None, "hung up on"
         stranger.vanish()
         await join_all(a, b)
@@ -252,6 +253,20 @@ def test_a_stranger_is_turned_away(quick):
             player.ended({"round": 1})
 
     assert play(story, nodes=2) == 0
+
+
+@pytest.mark.parametrize("secret", [None, ""])
+def test_without_a_secret_nobody_starts(monkeypatch, capsys, secret):
+    """An empty one would let everybody in."""
+    for name, value in {"RDZV_ID": secret, "MASTER_ADDR": "127.0.0.1", "MIN_NODES": "1"}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert coordinator.main(["--port", str(free_port()), "--nodes", "1", "--min-nodes", "1"]) == 2
+    assert node.main(["ddp", "--name", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: RDZV_ID is not set; set it on all nodes to a secret") for line in lines)
 
 
 def test_a_rounds_options(tmp_path):
