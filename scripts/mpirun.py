@@ -228,6 +228,8 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1",
     }
+    if not os.environ.get("MASTER_PORT"):
+        variables["PORT_IS_CHOSEN"] = "1"
     if is_one_host and not os.environ.get("GLOO_SOCKET_IFNAME"):
         variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
     return variables

@@ -57,7 +57,7 @@ JOB_SETUP = [
     # /proc/net has the sockets of all addresses.
     "while grep -qs \"$(printf '^ *[0-9]*: [0-9A-F]*:%04X ' $port)\" /proc/net/tcp /proc/net/tcp6; do "
     "port=$((port + 1)); done",
-    f"export MASTER_PORT=$port SUBMITIT_PREEMPT_SIGNAL={SIGNAL.name.removeprefix('SIG')}",
+    f"export MASTER_PORT=$port PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL={SIGNAL.name.removeprefix('SIG')}",
 ]
 
 REFUSED = {

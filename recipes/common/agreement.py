@@ -107,11 +107,11 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     """
     listing = None
     if args.data == "imagefolder":
-        from recipes.common.imagefolder import walk
+        from recipes.common.imagefolder import Listing, walk
 
         own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
         with peers.watch("data set"):
-            listing = peers.broadcast_object(own)  # some 50 bytes an image
+            listing = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, listing), peers)
     facts = training_facts(args, recipe, data)
     with peers.watch("agreement"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import random
@@ -223,6 +224,18 @@ class Listing:
     num_classes: int
     state: str
     """Digest of the inodes and times of the class folders: whoever sees the same ones need not walk again."""
+
+    def to_text(self) -> str:
+        """Return all of it as one text, which ranks exchange faster than a million tuples."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Listing:
+        """Return what `to_text` was called on."""
+        fields = json.loads(text)
+        for name in ("train", "test"):
+            fields[name] = [(path, label) for path, label in fields[name]]
+        return cls(**fields)
 
 
 def walk(folder: Path) -> Listing:

@@ -76,9 +76,14 @@ def check_port(port: int) -> None:
             raise UserError(f"MASTER_PORT {port} refuses: {error.strerror}; choose another one") from None
 
 
+def is_port_chosen() -> bool:
+    """Whether a launcher chose MASTER_PORT, and not the user."""
+    return bool(os.environ.get("PORT_IS_CHOSEN"))
+
+
 def port_taken(port: int) -> UserError:
-    """Return the error of a port that is taken: the user's mistake unless a launcher chose it (PORT_IS_CHOSEN)."""
-    if os.environ.get("PORT_IS_CHOSEN"):
+    """Return the error of a port that is taken: the user's mistake, unless a launcher chose it."""
+    if is_port_chosen():
         return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
     return UserError(f"MASTER_PORT {port} is taken; choose another one")
 

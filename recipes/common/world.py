@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.errors import UserError
+from recipes.common.node import is_port_chosen, port_taken
+from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
+from recipes.common.places import Place
 from recipes.common.ranks import Ranks
 from recipes.common.watch import Watch, bound_of_group, bound_of_waits
 
 T = TypeVar("T")
+
+KEYWORDS = inspect.signature(dist.gather_object).parameters
+NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
+"""Values of other ranks are read like checkpoints, by a loader that runs no code; older torch unpickles them."""
+
+SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, type(Path())]
+"""What ranks send one another beside tensors, numbers, texts, lists, tuples and dicts of them."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +46,17 @@ class World:
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks; call it on all ranks."""
         values = cast(list[T], [None] * self.world_size)
-        # World: gathers the pickled value of each rank, padded to the longest.
-        dist.all_gather_object(values, value, group=self.control)
+        with torch.serialization.safe_globals(SAFE_CLASSES):
+            # World: gathers the value of each rank, some hundred bytes, padded to the longest.
+            dist.all_gather_object(values, value, group=self.control, **NO_PICKLE)
         return values
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value; call it on all ranks."""
         box = [value]
-        # World: rank 0 sends its pickled value to all others.
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with torch.serialization.safe_globals(SAFE_CLASSES):
+            # World: rank 0 sends its value to all others.
+            dist.broadcast_object_list(box, src=0, group=self.control, **NO_PICKLE)
         return box[0]
 
     def barrier(self) -> None:
@@ -100,6 +114,8 @@ def connect(
         )
         return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:
+        if "EADDRINUSE" in str(error) and is_port_chosen():
+            raise port_taken(int(os.environ["MASTER_PORT"])) from None
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().split("\n")[0].strip()
         raise UserError(

@@ -53,7 +53,7 @@ from recipes.common.ranks import read_ranks
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.watch import bound_of_group, bound_of_waits
-from recipes.common.world import World, join_world, leave_world
+from recipes.common.world import NO_PICKLE, World, join_world, leave_world
 
 # One line tells that a neighbour is lost (entry.py); torch would log the whole interleaved schedule besides.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -163,7 +163,8 @@ def plan(model: nn.Module, args: Options, data: Data, world: Grid) -> list[Part]
     # shapes of the parts, some hundred bytes.
     parts = run_on_all_ranks(cut, world)
     with world.watch("model"):
-        return cast(list[Part], world.broadcast_object(parts))
+        fields = world.broadcast_object([vars(part) for part in parts or []])
+    return [Part(**own) for own in fields]
 
 
 def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
@@ -434,7 +435,7 @@ def save_checkpoint(job: Job, pipeline: Pipeline, world: Grid, is_best: bool = F
     share = pipeline.share.state(job.optimizer) if world.replica == 0 else None
     gathered: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
     with world.watch("checkpoint"):
-        dist.gather_object(share, gathered, dst=0, group=world.control)
+        dist.gather_object(share, gathered, dst=0, group=world.control, **NO_PICKLE)
     if job.record and gathered:
         # Pipeline: the file is the one-process run's: every recipe goes on from it, with any number of stages.
         job.save(is_best, merge_shares(job.model, gathered[: world.stages]))

@@ -29,7 +29,7 @@ from recipes.common.node import read_master
 from recipes.common.options import Options, Parser, non_negative_int, one_of, parse, positive_float, positive_int
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
-from recipes.common.world import connect
+from recipes.common.world import NO_PICKLE, connect
 
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
 
@@ -84,7 +84,7 @@ class TorchWorld:
         """Return every rank's row."""
         # Probe: gathers some 200 bytes from every rank.
         rows: list[dict[str, Any]] = [{}] * self.ranks.world_size
-        dist.all_gather_object(rows, row, group=self.control)
+        dist.all_gather_object(rows, row, group=self.control, **NO_PICKLE)
         return rows
 
     def add_up(self, number: int) -> int:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.common.ranks import Ranks, read_ranks
+from recipes.common.world import NO_PICKLE
 from recipes.probe.train import TorchWorld, gather_map
 from scripts.doctor.rules import SLOW_LINK
 
@@ -133,7 +134,7 @@ class Links:
         """Return the links that are much slower than most."""
         rows: list[dict[int, float]] = [{}] * self.ranks.world_size
         # Doctor: some bytes a link from every rank.
-        dist.all_gather_object(rows, self.found, group=self.control)
+        dist.all_gather_object(rows, self.found, group=self.control, **NO_PICKLE)
         speeds: dict[tuple[int, int], float] = {}
         for rank, row in enumerate(rows):
             node = rank // self.ranks.local_world_size

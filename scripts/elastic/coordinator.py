@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import PortTakenError
+from recipes.common.node import is_port_chosen
 from scripts.elastic.wire import BEAT_S, NO_SECRET, SILENCE_S, Message, hang_up, hear, say
 
 START_WAIT_S = 30.0
@@ -360,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(Coordinator(args).serve())
     except OSError as error:
         print(f"error: cannot listen at port {args.port}: {error.strerror or error}", file=sys.stderr)
-        is_lost_race = error.errno == errno.EADDRINUSE and os.environ.get("PORT_IS_CHOSEN")
+        is_lost_race = error.errno == errno.EADDRINUSE and is_port_chosen()
         return PortTakenError.status if is_lost_race else USAGE_STATUS
     except KeyboardInterrupt:
         return 130

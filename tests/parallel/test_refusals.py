@@ -393,6 +393,17 @@ def test_a_taken_port_without_our_launcher(taken_port, tmp_path, recipe):
     job.kill()  # torch gives the others no bound while a stranger holds the port; srun and mpirun end them
 
 
+def test_a_lost_race_for_the_port_is_no_refusal(taken_port, tmp_path):
+    """The launcher chose the port: 75 lets it choose another."""
+    env = {"MASTER_PORT": taken_port, "PORT_IS_CHOSEN": "1"}
+    job = Ranks("ddp", words_for(tmp_path, "a", "--timeout-s", "3"), 2, tmp_path / "out", **env)
+    job.processes[0].join(30)
+    assert job.processes[0].exitcode == 75, job.output(0)
+    errors = [line for line in job.output(0).splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: MASTER_PORT {taken_port} has been taken since the launcher chose it; try again"]
+    job.kill()
+
+
 @pytest.mark.slow
 def test_an_unreachable_head_without_our_launcher(tmp_path):
     words = words_for(tmp_path, "a", "--timeout-s", "3")

@@ -69,7 +69,7 @@ def test_the_sbatch_file(tmp_path, commands):
         "#SBATCH --time=120",
         "#SBATCH --wckey=submitit",
     ]
-    assert "export MASTER_PORT=$port SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text
+    assert "export MASTER_PORT=$port PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text
     assert text.rstrip().splitlines()[-1] == (
         f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
         f"{sys.executable} -m scripts.hold -u -m submitit.core._submit {folder}"

@@ -1,0 +1,60 @@
+"""What ranks send one another: values, and never code."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes.common.errors import UserError
+from recipes.common.nonfinite import NonFiniteError
+from recipes.common.places import Place
+from recipes.common.world import World
+
+
+@pytest.fixture
+def world():
+    """A world of one rank, whose values take the way through bytes all the same."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"), dist.group.WORLD, None)
+    dist.destroy_process_group()
+
+
+def test_values_arrive_as_they_were(world):
+    values = [
+        None,
+        3,
+        "text",
+        [("a/b.png", 1)],
+        {"x": (1.5, True)},
+        Path("runs/a"),
+        Place("n1", "H100", 3),
+        torch.float16,
+    ]
+    for value in values:
+        assert world.gather_objects(value) == [value]
+    content = {"model": {"weight": torch.arange(3.0)}, "step": 7}
+    [received] = world.gather_objects(content)
+    assert torch.equal(received["model"]["weight"], content["model"]["weight"])
+    [error] = world.gather_objects(UserError("wrong; fix it", on_every_node=True))
+    assert (type(error), str(error), error.on_every_node) == (UserError, "wrong; fix it", True)
+    [error] = world.gather_objects(NonFiniteError(3, True, "lower --lr", [1]))
+    assert (type(error), error.step, error.hint, error.status) == (NonFiniteError, 3, "lower --lr", 1)
+
+
+class Order:
+    """An order to whoever unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_what_another_rank_sends_runs_no_code(world, tmp_path):
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        world.gather_objects(Order(str(tmp_path / "made")))
+    assert not (tmp_path / "made").exists()
