@@ -12,6 +12,7 @@ for name in (
     "recipes.ddp.train",
     "recipes.pipeline.train",  # torch.distributed.pipelining: 3.5 s
     "recipes.single.train",
+    "sklearn.datasets",  # each minimal.py: 0.9 s
     "tests.observe",
 ):
     importlib.import_module(name)

@@ -1,0 +1,229 @@
+"""Each minimal.py: it stands alone on one page, and trains, evaluates and resumes as the full recipes do.
+
+Their losses are held to those of recipes/single/train.py, to which other tests hold every train.py. The
+tolerance is 1e-5 relative, as in test_contract.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.conftest import need_horovod
+from tests.page import run_page
+from tests.support import ROOT, Ranks, losses, metrics, run_command, train
+
+PAGES = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "pipeline", "scratch"]
+PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(PAGES[3:], "ddp")
+MOST_CHANGED = {"apex": 40, "pipeline": 55, "scratch": 50}
+"""Lines by which a page may differ from its parent; else 40."""
+
+OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
+ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
+
+EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
+RUNS = [
+    *(("single", 1, 1), ("dataparallel", 1, 1)),
+    *((page, world_size, world_size) for page in PAGES[2:] for world_size in (1, 2, 3)),
+]
+"""Pages with their number of processes and, for pipeline, of stages."""
+
+EVERY_STEP = ["--log-every", "1"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a page printed."""
+
+    losses: dict[int, float]
+    """By step, counted from 1."""
+    evaluations: dict[int, tuple[float, float]]
+    """Loss and accuracy on the test set, by epoch."""
+    result: tuple[str, int, float]
+    """The recipe, the world size and the accuracy in the last line."""
+
+
+def read(text):
+    steps = re.findall(r"^step (\d+) loss (\S+)$", text, re.MULTILINE)
+    epochs = re.findall(r"^epoch (\d+) test_loss (\S+) test_accuracy (\S+)$", text, re.MULTILINE)
+    result = re.fullmatch(
+        r"result recipe=(\w+) world_size=(\d+) test_accuracy=(0\.\d{4}) samples_per_s=\d+", text.splitlines()[-1]
+    )
+    assert result, text
+    return Run(
+        {int(step): float(loss) for step, loss in steps},
+        {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in epochs},
+        (result[1], int(result[2]), float(result[3])),
+    )
+
+
+def options_of(page, world_size, stages):
+    """Return a page's options for a number of processes, and how many of them the launcher starts."""
+    if page == "horovod":
+        need_horovod()
+    own = {
+        "spawn": ["--nproc-per-node", str(world_size)],
+        "apex": ["--opt-level", "O0"],
+        "pipeline": ["--stages", str(stages)],
+    }
+    return own.get(page, []), 1 if page == "spawn" else world_size
+
+
+def run(page, folder, world_size, argv):
+    """Run a page to its end; return what rank 0 printed, and all others nothing."""
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    setup = functools.partial(run_page, page, [*argv, *EVERY_STEP])
+    outcome = Ranks(page, [], world_size, folder, setup=setup, **env).wait()
+    assert not any(outcome.statuses), outcome.text
+    assert not any("loss" in output for output in outcome.outputs[1:])
+    return read(outcome.outputs[0])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Return the run of recipes/single/train.py."""
+    folder = train("single", tmp_path_factory.mktemp("reference"), 1, "--epochs", str(EPOCHS))
+    epochs = [line for line in metrics(folder) if "test_loss" in line]
+    return Run(
+        dict(enumerate(losses(folder), 1)),
+        {line["epoch"]: (line["test_loss"], round(line["test_accuracy"], 4)) for line in epochs},
+        ("single", 1, round(epochs[-1]["test_accuracy"], 4)),
+    )
+
+
+@pytest.mark.parametrize(("page", "world_size", "stages"), RUNS)
+def test_every_step_and_evaluation_equals_single(reference, tmp_path, page, world_size, stages):
+    argv, started = options_of(page, world_size, stages)
+    found = run(page, tmp_path, started, ["--epochs", str(EPOCHS), *argv])
+    assert len(found.losses) == EPOCHS * STEPS_PER_EPOCH == 110
+    assert found.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert list(found.evaluations) == list(reference.evaluations) == [1, 2, 3, 4, 5]
+    for epoch, (loss, accuracy) in reference.evaluations.items():
+        assert found.evaluations[epoch] == (pytest.approx(loss, rel=1e-5), accuracy)
+    assert found.result == (page, world_size, reference.result[2])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_resumes_at_another_world_size(reference, tmp_path, page):
+    path = tmp_path / "checkpoint.pt"
+    steps = range(2 * STEPS_PER_EPOCH + 1, EPOCHS * STEPS_PER_EPOCH + 1)
+    for epochs, world_size in ((2, 2), (EPOCHS, 4 if page == "pipeline" else 3)):
+        argv, started = options_of(page, world_size, 2) if page in PAGES[2:] else ([], 1)
+        found = run(page, tmp_path, started, ["--epochs", str(epochs), "--checkpoint", str(path), *argv])
+        assert torch.load(path, weights_only=True)["epoch"] == epochs
+        assert not (tmp_path / "checkpoint.pt.tmp").exists()
+    assert list(found.losses) == list(steps)
+    assert found.losses == pytest.approx({step: reference.losses[step] for step in steps}, rel=1e-5)
+    assert found.result[2] == reference.result[2]
+
+
+def test_a_complete_run_only_repeats_its_result(tmp_path):
+    argv = ["--epochs", "1", "--checkpoint", str(tmp_path / "checkpoint.pt")]
+    first, second = (run("ddp", tmp_path, 2, argv) for _ in range(2))
+    assert (second.losses, second.evaluations, second.result) == ({}, {}, first.result)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_stays_close(reference, tmp_path, level):
+    """The tolerance is that of test_apex.py: 15 roundings to bfloat16 between an image and its loss."""
+    found = run("apex", tmp_path, 2, ["--epochs", "2", "--opt-level", level])
+    expected = {step: reference.losses[step] for step in range(1, 2 * STEPS_PER_EPOCH + 1)}
+    assert found.losses == pytest.approx(expected, rel=15 * 2.0**-8)
+    assert found.losses != pytest.approx(expected, rel=1e-4)
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+HOROVODRUN = (".venv/bin/horovodrun", "--gloo", "-np", "2", "--disable-cache", ".venv/bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "launcher"), [("ddp", TORCHRUN), ("spawn", (sys.executable,)), ("horovod", HOROVODRUN)]
+)
+def test_its_own_launcher_starts_two_processes(reference, page, launcher):
+    if page == "horovod":
+        need_horovod()
+    argv = (f"recipes/{page}/minimal.py", "--epochs", str(EPOCHS), *EVERY_STEP)
+    result = run_command(*launcher, *argv, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    assert result.status == 0, result.stderr
+    found = read(re.sub(r"^\[\S+<stdout>:", "", result.stdout, flags=re.MULTILINE))  # what horovodrun prepends
+    assert found.losses == pytest.approx(reference.losses, rel=1e-5)
+    assert found.result == (page, 2, reference.result[2])
+
+
+def source(page):
+    return (ROOT / "recipes" / page / "minimal.py").read_text(encoding="utf-8")
+
+
+def num_changed(page):
+    """Return how many lines differ between a page and its parent, removed and added ones."""
+    texts = (source(name).splitlines() for name in (PARENTS[page], page))
+    return sum(line[0] in "+-" for line in list(difflib.unified_diff(*texts, n=0))[2:])
+
+
+def test_every_recipe_that_trains_has_a_page():
+    assert {path.parent.name for path in ROOT.glob("recipes/*/minimal.py")} == set(PAGES)
+    assert {path.parent.name for path in ROOT.glob("recipes/*/train.py")} == {*PAGES, "probe"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_imports_nothing_of_this_repository(page):
+    modules = set()
+    for node in ast.walk(ast.parse(source(page))):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules.add(node.module)
+    assert {module.split(".")[0] for module in modules} <= ALLOWED | OWN_LIBRARIES.get(page, set())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_is_a_page_that_says_how_to_run_it(page):
+    assert len(source(page).splitlines()) <= 120
+    docstring = ast.get_docstring(ast.parse(source(page)))
+    assert re.search(rf"^Run `.*recipes/{page}/minimal\.py", docstring, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES[2:])
+def test_every_exchange_says_what_crosses_the_wire(page):
+    """Each use of a collective has a comment that begins with the technique, in its line or above it."""
+    lines = source(page).splitlines()
+    for number, line in enumerate(lines):
+        if re.search(r"(dist|hvd)\.(all_reduce|allreduce|broadcast|all_gather|batch_isend)", line):
+            near = lines[max(0, number - 4) : number + 1]
+            assert any(re.search(r"# [A-Z]\w+: ", text) for text in near), f"{page}:{number + 1}"
+
+
+@pytest.mark.parametrize("page", PARENTS)
+def test_a_diff_with_its_parent_is_the_lesson(page):
+    assert num_changed(page) <= MOST_CHANGED.get(page, 40)
+
+
+def test_the_ladder_of_the_document_is_true():
+    rows = [f"| [{page}]({page}/minimal.py) | {len(source(page).splitlines())} |" for page in PAGES]
+    for i, page in enumerate(PAGES):
+        rows[i] += f" {PARENTS[page]} | {num_changed(page)} |" if page in PARENTS else " | |"
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) in text, "\n".join(["recipes/README.md should have:", *rows])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_document_quotes_it(page):
+    """Each block of Python in a recipe's README.md stands in its minimal.py, line by line, but for indentation."""
+    text = (ROOT / "recipes" / page / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    lines = source(page).splitlines()
+    for block in blocks:
+        quoted = block.splitlines()
+        excerpts = ("\n".join(lines[i : i + len(quoted)]) for i in range(len(lines)))
+        assert textwrap.dedent(block).rstrip() in map(textwrap.dedent, excerpts), f"{page}: {block}"
