@@ -240,6 +240,28 @@ def test_nothing_divides(observed_data):
 # ---- the same trajectory
 
 
+def test_single_equals_a_plain_loop(train, observed_data):
+    """What all others are held to: whole batches, a new order in each epoch, a linear warm-up."""
+    args = options([*DIGITS, "--seed", str(SEED)])
+    data = load_data(args, torch.device("cpu"), print)
+    model = build_model(args, data)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=0.01)
+    expected = []
+    for step in range(30):
+        epoch, place = divmod(step, 809 // 65)
+        order = torch.randperm(809, generator=torch.Generator().manual_seed(mix(SEED, epoch)))
+        ((images, labels),) = data.train.batches([order[65 * place : 65 * (place + 1)]], epoch)
+        optimizer.param_groups[0]["lr"] = 0.02 * (step + 1) / 100
+        optimizer.zero_grad()
+        loss = cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    path = train("single", 1, "--global-batch-size", "65", *steps(1))
+    assert losses(path) == pytest.approx(expected, rel=1e-5)
+    assert largest_difference(weights(path), model.state_dict()) < 1e-5
+
+
 @each_size
 def test_every_step_and_evaluation_equal_single(run, single, recipe, world_size):
     assert_same_run(run(recipe, world_size), single(recipe, world_size))
