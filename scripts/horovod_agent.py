@@ -5,7 +5,7 @@ r"""Run one node's processes of the Horovod recipe over Gloo: no ssh, no MPI, th
 
 horovodrun wants to reach the other nodes by ssh and to start everything from one of them. Here each node starts
 its own processes, as a scheduler does with every other recipe, and node 0 answers Horovod's rendezvous at
-MASTER_ADDR:MASTER_PORT. Signals, exit codes and orphans are handled as in scripts/agent.py.
+MASTER_ADDR:MASTER_PORT, by IPv4. Signals, exit codes and orphans are handled as in scripts/agent.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from recipes.common.errors import UserError
-from recipes.common.node import Node, check_head
+from recipes.common.node import Node, check_head, port_taken
 from scripts.agent import END_SIGNAL, blame, main, rank_command
 
 ERROR_GRACE_S = 2.0
@@ -38,7 +38,11 @@ def rendezvous(node: Node) -> Iterator[None]:
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
-    server = RendezvousHTTPServer((node.master_addr, node.master_port), RendezvousHandler, 0)
+    try:
+        # On all addresses: node 0's own name may stand for 127.0.1.1 there (Debian), where no other node comes.
+        server = RendezvousHTTPServer(("", node.master_port), RendezvousHandler, 0)
+    except OSError:
+        raise port_taken(node.master_port) from None
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -47,13 +51,23 @@ def rendezvous(node: Node) -> Iterator[None]:
         server.shutdown()
 
 
+def resolve_ipv4(name: str) -> str:
+    """Return a name's IPv4 address: Horovod's processes ask the rendezvous by IPv4 alone."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        raise UserError(
+            f"MASTER_ADDR {name} has no IPv4 address, and Horovod meets by IPv4 only; name one of node 0's"
+        ) from None
+
+
 def environment(node: Node, local_rank: int) -> dict[str, str]:
     """Return the variables by which Horovod's Gloo controller learns a process's place."""
     rank = node.node_rank * node.nproc_per_node + local_rank
     own = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": socket.gethostbyname(node.master_addr),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": resolve_ipv4(node.master_addr),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(node.master_port),
         "HOROVOD_HOSTNAME": f"node-{node.node_rank}",
         "HOROVOD_RANK": str(rank),
