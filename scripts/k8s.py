@@ -219,6 +219,7 @@ def set_nodes(request: Request, job: dict[str, Any], containers: list[dict[str, 
         job["trainer"]["numNodes"] = nodes
     elif request.kind == "pytorchjob":
         job["pytorchReplicaSpecs"]["Worker"]["replicas"] = nodes - 1
+        job["runPolicy"]["backoffLimit"] = 3 * nodes  # the operator adds up the restarts of all containers
     elif request.kind == "mpijob":
         job["mpiReplicaSpecs"]["Worker"]["replicas"] = nodes
     else:

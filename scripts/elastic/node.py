@@ -1,6 +1,7 @@
-"""One node of an elastic job: run this node's ranks when the coordinator says so, and tell how they ended.
+r"""One node of an elastic job: run this node's ranks when the coordinator says so, and tell how they ended.
 
-    MIN_NODES=2 NNODES=4 NODE_RANK=1 MASTER_ADDR=node-a MASTER_PORT=29500 scripts/launch.sh ddp --name mine
+    RDZV_ID=secret MIN_NODES=2 NNODES=4 NODE_RANK=1 MASTER_ADDR=node-a MASTER_PORT=29500 \
+        scripts/launch.sh ddp --name mine
 
 scripts/launch.sh calls it where MIN_NODES is set; it calls scripts/launch.sh again, without MIN_NODES, for each
 round. NODE_RANK is this node's number; its rank in a round may be another. The coordinator is the one that

@@ -236,6 +236,20 @@ def test_each_rendered_elastic_job_has_a_secret_of_its_own():
     assert all(len(word) == 32 for word in seen)
 
 
+def restarts_of(documents):
+    """Return how often all nodes may start again, where the kind counts failed pods or restarted containers."""
+    job = documents[-1]
+    pods = len(simulation.pods({"Job": "indexed-job", "PyTorchJob": "pytorchjob"}[job["kind"]], documents))
+    return job["spec"].get("runPolicy", job["spec"])["backoffLimit"] / pods
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "pytorchjob"])
+def test_all_nodes_start_again_three_times(kind):
+    """When one node fails, all do."""
+    assert restarts_of(load(KINDS[kind].file)) == 3
+    assert restarts_of(render(Request(kind, "ddp", "mine", nodes=5))) == 3
+
+
 # ---- kustomize
 
 
@@ -299,6 +313,8 @@ def test_components_do_what_they_say(kind, tmp_path):
     assert {one(pod.spec)["resources"]["limits"][GPU] for pod in workers} == {8}
     if kind == "mpijob":
         assert job["spec"]["slotsPerWorker"] == 8
+    if kind in ("indexed-job", "pytorchjob"):
+        assert job["spec"].get("runPolicy", job["spec"])["backoffLimit"] == 12
 
 
 @pytest.mark.parametrize("kind", KINDS)
