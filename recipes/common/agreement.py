@@ -11,7 +11,7 @@ import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ class Peers(Protocol):
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value."""
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor on the CPU by rank 0's."""
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -150,6 +153,58 @@ def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
             raise UserError(f"{name} is {here} on {socket.gethostname()}, and {there} on rank 0; {fix}")
 
 
+class Slot(NamedTuple):
+    """What stands for a tensor in a tree whose tensors follow."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    """The dimensions by descending stride: in that order the tensor is contiguous."""
+
+
+def broadcast_tree(tree: Any, peers: Peers) -> Any:
+    """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
+
+    Tensors go one by one: what is in memory besides the result is one tensor at most.
+    """
+    sent: list[Tensor] = []
+
+    def put_slot(tensor: Tensor) -> Slot:
+        sent.append(tensor)
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        return Slot(tuple(tensor.shape), tensor.dtype, tuple(order))
+
+    def fill_slot(slot: Slot) -> Tensor:
+        shape = [slot.shape[i] for i in slot.order]
+        if peers.rank == 0:
+            buffer = next(tensors).permute(slot.order).contiguous()
+        else:
+            buffer = torch.empty(shape, dtype=slot.dtype)
+        if buffer.numel():
+            with peers.watch("checkpoint"):
+                peers.broadcast_tensor(buffer.flatten().view(torch.uint8))
+        return buffer.permute([slot.order.index(i) for i in range(len(shape))])
+
+    with peers.watch("checkpoint"):
+        outline = peers.broadcast_object(map_tree(tree, Tensor, put_slot))
+    tensors = iter(sent)
+    return map_tree(outline, Slot, fill_slot)
+
+
+def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which change() has replaced what is of a kind."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        copy = type(tree)((key, map_tree(value, kind, change)) for key, value in tree.items())
+        if hasattr(tree, "__dict__"):  # a module's state_dict() holds versions there
+            vars(copy).update(vars(tree))
+        return copy
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tree(value, kind, change) for value in tree)
+    return tree
+
+
 def begin_run(
     job: Job,
     recipe: str,
@@ -169,8 +224,8 @@ def begin_run(
     job.record, content = run_on_all_ranks(
         lambda: open_run(job.args, recipe, places) if is_first else (None, None), peers
     )
+    content = broadcast_tree(content, peers)
     with peers.watch("checkpoint"):
-        content = peers.broadcast_object(content)
         folder = peers.broadcast_object(job.record.folder if job.record else None)
     run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
     peers.watch.follow(job, folder)

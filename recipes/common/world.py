@@ -12,7 +12,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from recipes.common.agreement import Slot
 from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.errors import UserError
 from recipes.common.node import is_port_chosen, port_taken
@@ -28,7 +30,7 @@ KEYWORDS = inspect.signature(dist.gather_object).parameters
 NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
 """Values of other ranks are read like checkpoints, by a loader that runs no code; older torch unpickles them."""
 
-SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, type(Path())]
+SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, Slot, type(Path())]
 """What ranks send one another beside tensors, numbers, texts, lists, tuples and dicts of them."""
 
 
@@ -58,6 +60,11 @@ class World:
             # World: rank 0 sends its value to all others.
             dist.broadcast_object_list(box, src=0, group=self.control, **NO_PICKLE)
         return box[0]
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor on the CPU by rank 0's; call it on all ranks."""
+        # World: rank 0 sends the tensor's bytes to all others.
+        dist.broadcast(tensor, src=0, group=self.control)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

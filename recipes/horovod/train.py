@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
@@ -82,6 +82,11 @@ class World:
         """Return rank 0's value; call it on all ranks."""
         # Horovod: rank 0 sends its pickled value to all others.
         return cast(T, hvd.broadcast_object(value, root_rank=0, name="object"))
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor on the CPU by rank 0's; call it on all ranks."""
+        # Horovod: rank 0 sends the tensor's bytes to all others.
+        hvd.broadcast_(tensor, root_rank=0, name="tensor")
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

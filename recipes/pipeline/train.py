@@ -115,6 +115,8 @@ class Grid(World):
     devices: list[torch.device]
     """This process's own: one, or with --split in-process one for each part of the model."""
     mesh: DeviceMesh
+    first_replica: dist.ProcessGroup
+    """A gloo group of replica 0, whose state a checkpoint holds."""
     replica: int
     replicas: int
     """Copies of the model, among which DDP shares out the batch."""
@@ -144,10 +146,11 @@ def join_grid(args: Options) -> Grid:
     timeout = bound_of_group(bound_of_waits(args), world.device.type)
     groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
     mesh = DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=("dp", "pp"))
+    first_replica = dist.new_group(grid[0].tolist(), timeout=timeout, backend="gloo")
     replica, stage = divmod(ranks.rank, stages)
-    return Grid(
-        **vars(world), devices=devices, mesh=mesh, replica=replica, replicas=len(grid), stage=stage, stages=stages
-    )
+    own: dict[str, Any] = {"devices": devices, "mesh": mesh, "first_replica": first_replica}
+    place: dict[str, Any] = {"replica": replica, "replicas": len(grid), "stage": stage, "stages": stages}
+    return Grid(**vars(world), **own, **place)
 
 
 def plan(model: nn.Module, args: Options, data: Data, world: Grid) -> list[Part]:
@@ -432,13 +435,14 @@ def save_checkpoint(job: Job, pipeline: Pipeline, world: Grid, is_best: bool = F
     raise_on_all_ranks(job.stop.error, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
-    share = pipeline.share.state(job.optimizer) if world.replica == 0 else None
-    gathered: list[Any] | None = [None] * world.world_size if world.rank == 0 else None
+    gathered: list[Any] | None = [None] * world.stages if world.rank == 0 else None
     with world.watch("checkpoint"):
-        dist.gather_object(share, gathered, dst=0, group=world.control, **NO_PICKLE)
+        if world.replica == 0:
+            share = pipeline.share.state(job.optimizer)
+            dist.gather_object(share, gathered, dst=0, group=world.first_replica, **NO_PICKLE)
     if job.record and gathered:
         # Pipeline: the file is the one-process run's: every recipe goes on from it, with any number of stages.
-        job.save(is_best, merge_shares(job.model, gathered[: world.stages]))
+        job.save(is_best, merge_shares(job.model, gathered))
 
 
 def describe(parts: list[Part], args: Options, world: Grid) -> str:

@@ -1,18 +1,22 @@
 """What ranks have to agree on before they train: the device, options, data, code; each refusal is one line."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
+import pickle
 import shutil
+import weakref
 
 import pytest
 import torch
 
 from recipes.common import agreement, entry, imagefolder
+from recipes.common.job import Job
 from tests.conftest import require
 from tests.images import make_images
-from tests.support import Ranks, words_for
+from tests.support import Ranks, is_equal, run_ranks, words_for
 
 
 def refusal(outcome):
@@ -182,3 +186,89 @@ def test_an_evaluation_that_leaves_a_sample_out_fails(tmp_path):
     outcome = Ranks("ddp", argv, 2, tmp_path / "out", setup=lose_a_sample).wait()
     assert set(outcome.statuses) == {1}, outcome.text
     assert "evaluated 359 samples and skipped 0 of 360" in outcome.outputs[0]
+
+
+# ---- the restored state
+
+
+class Replay:
+    """Peers of two ranks, one after the other: what rank 0 has sent is what rank 1 receives."""
+
+    def __init__(self, rank, messages):
+        self.rank, self.world_size, self.messages = rank, 2, messages
+
+    def watch(self, name):
+        return contextlib.nullcontext()
+
+    def broadcast_object(self, value):
+        if self.rank == 0:
+            self.messages.append(pickle.dumps(value))
+        return pickle.loads(self.messages.pop(0) if self.rank else self.messages[-1])
+
+    def broadcast_tensor(self, tensor):
+        assert tensor.is_contiguous()
+        if self.rank == 0:
+            self.messages.append(tensor.clone())
+        else:
+            tensor.copy_(self.messages.pop(0))
+
+
+def test_a_state_arrives_bit_for_bit_one_tensor_at_a_time():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    model.to(memory_format=torch.channels_last)
+    tensors = [torch.randn(5, 7).T, torch.tensor(3.0, dtype=torch.float64), torch.zeros(0, 4), torch.tensor(True)]
+    tree = {"model": model.state_dict(), "odd": {0: tensors, 1: (0.9, 0.999)}, "bf16": torch.randn(9).bfloat16()}
+    messages = []
+    agreement.broadcast_tree(tree, Replay(0, messages))
+    sizes = [message.nbytes for message in messages[1:]]
+    assert len(messages[0]) < 4000, "the outline holds no tensor"
+    assert max(sizes) == model[0].weight.nbytes
+    received = agreement.broadcast_tree(None, Replay(1, messages))
+    assert messages == []
+    assert is_equal(received, tree)
+    assert received["model"]._metadata == tree["model"]._metadata
+    assert received["model"]["0.weight"].stride() == model[0].weight.stride()
+    assert received["odd"][0][0].stride() == tensors[0].stride()
+
+
+def watch_the_content():
+    """Print how many of the checkpoint's weights are still in memory when training begins."""
+    restore, begin_epoch = Job.restore, Job.begin_epoch
+    kept = []
+
+    def noting(job, content):
+        kept.extend(weakref.ref(tensor) for tensor in content["model"].values())
+        restore(job, content)
+
+    def checking(job):
+        print(f"{sum(tensor() is not None for tensor in kept)} of {len(kept)} alive", flush=True)
+        begin_epoch(job)
+
+    Job.restore, Job.begin_epoch = noting, checking
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("dataparallel", 1), ("ddp", 2)])
+def test_no_copy_of_the_checkpoint_is_kept(tmp_path, recipe, world_size):
+    argv = words_for(tmp_path, recipe, "--resume", "auto", "--lr-schedule", "constant", "--epochs", "1")
+    run_ranks(recipe, [*argv, "--max-steps", "1"], world_size, tmp_path / "first")
+    job = Ranks(recipe, [*argv, "--max-steps", "2"], world_size, tmp_path / "out", setup=watch_the_content)
+    outcome = job.wait()
+    assert set(outcome.statuses) == {0}, outcome.text
+    assert [text.splitlines().count("0 of 10 alive") for text in outcome.outputs] == [1] * world_size, outcome.text
+
+
+def note_gathers():
+    gather = torch.distributed.gather_object
+
+    def noting(value, gathered, group, **how):
+        print(f"gathers from {torch.distributed.get_world_size(group)}", flush=True)
+        gather(value, gathered, group=group, **how)
+
+    torch.distributed.gather_object = noting
+
+
+def test_a_pipeline_gathers_its_state_within_one_replica(tmp_path):
+    argv = words_for(tmp_path, "grid", "--max-steps", "1", "--num-microbatches", "2")
+    outcome = Ranks("pipeline", argv, 4, tmp_path / "out", setup=note_gathers).wait()
+    assert outcome.statuses == [0] * 4, outcome.text
+    assert [text.count("gathers from 2") for text in outcome.outputs] == [1, 1, 0, 0]
