@@ -5,10 +5,12 @@ REQUIRE=gpu make test ARGS=tests/gpu
 """
 
 import signal
+import time
 
 import pytest
 import torch
 
+from recipes.common.idle import IdleClock
 from tests.conftest import need_gpus
 from tests.support import (
     Interrupt,
@@ -118,3 +120,36 @@ def test_more_processes_than_gpus_is_refused(tmp_path):
     outcome = job.wait()
     assert set(outcome.statuses) == {2}
     assert outcome.text.count("error: --device cuda: ") == 1
+
+
+def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
+    """24 bits in place of 11, and sums in another order: 60 steps amplify that by less than a thousand."""
+    run = train("single", tmp_path, 1, *STEPS, "--no-tf32")
+    cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
+    assert_same_run(run, cpu, 1000 * 2**-24)
+    tf32 = train("single", tmp_path / "tf32", 1, *STEPS, "--tf32")
+    assert losses(tf32) != losses(run)
+    assert newest_checkpoint(run)["optimizer"]["param_groups"][0]["fused"] is True
+
+
+def test_permanently_bad_gradients_end_an_fp16_run(tmp_path):
+    """Read where a loss is logged: 2^16 is below 1 after 17 steps."""
+    words = words_for(tmp_path, "run", *STEPS, "--amp", "fp16")
+    fault = Interrupt(signal.SIGCONT, 0, None, "gradient")
+    outcome = Ranks("ddp", words, 1, tmp_path / "out", interrupt=fault).wait()
+    assert outcome.statuses == [1], outcome.text
+    assert "a gradient of step 17 is not finite; the loss scale has collapsed to 0.5" in outcome.text
+
+
+def test_a_gpu_that_works_meanwhile_does_not_wait_for_data():
+    device = torch.device("cuda", 0)
+    clock = IdleClock(device)
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    with clock.waiting():
+        time.sleep(0.2)
+    torch.cuda.synchronize()
+    assert clock.seconds() < 0.05
+    with clock.waiting():
+        time.sleep(0.2)
+    torch.cuda.synchronize()
+    assert 0.15 < clock.seconds() < 1
