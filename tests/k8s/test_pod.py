@@ -42,6 +42,7 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     assert finished.has_finished(options, 1001) is False, "of an earlier start"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["single", "spawn", "ddp"])
 def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
     command = ["scripts/launch.sh", recipe, *words_for(tmp_path, "mine", "--resume", "auto")]
