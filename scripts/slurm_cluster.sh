@@ -247,7 +247,8 @@ down() {
     kill -KILL "$pid" 2>/dev/null || true
     local i
     for ((i = 0; i < 200; i++)); do
-        if ! kill -0 "$parent" 2>/dev/null; then
+        # A zombie has ended, too: in a container there may be no init that reaps it.
+        if ! kill -0 "$parent" 2>/dev/null || grep -q '^State:.Z' "/proc/$parent/status" 2>/dev/null; then
             rm -rf "$state"
             return
         fi
