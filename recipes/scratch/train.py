@@ -312,7 +312,7 @@ def log_bytes(job: Job, world: CountedWorld) -> None:
     """Let rank 0 print what each rank has sent and received in the last step; call it on all ranks."""
     # Scratch: gathers two numbers per rank.
     with world.watch("traffic"):
-        traffic = world.gather_objects(world.traffic)
+        traffic = [Traffic(**row) for row in world.gather_objects(vars(world.traffic))]
     if not job.record:
         return
     size = sum(parameter.nbytes for parameter in job.model.parameters())
