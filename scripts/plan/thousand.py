@@ -36,10 +36,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recipes.common import world
 from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
-from recipes.common.metrics import peak_memory_bytes
+from recipes.common.metrics import averages, peak_memory_bytes
 from recipes.common.options import Parser, one_of, positive_int
 from recipes.common.places import Place
 from recipes.ddp import train
@@ -136,7 +137,7 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    init, new_group, gather = dist.init_process_group, dist.new_group, dist.all_gather_object
+    init, new_group, gather = dist.init_process_group, dist.new_group, world.World.gather_objects
     count_step = Job.count_step
 
     def fake_init(*_: object, **__: object) -> None:
@@ -145,10 +146,11 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
     def fake_group(*_: object, **__: object) -> object:
         return new_group(backend="fake")
 
-    def fake_gather(objects: list[Any], own: Any, **words: Any) -> None:
-        gather(objects, own, **words)
+    def fake_gather(self: world.World, own: Any) -> list[Any]:
+        values = gather(self, own)
         if isinstance(own, Place):  # each node would have told its own name
-            objects[:] = [replace(place, host=f"node-{i // GPUS:04d}") for i, place in enumerate(objects)]
+            return [replace(place, host=f"node-{i // GPUS:04d}") for i, place in enumerate(values)]
+        return values
 
     def note_step(job: Job) -> None:
         count_step(job)
@@ -157,11 +159,14 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
 
     with (
         patch.dict(os.environ, environment),
+        patch.object(dist, "rendezvous", lambda *_, **__: iter([(None, 0, world_size)])),
+        patch.object(world, "_exchange_kinds", lambda store, ranks, kind, text: {kind: text}),
         patch.object(dist, "init_process_group", fake_init),
         patch.object(dist, "new_group", fake_group),
-        patch.object(dist, "all_gather_object", fake_gather),
+        patch.object(world.World, "gather_objects", fake_gather),
         patch.object(dist, "TCPStore", lambda *_, **__: None),
         patch.object(dist, "PrefixStore", SharedNotes),
+        patch.object(train, "averages", lambda totals, _: averages(totals, int(totals[2] + totals[4]))),
         patch.object(Job, "count_step", note_step),
     ):
         yield
