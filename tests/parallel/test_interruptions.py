@@ -158,7 +158,7 @@ def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
 
 @pytest.mark.parametrize("call", range(1, 6))
 def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
-    """A checkpoint calls fsync for the file, before its rename, and for the folder, after it; so did config.json."""
+    """A checkpoint, as config.json before it, flushes the file, before its rename, and the folder, after it."""
     run, outcome = interrupt("ddp", tmp_path, 2, 2 + call, signal.SIGKILL, [0], *SHORT, *FREQUENT, where="fsync")
     assert outcome.statuses[0] == -signal.SIGKILL
     assert len(list(run.glob("checkpoints/*.tmp"))) == call % 2
