@@ -226,10 +226,11 @@ class LocalJob:
                 return 1
             return 0
         statuses = {number: self.nodes[number].returncode for number in failed}
-        if statuses.get(0) == USAGE_STATUS:
+        # Where another program has the port, nodes that reach it instead of node 0 may call that a mistake.
+        if statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values():
             return USAGE_STATUS  # node 0 has said why
         sys.stderr.writelines(self.refusals)
-        for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
+        for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
             if spoken in statuses.values():
                 return spoken
         for number, status in statuses.items():

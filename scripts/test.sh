@@ -4,7 +4,7 @@
 #   scripts/test.sh quick [PYTEST ARGUMENTS]   all but those marked slow: minutes
 #   scripts/test.sh all [PYTEST ARGUMENTS]     all, e.g. tests/unit --numprocesses 0
 #
-# Three workers, also on two cores: tests wait for processes to start or to end most of the time. Coverage takes a
+# Four workers, also on two cores: tests wait for processes to start or to end most of the time. Coverage takes a
 # quarter longer.
 set -euo pipefail
 
@@ -20,7 +20,7 @@ all) chosen=() ;;
 esac
 shift
 python=${PYTHON:-.venv/bin/python}
-tests=(pytest --numprocesses 3 --dist worksteal "${chosen[@]}" "$@")
+tests=(pytest --numprocesses 4 --dist worksteal "${chosen[@]}" "$@")
 
 if [[ -z ${COVERAGE:-} ]]; then exec "$python" -m "${tests[@]}"; fi
 

@@ -72,7 +72,7 @@ begin_job() {
     touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
     options=(--name "$name" "$@")
     # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
-    if ((gpus > 0)) && ! grep -qs '^device:' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
+    if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
     # A job that begins again goes on with its own record, whatever it began from, as soon as there is one.
     if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
         options+=(--resume auto)
@@ -251,7 +251,7 @@ end_job() {
         exit 1
     elif [[ $signal == USR1 || $(job_field PreemptTime) =~ [0-9] ]]; then
         requeue "it was stopped before its end"
-    elif ((status == 75)); then
+    elif ((status == 75 || greatest == 75)); then # other nodes may have taken the port's owner for node 0
         requeue "another process took port $MASTER_PORT"
     elif ((status == 0)); then
         echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -15,6 +16,15 @@ def no_process_is_left():
     """End what a failed or timed-out test leaves behind, so that it disturbs no other."""
     yield
     support.end_all()
+
+
+@pytest.fixture(autouse=True)
+def stop_signals_are_pytests():
+    """Put back the handlers of the stop signals, which a recipe sets and programs of later tests would inherit."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def require(name: str, available: object, reason: str, remedy: str) -> None:

@@ -384,7 +384,9 @@ ctypes.CDLL = CDLL
 """
 
 
-@pytest.mark.parametrize("without", [None, without_prctl], ids=["", "without-prctl"])
+@pytest.mark.parametrize(
+    "without", [None, pytest.param(without_prctl, marks=pytest.mark.slow)], ids=["", "without-prctl"]
+)
 def test_ctrl_c_ends_everything_at_once(tmp_path, without):
     env = without(tmp_path) if without else {}
     job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS), **env)

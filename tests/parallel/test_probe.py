@@ -62,6 +62,7 @@ LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (mpirun, 1), (horovodrun_gl
 scripts/horovod_agent.py is the way without."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "nodes"), LAUNCHERS)
 def test_map(launcher, nodes):
     size = 4 // nodes

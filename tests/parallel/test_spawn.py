@@ -129,7 +129,7 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
 
 
-@pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
     run = train_spawned(tmp_path, nnodes, nproc_per_node, *STEPS)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
@@ -198,16 +198,6 @@ def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_pa
     assert "did you mean 'lenet'" in starters.text()
 
 
-@pytest.fixture
-def handlers():
-    """Give pytest its own signal handlers back."""
-    numbers = (signal.SIGUSR1, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.mark.parametrize(
     ("argv", "env", "words"),
     [
@@ -223,7 +213,7 @@ def handlers():
         ),
     ],
 )
-def test_bad_places_are_refused_before_anything_starts(monkeypatch, handlers, argv, env, words):
+def test_bad_places_are_refused_before_anything_starts(monkeypatch, argv, env, words):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=re.escape(words)) as caught:

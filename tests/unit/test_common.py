@@ -346,16 +346,6 @@ class TestRanks:
         assert "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def handlers():
-    numbers = (signal.SIGUSR1, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 class TestStop:
     @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
     def test_a_signal_is_a_vote(self, number):

@@ -56,9 +56,6 @@ def test_bad_options_are_refused_in_one_line(recipe, case):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys, rank):
-    from recipes.common import entry
-
-    monkeypatch.setattr(entry, "STOP_SIGNALS", ())  # this process is pytest: it keeps its handlers
     monkeypatch.setenv("RANK", rank)
     assert exit_status(lambda: ddp.options(["--powersgd-rank", "0"])) == 2
     printed = capsys.readouterr()

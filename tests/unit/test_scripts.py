@@ -274,9 +274,10 @@ sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
         assert local.main(["ddp", "--nodes", "1", "--nproc-per-node", "1"]) == expected
         assert len(statuses) - len(left) == jobs
 
-    def test_a_node_that_tells_of_it_counts_before_those_that_were_ended(self, capsys):
+    @pytest.mark.parametrize("statuses", [(75, -9), (75, 2), (2, 75)])
+    def test_a_node_that_tells_of_it_counts_before_all_others(self, capsys, statuses):
         job = local.LocalJob()
-        job.nodes = [types.SimpleNamespace(returncode=status) for status in (75, -9)]
+        job.nodes = [types.SimpleNamespace(returncode=status) for status in statuses]
         assert job.report([0, 1]) == 75
         assert capsys.readouterr().err == ""
 
@@ -299,16 +300,20 @@ class TestMeetNodes:
     def meet(self, folder, *places, bound_s=600):
         """Return what each node says of its (NNODES, NODE_RANK), and its process."""
         port, is_over, started = local.free_port(), support._context.Event(), []
-        for i, (nnodes, rank) in enumerate(places):
-            node = Node(nnodes, rank, 1, "127.0.0.1", port, bound_s)
-            process = support._context.Process(target=meet, args=(node, folder / str(i), is_over))
-            process.start()
-            started.append(process)
         files = [folder / str(i) for i in range(len(places))]
-        wait_until(lambda: all(file.exists() and file.read_text() for file in files), 50, "an answer of each node")
-        is_over.set()
-        for process in started:
-            process.join(30)
+        try:
+            for file, (nnodes, rank) in zip(files, places, strict=True):
+                node = Node(nnodes, rank, 1, "127.0.0.1", port, bound_s)
+                started.append(support._context.Process(target=meet, args=(node, file, is_over)))
+                started[-1].start()
+            have_answered = lambda: all(file.exists() and file.read_text() for file in files)  # noqa: E731
+            wait_until(have_answered, 50, "an answer of each node")
+            is_over.set()
+            for process in started:
+                process.join(30)
+        finally:
+            for process in started:
+                process.kill()
         return [file.read_text() for file in files], started
 
     def test_all_come(self, tmp_path):
@@ -327,6 +332,6 @@ class TestMeetNodes:
         assert said[1] == said[0]
 
     def test_a_node_that_does_not_come_is_named(self, tmp_path):
-        said, _ = self.meet(tmp_path, (4, 0), (4, 2), bound_s=1)
-        assert said[0].startswith("node 0 waited 1 s for node 1, 3 of 4 at 127.0.0.1:")
-        assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 1 s for node 1, 3 of 4 ")
+        said, _ = self.meet(tmp_path, (4, 0), (4, 2), bound_s=5)
+        assert said[0].startswith("node 0 waited 5 s for node 1, 3 of 4 at 127.0.0.1:")
+        assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 5 s for node 1, 3 of 4 ")

@@ -330,10 +330,16 @@ def test_the_network_is_that_of_fabric_sh(monkeypatch):
 
 def test_a_port_that_is_taken_on_any_address_is_passed_over():
     script = "; ".join([*submit.JOB_SETUP, "echo $MASTER_PORT"])
-    with socket.create_server(("127.0.0.2", 20000 + 9 * 16)):
-        env = {"SLURM_JOB_ID": "9", "PATH": os.environ["PATH"]}
-        done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=10)
-    assert int(done.stdout) > 20000 + 9 * 16
+    # Ports are those of the machine: another number than that of other tests and checkouts.
+    env = {"SLURM_JOB_ID": str(os.getpid()), "PATH": os.environ["PATH"]}
+
+    def port():
+        words = ["bash", "-c", script]
+        return int(subprocess.run(words, env=env, capture_output=True, text=True, timeout=50, check=True).stdout)
+
+    first = port()
+    with socket.create_server(("127.0.0.2", first)):
+        assert port() > first
 
 
 def test_the_port_differs_by_job_and_start():
