@@ -17,7 +17,9 @@ fi
 
 # .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
 # does, in the same versions.
-is_ready() { cmp --silent ".venv/.installed/$want.txt" "requirements/$want.txt"; }
+is_ready() { runs && cmp --silent ".venv/.installed/$want.txt" "requirements/$want.txt"; }
+# Its Python may be gone, or too old: then .venv is made anew.
+runs() { .venv/bin/python -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null; }
 is_ready && exit 0
 
 python=$(scripts/python.sh -c 'import sys; print(sys.executable)') || exit
@@ -50,7 +52,7 @@ show_progress() {
 }
 
 log=.venv/setup.log
-[[ -x .venv/bin/python ]] || "$python" -m venv --clear .venv
+runs || "$python" -m venv --clear .venv
 say "installing requirements/$want.txt into .venv (PyTorch with CUDA: about 6 GB, some minutes); log: $log"
 [[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"

@@ -216,7 +216,7 @@ def default_minutes(partition: str | None) -> int:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if shown.returncode:
         reason = " ".join((shown.stderr + shown.stdout).split()).rstrip(".")
-        raise UserError(f"Slurm tells no time limit: {reason}; {remedy('sinfo lists the partitions')}")
+        raise UserError(f"Slurm shows no time limit: {reason}; {remedy('sinfo lists the partitions')}")
     lines = shown.stdout.splitlines()
     line = next((line for line in lines if " Default=YES " in line), lines[0] if lines else "")
     for name in ("DefaultTime", "MaxTime"):

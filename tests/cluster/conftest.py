@@ -17,7 +17,7 @@ COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter
 
 def require_slurm():
     """Skip, or fail under REQUIRE=slurm, where no cluster can be started."""
-    require("slurm", os.geteuid() == 0, "a cluster of namespaces wants root", "run `make test-all` as root")
+    require("slurm", os.geteuid() == 0, "a cluster of namespaces requires root", "run `make test-all` as root")
     missing = [command for command in COMMANDS if not shutil.which(command)]
     remedy = "as root: apt-get install --no-install-recommends slurm-wlm munge iproute2"
     require("slurm", not missing, f"there is no {', '.join(missing)}", remedy)

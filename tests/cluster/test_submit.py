@@ -200,7 +200,7 @@ def test_a_sweep_is_an_array_with_a_table_at_its_end(submitted, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--partition", "nope"], "error: Slurm tells no time limit: Partition nope not found; sinfo "),
+        (["--partition", "nope"], "error: Slurm shows no time limit: Partition nope not found; sinfo "),
         (
             ["--partition", "nope", "--time", "5"],
             "error: Slurm refuses the job: invalid partition specified: nope; ",

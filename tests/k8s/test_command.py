@@ -300,6 +300,18 @@ def test_delete_takes_all_kinds_and_no_volume(tmp_path):
     assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
 
 
+def test_delete_without_permission_for_secrets_deletes_the_rest(tmp_path):
+    forbidden = {"err": 'Error from server (Forbidden): secrets is forbidden: User "u" ...\n', "status": 1}
+    play = {
+        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
+        "delete secrets": [forbidden],
+        "delete": [{}],
+    }
+    result = Played(tmp_path, play, "--delete", "mine").wait()
+    assert (result.status, result.stdout) == (0, 'job.batch "mine" deleted\n')
+    assert result.stderr == "no permission to delete secrets: that of an elastic job would stay\n"
+
+
 def test_delete_of_what_is_not_there(tmp_path):
     result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
     assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")

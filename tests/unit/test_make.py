@@ -419,6 +419,18 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert (again.status, again.stderr) == (0, "")
 
 
+def test_an_environment_whose_python_has_gone_is_made_anew(checkout):
+    for path in ("requirements/run.txt", ".venv/.installed/run.txt"):
+        (checkout / path).parent.mkdir(exist_ok=True)
+        (checkout / path).write_text("")
+    python = checkout / ".venv/bin/python"
+    python.unlink()
+    python.symlink_to("/nowhere/python3")
+    result = run_command(str(checkout / "scripts/setup.sh"), "run")
+    assert result.status == 0, result.stderr
+    assert run_command(str(python), "--version").status == 0
+
+
 def test_setup_that_fails_shows_pips_last_lines(checkout):
     result = run_command(str(checkout / "scripts/setup.sh"), "run", PIP_STATUS="1")
     assert result.status == 2

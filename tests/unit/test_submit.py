@@ -178,7 +178,7 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     assert submit.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "error: Slurm tells no time limit: error: Could not establish a configuration source; "
+        "error: Slurm shows no time limit: error: Could not establish a configuration source; "
     )
     assert error.endswith(expected)
     assert submit.main(["ddp", "--time", "10", *words[1:]]) == 2
