@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -242,7 +242,7 @@ def walk(folder: Path) -> Listing:
     """Find all images below a folder.
 
     Raises:
-        UserError: a missing folder, no class folders, no images, or a class that only val has.
+        UserError: a folder is missing or cannot be read, no class folders or images, or a class that only val has.
     """
     state = _state(folder)
     train, classes = _scan(folder, "train")
@@ -313,6 +313,12 @@ def _state(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def _refuse_folder(error: OSError) -> NoReturn:
+    """Raise the error of a folder below a class, which os.walk() would pass over as if it were empty."""
+    fix = "make it readable for this user, or remove it"
+    raise UserError(f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}")
+
+
 def _scan(folder: Path, half: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return (path below the folder, class name) of the images below half/CLASS, sorted, and the sorted names."""
     root = folder / half
@@ -327,7 +333,7 @@ def _scan(folder: Path, half: str) -> tuple[list[tuple[str, str]], list[str]]:
     for name in classes:
         found = [
             os.path.relpath(os.path.join(place, file), folder)
-            for place, _, files in os.walk(root / name)
+            for place, _, files in os.walk(root / name, onerror=_refuse_folder)
             for file in files
             if file.lower().endswith(EXTENSIONS)
         ]

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -185,6 +186,22 @@ class TestImageFolder:
         with pytest.raises(UserError, match=words) as caught:
             self.load(tmp_path)
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("folder", ["train/a", "train/a/deep"])
+    def test_a_folder_that_cannot_be_read_is_not_an_empty_one(self, tmp_path, monkeypatch, folder):
+        for name in ("train/a/0.jpg", "train/a/deep/1.jpg", "val/a/0.jpg"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(b"x")
+        scandir = os.scandir
+
+        def fail(path):
+            if Path(path) == tmp_path / folder:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", fail)
+        with pytest.raises(UserError, match=rf"--data-dir: cannot read .*/{folder} \(Permission denied\); "):
+            self.load(tmp_path)
 
     def test_classes_are_numbered_by_name(self, tmp_path):
         from PIL import Image
