@@ -242,7 +242,7 @@ class Record:
         """
         with _as_user_error("read", self.folder):
             if is_complete and not self.is_new:
-                self._earlier_result = self._read_result()
+                self._earlier_result = self._read_result(step)
         if self._earlier_result:
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
@@ -312,13 +312,14 @@ class Record:
             if changes:
                 say(f"options unlike the last launch's (defaults where not given): {', '.join(changes)}")
 
-    def _read_result(self) -> dict[str, Any] | None:
-        """Return result.json, None where there is none or it was cut."""
+    def _read_result(self, step: int) -> dict[str, Any] | None:
+        """Return result.json; None where there is none, it was cut, or it is that of another step."""
         try:
             result = json.loads((self.folder / "result.json").read_text(errors="replace"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        return result if isinstance(result, dict) and result.keys() >= LINE_OF_RESULT else None
+        is_whole = isinstance(result, dict) and result.keys() >= LINE_OF_RESULT
+        return result if is_whole and result.get("step") == step else None
 
     def log_step(self, **values: float) -> None:
         """Append a logged step: step, epoch, loss, lr, samples_per_s."""

@@ -206,6 +206,20 @@ def test_a_result_that_was_not_written_is_written_from_the_checkpoint(run, singl
     assert lines[-1].startswith("result recipe=single world_size=1 ")
 
 
+def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
+    """Killed between its last checkpoint and its result, a longer run still has the shorter one's."""
+    short = (run / "result.json").read_text()
+    single("a", "--epochs", "3", "--resume", "auto")
+    whole = read(run, "result.json")
+    (run / "result.json").write_text(short)
+    lines = single("a", "--epochs", "3", "--resume", "auto")
+    again = read(run, "result.json")
+    for name in ("test_accuracy", "samples", "step"):
+        assert again[name] == whole[name]
+    assert again["step"] == 3 * EPOCH
+    assert f"test_accuracy={whole['test_accuracy']:.4f} " in lines[-1]
+
+
 def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
     (run / "result.json").unlink()  # it was stopped there
     before = files(run)
