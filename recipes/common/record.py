@@ -183,9 +183,23 @@ def _read_config(path: Path) -> dict[str, Any]:
     text = path.read_text(errors="replace")
     with contextlib.suppress(ValueError):
         config = json.loads(text)
-        if isinstance(config, dict) and config.get("recipe") and config.get("launches"):
+        if _is_config(config):
             return config
     raise UserError(f"{path} is damaged or not of this project; restore or remove it, or choose another --name")
+
+
+def _is_config(content: Any) -> bool:
+    """Return whether the content of a config.json has what a later launch reads."""
+    try:
+        last = {**content, **content["launches"][-1]}
+        return (
+            isinstance(last["recipe"], str)
+            and isinstance(last["checkpoint"], str | None)
+            and isinstance(last["options"], dict)
+            and datetime.fromisoformat(last["time"]).tzinfo is not None
+        )
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 def _read_path(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -307,7 +321,7 @@ class Record:
         elif not self.is_new:
             say("no checkpoint yet: starting from step 0")
         if config:
-            before = config["launches"][-1].get("options", config["options"])
+            before = {**config, **config["launches"][-1]}["options"]
             changes = _changes(before, {name: _plain(value) for name, value in self.args.as_dict().items()})
             if changes:
                 say(f"options unlike the last launch's (defaults where not given): {', '.join(changes)}")

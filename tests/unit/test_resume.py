@@ -20,6 +20,30 @@ EPOCH = 22
 """Steps: 1,437 digits in batches of 64."""
 
 
+def config_with(**launch):
+    """Return the text of a config.json whose only launch is this."""
+    return json.dumps({"recipe": "single", "options": {}, "launches": [launch]})
+
+
+LAUNCHED = "2026-01-09T09:00:00+0000"
+
+DAMAGED_CONFIGS = [
+    "",
+    '{"recipe": "single", "laun',
+    "[]",
+    '{"model_type": "bert"}',
+    '{"recipe": "single", "launches": [1]}',
+    '{"recipe": "single", "launches": {"a": {}}}',
+    config_with(time=LAUNCHED),
+    config_with(time=LAUNCHED, checkpoint=[1]),
+    config_with(checkpoint=None),
+    config_with(checkpoint=None, time="yesterday"),
+    config_with(checkpoint=None, time="2026-01-09T09:00:00"),  # cannot be compared with one that has a zone
+    config_with(checkpoint=None, time=LAUNCHED, options=[]),
+    json.dumps({"recipe": "single", "launches": [{"checkpoint": None, "time": LAUNCHED}]}),
+]
+
+
 @pytest.fixture(autouse=True)
 def handlers():
     """Put back the handlers of the stop signals, which a recipe sets."""
@@ -110,7 +134,7 @@ def test_a_complete_run_without_checkpoints_is_refused(run, single):
     assert files(run) == before
 
 
-@pytest.mark.parametrize("text", ["", '{"recipe": "single", "laun', "[]", '{"model_type": "bert"}'])
+@pytest.mark.parametrize("text", DAMAGED_CONFIGS)
 def test_a_damaged_config_is_named_and_left(run, single, text):
     (run / "config.json").write_text(text)
     before = files(run)
@@ -377,9 +401,10 @@ def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_pa
         assert is_equal(weights(tmp_path / "runs" / name), weights(run))
 
 
-def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single, capsys, tmp_path):
-    shutil.copytree(run, tmp_path / "b")
-    (tmp_path / "b" / "config.json").write_text("")
+@pytest.mark.parametrize("text", DAMAGED_CONFIGS)
+def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single, capsys, tmp_path, text):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(text)
     args = options(["--runs-dir", str(tmp_path), "--resume", "auto"])
     capsys.readouterr()
     opened, _ = record.open_run(args, "single", [])
