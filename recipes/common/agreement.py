@@ -227,5 +227,11 @@ def begin_run(
     content = broadcast_tree(content, peers)
     with peers.watch("checkpoint"):
         folder = peers.broadcast_object(job.record.folder if job.record else None)
-    run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
+    try:
+        run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
+    except UserError:
+        if job.record:
+            job.record.discard()
+        raise
+    run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
     peers.watch.follow(job, folder)

@@ -78,10 +78,10 @@ class Job:
         return done >= self.total_steps and self.position.epoch * self.steps_per_epoch >= done
 
     def restore(self, content: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint's content (None: from the beginning), and begin this launch's record.
+        """Go on from a checkpoint's content (None: from the beginning).
 
         Raises:
-            UserError: the checkpoint's model or optimizer has another shape, or the record cannot be written.
+            UserError: the checkpoint's model or optimizer has another shape.
         """
         try:
             if content is not None:
@@ -90,6 +90,13 @@ class Job:
             if self.record:
                 self.record.discard()
             raise
+
+    def begin_record(self) -> None:
+        """Begin this launch's record; call it once all ranks have restored the checkpoint.
+
+        Raises:
+            UserError: the checkpoint is beyond what is asked for, or the record cannot be written.
+        """
         if self.record:
             self.record.begin(self.position.step, self.total_steps, self.is_complete)
 

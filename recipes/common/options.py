@@ -143,7 +143,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of options; flags given here win")
     group.add_argument("--name", type=plain_name, help="the run's name (default: RECIPE-001, -002, ...)")
     group.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept")
-    add_switch(group, "--overwrite", "delete an earlier run of the same name first")
+    add_switch(group, "--overwrite", "replace an earlier run of the same name")
     group.add_argument(
         "--resume",
         default="none",

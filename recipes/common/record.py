@@ -53,10 +53,11 @@ def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Recor
 
     Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
     `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
-    an existing record before Record.begin().
+    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces.
 
     Raises:
-        UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, the disk refuses.
+        UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, or in the run that
+            `--overwrite` deletes, the disk refuses.
     """
     with _as_user_error("read", args.runs_dir):
         folder, found = _find(args, recipe)
@@ -64,8 +65,13 @@ def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Recor
         check_options(args, found[1], found[0])
     is_new = folder is None
     with _as_user_error("write", args.runs_dir):
-        folder = folder or _new_run(args, recipe)
-    record = Record(folder, args, recipe, places, found[0] if found else None, is_new)
+        replaced = _replaced_run(args)
+        if replaced and found and found[0].resolve().is_relative_to(replaced.resolve()):
+            raise UserError(
+                f"--resume: {found[0]} is in {replaced}, which --overwrite deletes; choose another --name"
+            )
+        folder = folder or replaced or _new_run(args, recipe)
+    record = Record(folder, args, recipe, places, found[0] if found else None, is_new, replaced is not None)
     return record, found[1] if found else None
 
 
@@ -110,13 +116,19 @@ def _names(folder: Path) -> set[str]:
         return set()
 
 
+def _replaced_run(args: Options) -> Path | None:
+    """Return the run that a new one is to replace; None: there is none."""
+    if not args.name or not args.overwrite or args.resume == "auto":
+        return None
+    folder: Path = args.runs_dir / args.name
+    return folder if "config.json" in _names(folder) else None
+
+
 def _new_run(args: Options, recipe: str) -> Path:
     """Make the folder of a new run; without --name, the next free number of the recipe."""
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     if args.name:
         folder = args.runs_dir / args.name
-        if args.overwrite and args.resume != "auto" and (folder / "config.json").exists():
-            _empty(folder)
         folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:
             if any(path.name != LAUNCHER_LOGS for path in folder.iterdir()):
@@ -231,9 +243,12 @@ class Record:
         places: Sequence[Place],
         checkpoint: Path | None,
         is_new: bool,
+        replaces: bool = False,
     ) -> None:
         self.folder, self.args, self.recipe = folder, args, recipe
         self.places, self.checkpoint, self.is_new = places, checkpoint, is_new
+        self.replaces = replaces
+        """The folder holds an earlier run's record, which begin() deletes."""
         self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints)
         self.progress = Progress()
         self._metrics = folder / "metrics.jsonl"
@@ -244,7 +259,8 @@ class Record:
     def begin(self, step: int, total_steps: int, is_complete: bool) -> None:
         """Add this launch to config.json and drop the lines of steps that will be done again.
 
-        A run that is complete and has its result stays as it is.
+        A run that is complete and has its result stays as it is. Call it once all ranks have restored the
+        checkpoint: it deletes the record that this run replaces.
 
         Args:
             step: the one that the checkpoint stands at, 0 without one.
@@ -267,6 +283,9 @@ class Record:
                 "--max-steps ask for; ask for more"
             )
         path = self.folder / "config.json"
+        with _as_user_error("write", self.folder):
+            if self.replaces:
+                _empty(self.folder)
         with _as_user_error("read", self.folder):
             config = _read_config(path) if path.name in _names(self.folder) else {}
             kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
@@ -276,7 +295,7 @@ class Record:
 
     def discard(self) -> None:
         """Remove the folder of a new run that cannot begin."""
-        if self.is_new:
+        if self.is_new and not self.replaces:
             with contextlib.suppress(OSError):
                 self._metrics.unlink(missing_ok=True)
                 self.folder.rmdir()  # stays where a launcher has its logs in it

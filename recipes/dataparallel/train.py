@@ -166,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = Job(args, data, device, model, optimizer, build_scaler(args, device), stop)
     job.record, content = open_run(args, "dataparallel", [place_of(device)])
     job.restore(content)
+    job.begin_record()
     del content  # a copy of the weights
 
     while not job.is_complete:

@@ -1,19 +1,21 @@
 """The parts of recipes/common, one by one."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 
 from recipes.common import metrics
-from recipes.common.agreement import shard
+from recipes.common.agreement import begin_run, shard
 from recipes.common.data import SKIPPED, Data, TensorSplit
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
@@ -430,6 +432,30 @@ class TestRecord:
             assert log.read_text() == "n1: fabric tcp\n"
         with pytest.raises(UserError, match="exists"):
             self.open(tmp_path, "--name", "a")
+
+    @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+    def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
+        """As when a stage of the pipeline does not fit its part of the checkpoint, and rank 0's does."""
+        if flags:
+            self.open(tmp_path, "--name", "a")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        job = TestJob().job("--runs-dir", str(tmp_path), "--name", "a", "--no-tensorboard", *flags)
+        errors = [None]
+
+        def own_part(content):
+            errors.append(UserError("rank 1's part does not fit"))
+            return content
+
+        peers = SimpleNamespace(
+            rank=0,
+            watch=lambda name: contextlib.nullcontext(),
+            gather_objects=lambda value: [value, errors[-1] if value is None else value],
+            broadcast_object=lambda value: value,
+        )
+        with pytest.raises(UserError, match="rank 1's part does not fit"):
+            begin_run(job, "single", peers, own_part)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert os.listdir(tmp_path) == (["a"] if flags else [])
 
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
         from recipes.common.checkpoint import Position, pack

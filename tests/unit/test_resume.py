@@ -183,6 +183,42 @@ def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
     assert len(losses(run)) == 2 * EPOCH
 
 
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/best.pt"])
+def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path, place):
+    """It would be lost with the first checkpoint of the new run still to come."""
+    (tmp_path / "link").symlink_to(run)
+    before = files(run)
+    for path in (run / place, tmp_path / "link" / place):
+        with pytest.raises(UserError, match=r"--resume: .*\.pt is in .*a, which --overwrite deletes; "):
+            single("a", "--epochs", "2", "--overwrite", "--resume", str(path))
+        assert files(run) == before
+
+
+def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
+    """The old record goes once the checkpoint has been restored and the steps are known to be enough."""
+    other = shutil.copytree(run, tmp_path / "b")
+    before = files(run)
+    with pytest.raises(UserError, match=rf"stands at step {EPOCH}, beyond the 5 steps"):
+        single("a", "--max-steps", "5", "--overwrite", "--resume", str(other))
+    assert files(run) == before
+    content = newest_checkpoint(other)
+    content["model"].popitem()
+    record.CheckpointFolder(other / "checkpoints").write(content)
+    with pytest.raises(UserError, match="the checkpoint does not fit this run"):
+        single("a", "--overwrite", "--resume", str(other))
+    assert files(run) == before
+
+
+def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_path):
+    other = shutil.copytree(run, tmp_path / "b")
+    (run / "note.txt").write_text("of the old run")
+    single("a", "--max-steps", "24", "--overwrite", "--resume", str(other))
+    assert [line["step"] for line in metrics(run) if "loss" in line] == [23, 24]
+    assert [launch["step"] for launch in read(run)["launches"]] == [EPOCH]
+    assert sorted(os.listdir(run)) == ["checkpoints", "config.json", "metrics.jsonl", "result.json"]
+    assert sorted(os.listdir(run / "checkpoints")) == ["best.pt", "step-000000024.pt"]
+
+
 # ---- a complete run
 
 
