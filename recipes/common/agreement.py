@@ -104,10 +104,13 @@ LIBRARIES = ("torch", "torchvision", "numpy", "pillow", "nvidia-nvimgcodec-cu13"
 def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Callable[[UserError], None]) -> Data:
     """Load the data set, and check that all ranks train the same; call it on all ranks, before anything else.
 
+    Options come first: they decide what ranks do together to load data, and which groups they make.
+
     Raises:
         UserError: missing or malformed data; or with the first rank whose options, data, code or libraries differ
             from rank 0's, and the first difference.
     """
+    check_same_facts(training_facts(args, recipe), peers)
     listing = None
     if args.data == "imagefolder":
         from recipes.common.imagefolder import Listing, walk
@@ -116,18 +119,16 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
         with peers.watch("data set"):
             listing = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, listing), peers)
-    facts = training_facts(args, recipe, data)
-    with peers.watch("agreement"):
-        expected = peers.broadcast_object(facts)  # some 5 kB
-    run_on_all_ranks(lambda: check_facts(facts, expected), peers)
+    check_same_facts(
+        {"the training set": data.train.fingerprint(), "the test set": data.test.fingerprint()}, peers
+    )
     return data
 
 
-def training_facts(args: Options, recipe: str, data: Data) -> dict[str, str]:
-    """Return all that decides what a run computes, by name."""
+def training_facts(args: Options, recipe: str) -> dict[str, str]:
+    """Return all that decides what a run computes from its data, by name."""
     values = args.as_dict().items()
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
-    facts |= {"the training set": data.train.fingerprint(), "the test set": data.test.fingerprint()}
     root = Path(__file__).parent.parent
     for path in sorted([*root.glob("common/*.py"), *root.glob(f"{recipe}/*.py")]):
         facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
@@ -138,6 +139,13 @@ def training_facts(args: Options, recipe: str, data: Data) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
     return facts
+
+
+def check_same_facts(facts: dict[str, str], peers: Peers) -> None:
+    """Compare the facts of all ranks with rank 0's; call it on all ranks."""
+    with peers.watch("agreement"):
+        expected = peers.broadcast_object(facts)  # up to some 5 kB
+    run_on_all_ranks(lambda: check_facts(facts, expected), peers)
 
 
 def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:

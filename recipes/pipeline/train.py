@@ -125,12 +125,15 @@ class Grid(World):
     """Processes that a replica spans: 1 with --split in-process."""
 
 
-def join_grid(args: Options) -> Grid:
-    """Connect this process with the others and find its place among them."""
+def count_stages(args: Options) -> int:
+    """Return how many processes a replica spans; one that is split within its process takes one."""
+    return 1 if args.split == "in-process" else args.stages
+
+
+def join_replicas(args: Options) -> World:
+    """Connect this process with the others, which have to make up whole replicas."""
     # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
-    ranks = read_ranks("pipeline")
-    # Pipeline: the world is a grid of replicas x stages; a replica split within its process takes one process.
-    stages, devices_per_rank = (1, args.stages) if args.split == "in-process" else (args.stages, 1)
+    ranks, stages = read_ranks("pipeline"), count_stages(args)
     if ranks.world_size % stages:
         below = ranks.world_size // stages * stages
         either = f"{below} or {below + stages}" if below else f"{stages}"
@@ -138,16 +141,22 @@ def join_grid(args: Options) -> Grid:
             f"--stages {stages} wants a multiple of {stages} processes, got {ranks.world_size}; "
             f"start {either}, or give --stages {ranks.world_size}"
         )
-    world = join_world(args, ranks, devices_per_rank)
-    first = world.device.index  # None for the CPU
-    devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(devices_per_rank)]
-    # Pipeline: a group for each column of the grid (one stage's gradients) and each row (a replica's activations).
-    grid = torch.arange(ranks.world_size).view(-1, stages)
+    return join_world(args, ranks, devices_per_rank=args.stages // stages)
+
+
+def build_grid(args: Options, world: World) -> Grid:
+    """Find this process's place among the others; call it on all ranks, with the same options."""
+    stages = count_stages(args)
+    first, count = world.device.index, args.stages // stages  # no index for the CPU
+    devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(count)]
+    # Pipeline: the world is a grid of replicas x stages, with a group for each column (one stage's gradients)
+    # and each row (a replica's activations).
+    grid = torch.arange(world.world_size).view(-1, stages)
     timeout = bound_of_group(bound_of_waits(args), world.device.type)
     groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
     mesh = DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=("dp", "pp"))
     first_replica = dist.new_group(grid[0].tolist(), timeout=timeout, backend="gloo")
-    replica, stage = divmod(ranks.rank, stages)
+    replica, stage = divmod(world.rank, stages)
     own: dict[str, Any] = {"devices": devices, "mesh": mesh, "first_replica": first_replica}
     place: dict[str, Any] = {"replica": replica, "replicas": len(grid), "stage": stage, "stages": stages}
     return Grid(**vars(world), **own, **place)
@@ -452,18 +461,19 @@ def describe(parts: list[Part], args: Options, world: Grid) -> str:
     return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
 
 
-def train(args: Options, stop: Stop, world: Grid) -> None:
+def train(args: Options, stop: Stop, world: World) -> None:
     """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
     data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
-    run_on_all_ranks(lambda: check_microbatches(args, world.replicas, len(data.train)), world)
+    grid = build_grid(args, world)
+    run_on_all_ranks(lambda: check_microbatches(args, grid.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_model(args, data), world)
-    parts = plan(model, args, data, world)
+    parts = plan(model, args, data, grid)
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     with world.watch("model", computes=True):
-        pipeline: Pipeline = build(model, parts, args, data, world)
-    if args.deterministic and world.replicas > 1:
-        settle_buckets(pipeline, model, args, data, world)
+        pipeline: Pipeline = build(model, parts, args, data, grid)
+    if args.deterministic and grid.replicas > 1:
+        settle_buckets(pipeline, model, args, data, grid)
     optimizer = build_optimizer(args, pipeline.share.parameters)
     job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
 
@@ -471,19 +481,19 @@ def train(args: Options, stop: Stop, world: Grid) -> None:
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
     begin_run(job, "pipeline", world, pipeline.share.of_checkpoint)
     if job.record:
-        job.record.progress.say(describe(parts, args, world))
+        job.record.progress.say(describe(parts, args, grid))
 
     while not job.is_complete:
-        decision = train_one_epoch(job, pipeline, world)
+        decision = train_one_epoch(job, pipeline, grid)
         if decision == STOP:
-            save_checkpoint(job, pipeline, world)
+            save_checkpoint(job, pipeline, grid)
         raise_on_all_ranks(stop.error, world)
         if decision == STOP:
             job.leave()
             return
-        averages = evaluate(job, pipeline, world)
+        averages = evaluate(job, pipeline, grid)
         is_best = job.end_epoch(averages)
-        save_checkpoint(job, pipeline, world, is_best)
+        save_checkpoint(job, pipeline, grid, is_best)
         raise_on_all_ranks(stop.error, world)
     job.finish(world.world_size)
 
@@ -493,7 +503,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     choose_kernels(args)
-    world = join_grid(args)
+    world = join_replicas(args)
     try:
         train(args, stop, world)
     except UserError:
