@@ -263,10 +263,10 @@ class ApexAmp:
 
     def step(self, allows: Callable[[Sequence[Tensor]], bool]) -> None:
         """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
-        if self.args.clip_grad_norm:
-            nn.utils.clip_grad_norm_(self.apex_amp.master_params(self.optimizer), self.args.clip_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # Apex: O2's takes no set_to_none
+        # Apex: without a dynamic loss scale (O0, O3) it looks at no gradient.
+        allows = (lambda gradients: True) if self.scaler.is_dynamic else allows
+        no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has unscaled
+        optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, allows)
 
     def refresh(self) -> None:
         """Do nothing: the hook of keep_masters has read the masters, and step() rounds them."""

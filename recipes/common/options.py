@@ -262,7 +262,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         "--on-nonfinite",
         type=one_of("stop", "skip"),
         default="stop",
-        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step",
+        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
+        "with a dynamic loss scale (fp16) the scaler decides, and skips it",
     )
 
 

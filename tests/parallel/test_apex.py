@@ -8,6 +8,7 @@ which all of them err in the same direction.
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -172,13 +173,14 @@ def use_plain_torch():
     """Change nothing."""
 
 
-def spoil_gradients():
-    """Let every loss be finite and have nan for a gradient."""
-    original = recipe.cross_entropy
+def spoil_gradients(only=None):
+    """Let every loss, or the so manieth only, be finite and have nan for a gradient."""
+    original, calls = recipe.cross_entropy, itertools.count(1)
 
     def spoilt(*args, **kwargs):
         loss = original(*args, **kwargs)
-        loss.register_hook(lambda gradient: gradient * float("nan"))
+        factor = float("nan") if next(calls) == only or only is None else 1.0
+        loss.register_hook(lambda gradient: gradient * factor)
         return loss
 
     recipe.cross_entropy = spoilt
@@ -280,6 +282,23 @@ def test_a_collapsed_loss_scale_ends_the_run(tmp_path, change, first_scale, leve
     steps = int(math.log2(first_scale)) + 1
     [line] = [line for line in (tmp_path / "rank0.txt").read_text().splitlines() if line.startswith("error: ")]
     assert f" step {steps} is not finite; the loss scale has collapsed to 0.5, so steps change nothing" in line
+
+
+def spoil_step_3_of_stand_in():
+    """Let the gradient of the third loss be nan."""
+    use_stand_in()
+    spoil_gradients(only=3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_apex_without_a_loss_scale_skips_what_is_not_finite(tmp_path, level):
+    """No scaler looks at the gradients there, so that --on-nonfinite does."""
+    words = ("--opt-level", level, "--max-steps", "5", "--on-nonfinite", "skip")
+    run, _ = train_changed(spoil_step_3_of_stand_in, tmp_path, "run", 1, *words)
+    assert "warning: left step 3 out" in (tmp_path / "rank0.txt").read_text()
+    lines = [line for line in support.metrics(run) if "loss" in line]
+    assert [line.get("skipped_steps", 0) for line in lines] == [0, 0, 1, 1, 1]
+    assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
 
 
 @pytest.mark.parametrize("change", [use_stand_in, use_plain_torch])
