@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.ranks import Ranks
+from recipes.common.ranks import HAVE_MET, Ranks
 
 Exchange = Callable[[str, str], Mapping[str, str]]
 """Tell all ranks a kind and a text; return, for each kind that any rank has told, the text of one such rank."""
@@ -61,6 +61,7 @@ def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exc
     except UserError as error:
         kind, text = "error", str(error)
     found = exchange(kind, text)
+    HAVE_MET.set()
     if "error" in found:
         raise UserError(found["error"])
     if len(found) > 1:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from recipes.common.errors import UserError
+from recipes.common.ranks import HAVE_MET
 from recipes.common.signals import STOP_SIGNALS
 from recipes.common.watch import TIME_OUTS, Watch
 
@@ -48,7 +49,8 @@ def exit_status(main: Callable[[], object]) -> int:
     """Run main() and turn a UserError into one line on standard error and status 2.
 
     Every rank ends with the same status, but only rank 0 prints: a recipe shares an error that one rank alone
-    has met with all ranks before it raises it.
+    has met with all ranks before it raises it. Before the ranks have met, rank 0 may have no such error: the first
+    rank of each other node prints it too, unless a launcher has ended it because rank 0 has.
 
     A lost connection to another rank is one line too, with status 1. What that rank died of is its own story,
     and a traceback through the collective that noticed it would tell nothing more. A rank that does not answer
@@ -57,13 +59,7 @@ def exit_status(main: Callable[[], object]) -> int:
     try:
         main()
     except UserError as error:
-        is_first_on_node = os.environ.get("LOCAL_RANK", "0") == "0"
-        if os.environ.get("RANK", "0") == "0" or (error.on_every_node and is_first_on_node):
-            sys.stdout.flush()
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that.
-            time.sleep(REFUSAL_GRACE_S)
+        _print_refusal(error)
         return error.status
     except RuntimeError as error:
         said = _said(error)
@@ -86,6 +82,25 @@ def exit_status(main: Callable[[], object]) -> int:
         if Watch.active:
             Watch.active.close()
     return 0
+
+
+def _print_refusal(error: UserError) -> None:
+    """Print one line, if this is the rank to do so; where others are to, leave them the time for it."""
+    rank = os.environ.get("RANK", "0")
+    local_rank = os.environ.get("LOCAL_RANK", rank)
+    if rank != "0" and not (error.on_every_node and local_rank == "0"):
+        # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that, and after it
+        # the first rank of this node.
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: sys.exit(error.status))
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, STOP_SIGNALS
+        )  # a launcher may have started it with them blocked
+        time.sleep(REFUSAL_GRACE_S * (1 if local_rank in ("0", rank) else 2))
+        if HAVE_MET.is_set() or local_rank != "0":
+            return
+    sys.stdout.flush()
+    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _reason(said: str) -> str | None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 
 from recipes.common.errors import UserError
+
+HAVE_MET = threading.Event()
+"""Set once all ranks have met: an error is then one of all ranks, and rank 0 prints it."""
 
 
 @dataclass(frozen=True)

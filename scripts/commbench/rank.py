@@ -21,6 +21,7 @@ from torch import Tensor
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.options import Options, Parser, one_of, parse
+from recipes.common.ranks import HAVE_MET
 from scripts.commbench.backends import Backend, connect
 from scripts.commbench.options import BACKENDS, OPS, add_options, parse_sizes, parse_words
 from scripts.commbench.rows import Row, table, write_rows
@@ -132,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bound = Bound(args.timeout_s)
     world = connect(args.backend, args.timeout_s)
     os.environ["RANK"] = str(world.rank)
+    HAVE_MET.set()
     rows = []
     for op in args.ops.split(","):
         for size in parse_sizes(args.sizes):

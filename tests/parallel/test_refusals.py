@@ -9,10 +9,12 @@ import sys
 
 import pytest
 
+from recipes.common import entry
 from scripts.local import free_port
 from tests.conftest import require
 from tests.support import (
     ROOT,
+    TIMEOUT_S,
     Command,
     Ranks,
     is_equal,
@@ -86,6 +88,42 @@ def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
 def test_what_the_number_of_ranks_forbids(tmp_path, argv, world_size, words):
     outcome = run_ranks("ddp", words_for(tmp_path, "a", *argv), world_size, tmp_path / "out", check=False)
     assert_refused(outcome, words)
+
+
+def leave_at_once():
+    entry.REFUSAL_GRACE_S = 0.0  # no launcher ends these ranks
+
+
+def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
+    """Rank 0 has no such mistake, and still waits for the others."""
+    own = {rank: ["--epoch", "3"] for rank in (2, 3)}
+    words = words_for(tmp_path, "a", "--timeout-s", "60")
+    job = Ranks("ddp", words, 4, tmp_path / "out", nodes=2, own_argv=own, setup=leave_at_once)
+    for process in job.processes[2:]:
+        process.join(TIMEOUT_S)
+    assert [process.exitcode for process in job.processes[2:]] == [2, 2]
+    [line] = job.output(2).splitlines()
+    assert line.startswith("error: unknown option --epoch; did you mean '--epochs'?")
+    assert [job.output(rank) for rank in (0, 1, 3)] == [""] * 3
+    job.kill()
+
+
+def wait_long_with_signals_blocked():
+    entry.REFUSAL_GRACE_S = TIMEOUT_S
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/agent.py starts its ranks
+    print("ready", flush=True)
+
+
+def test_a_launcher_ends_a_node_before_it_repeats_what_rank_0_has_printed(tmp_path):
+    argv = words_for(tmp_path, "a", "--epoch", "3")
+    job = Ranks("ddp", argv, 2, tmp_path / "out", nodes=2, setup=wait_long_with_signals_blocked)
+    job.wait_for_text("ready", rank=1)
+    job.processes[0].join(TIMEOUT_S)
+    job.send(signal.SIGTERM, [1])
+    outcome = job.wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "error: unknown option --epoch" in outcome.outputs[0]
+    assert outcome.outputs[1] == "ready\n"
 
 
 def test_what_one_rank_alone_meets_ends_all(tmp_path):
