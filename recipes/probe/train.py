@@ -12,8 +12,10 @@ It trains nothing; run it first on a new cluster, and where a job hangs.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -30,6 +32,9 @@ from recipes.common.options import Options, Parser, non_negative_int, one_of, pa
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
 from recipes.common.world import NO_PICKLE, connect
+
+# One line tells why a rank has refused; torch would log how it then ends the others.
+logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
 
@@ -107,6 +112,7 @@ class HorovodWorld:
         import horovod.torch as hvd
 
         hvd.init()
+        os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))  # rank 0 alone prints an error
         self.hvd = hvd
         self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
         self.device = agree_on_device(
@@ -184,10 +190,11 @@ def report(world: World) -> None:
 
 
 def be_spawned(local_rank: int, args: Options) -> None:
-    """Be a rank that main() has started; the numbers follow from the node's and its own."""
-    first = args.node_rank * args.nproc_per_node
-    world_size = args.nnodes * args.nproc_per_node
-    report(TorchWorld(args, Ranks(first + local_rank, local_rank, world_size, args.nproc_per_node)))
+    """Be a rank that main() has started, to its exit status; the numbers follow from the node's and its own."""
+    rank = args.node_rank * args.nproc_per_node + local_rank
+    ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # rank 0 alone prints an error
+    sys.exit(exit_status(lambda: report(TorchWorld(args, ranks))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,7 +206,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
-        mp.spawn(be_spawned, (args,), nprocs=args.nproc_per_node)
+        try:
+            mp.spawn(be_spawned, (args,), nprocs=args.nproc_per_node)
+        except mp.ProcessExitedException as error:
+            if error.signal_name:
+                raise
+            sys.exit(error.exit_code)
     elif args.join == "horovod":
         report(HorovodWorld(args))
     else:

@@ -5,14 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
+from recipes.common import entry
 from recipes.common.errors import UserError
 from recipes.probe.train import check
 from scripts.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import ROOT
+from tests.support import ROOT, Ranks, run_command
 
 MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -81,6 +83,40 @@ def test_map(launcher, nodes):
     ]
     assert [{name: row[name] for name in expected[0]} for row in content["ranks"]] == expected
     assert len({row["pid"] for row in content["ranks"]}) == 4
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_spawned_ranks_refuse_in_one_line():
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **NO_GPU}
+    words = ("--join", "spawn", "--nproc-per-node", "2", "--device", "cuda")
+    result = run_command(sys.executable, "-m", "recipes.probe.train", *words, timeout_s=60, **env)
+    assert result.status == 2, result.stderr
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: --device cuda: 2 processes on ")
+
+
+def be_horovod():
+    """Stand in for Horovod, which alone tells a process its rank."""
+    rank = int(os.environ.pop("RANK"))
+    del os.environ["LOCAL_RANK"]
+    entry.REFUSAL_GRACE_S = 0.0
+    module = types.ModuleType("horovod.torch")
+    module.init, module.nccl_built = bool, bool
+    module.rank = module.local_rank = lambda: rank
+    module.size = module.local_size = lambda: 2
+    module.allgather_object = lambda value, name: [value, value]
+    sys.modules["horovod"] = types.ModuleType("horovod")
+    sys.modules["horovod"].torch = sys.modules["horovod.torch"] = module
+
+
+def test_ranks_of_horovod_refuse_in_one_line(tmp_path):
+    words = ["--join", "horovod", "--device", "cuda"]
+    outcome = Ranks("probe", words, 2, tmp_path, setup=be_horovod, **NO_GPU).wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    [line] = outcome.text.splitlines()
+    assert line.startswith("[0] error: --device cuda: 2 processes on ")
 
 
 def test_a_wrong_map_is_refused():
