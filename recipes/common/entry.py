@@ -93,9 +93,8 @@ def _print_refusal(error: UserError) -> None:
         # the first rank of this node.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: sys.exit(error.status))
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, STOP_SIGNALS
-        )  # a launcher may have started it with them blocked
+        # A launcher may have started this process with them blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         time.sleep(REFUSAL_GRACE_S * (1 if local_rank in ("0", rank) else 2))
         if HAVE_MET.is_set() or local_rank != "0":
             return
