@@ -234,8 +234,8 @@ class CheckpointFolder:
             best = (
                 f"try --resume {self.folder / 'best.pt'} under another --name, or " if "best.pt" in names else ""
             )
-            mend = f"{best}begin again from step 0 with --overwrite and --resume none"
-            raise UserError(f"{none if paths else only}; {mend}")
+            remedy = f"{best}begin again from step 0 with --overwrite and --resume none"
+            raise UserError(f"{none if paths else only}; {remedy}")
         return None
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:

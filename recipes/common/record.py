@@ -94,15 +94,15 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
         return None, None
     found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
-    mend = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
+    remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
     if not found and "result.json" in names:
-        raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {mend}")
+        raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
     if not found and "config.json" in names:
         # A run that began from another's checkpoint and has none of its own yet begins from there again.
         begun_from = _read_config(folder / "config.json")["launches"][-1]["checkpoint"]
         if begun_from and not Path(begun_from).exists():
             raise UserError(
-                f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {mend}"
+                f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {remedy}"
             )
         found = _read_path(Path(begun_from)) if begun_from else None
     return folder, found
@@ -137,8 +137,8 @@ def _new_run(args: Options, recipe: str) -> Path:
         except FileExistsError:
             if args.resume == "auto":
                 raise UserError(f"{folder} exists and is not a run; choose another --name") from None
-            mend = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
-            raise UserError(f"the run {folder} exists; {mend}") from None
+            remedy = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
+            raise UserError(f"the run {folder} exists; {remedy}") from None
         return folder
     number = max(_numbered_runs(args.runs_dir, recipe), default=0)
     while True:  # mkdir is atomic: of two jobs that start together, one takes the next number
