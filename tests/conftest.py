@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from recipes.common.parent import LAUNCHER_PID
 from scripts import network
 from tests import support
 
@@ -19,10 +20,11 @@ def no_process_is_left():
 
 
 @pytest.fixture(autouse=True)
-def stop_signals_are_pytests():
-    """Put back the handlers of the stop signals, which a recipe sets and programs of later tests would inherit."""
+def nothing_is_inherited():
+    """Take back what recipes and launchers set in this process and programs of later tests would inherit."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
+    os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its launcher is another
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -59,7 +59,7 @@ def main() -> None:
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     # Horovod: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
-    if state := hvd.broadcast_object(state, root_rank=0):
+    if state := hvd.broadcast_object(state, root_rank=0, name="state"):
         first_epoch, accuracy = state["epoch"], state["accuracy"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
