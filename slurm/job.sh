@@ -143,12 +143,13 @@ set_python() {
     container+=("$CONTAINER_IMAGE")
 }
 
-# run_python ARGUMENTS...: run that interpreter on this node, after set_python and before begin_job.
-run_python() {
+# exec_python ARGUMENTS...: become that interpreter on this node, in a subshell, after set_python.
+exec_python() {
     if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis makes containers for srun alone
-        "${srun[@]}" --nodes=1 --ntasks=1 "$PYTHON" "$@"
+        # Beside the other steps.
+        exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="$(hostname -s)" "$PYTHON" "$@"
     else
-        "${container[@]}" "$PYTHON" "$@"
+        exec "${container[@]}" "$PYTHON" "$@"
     fi
 }
 
@@ -190,10 +191,7 @@ srun_nodes() {
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
     RDZV_ID=$(secret)
     export RDZV_ID
-    local python=("${container[@]}" "$PYTHON")
-    # pyxis makes containers for srun alone; the coordinator needs no package.
-    if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then python=(env -u PYTHON scripts/python.sh); fi
-    "${python[@]}" -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
+    exec_python -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
         --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" \
         --timeout-s "${RDZV_TIMEOUT_S:-300}" &
     coordinator=$!

@@ -318,14 +318,22 @@ class TestEnds:
 class TestContainers:
     """Stand-ins show what they are asked for and run the command outside of any container."""
 
-    def complete(self, cluster, folder, name, script):
+    PYXIS = f"""#!/bin/bash
+        if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
+        for word; do
+            if [[ $word == --container-* ]]; then echo "srun $word"; else words+=("$word"); fi
+        done
+        exec {shutil.which("srun")} "${{words[@]}}"
+    """
+
+    def complete(self, cluster, folder, name, script, file="ddp-srun.sbatch"):
         tools = folder / "bin"
         tools.mkdir()
         (tools / name).write_text(script)
         (tools / name).chmod(0o755)
         env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": "/images/ddp.sif"}
         env |= {"CONTAINER_MOUNTS": "/data:/data", "PYTHON": sys.executable}
-        job = cluster.submit(folder, "ddp-srun.sbatch", "--max-steps", "2", flags=("--gpus-per-node=1",), **env)
+        job = cluster.submit(folder, file, "--max-steps", "2", flags=("--gpus-per-node=1",), **env)
         assert " world_size=2 " in job.complete()
         return job.text
 
@@ -336,15 +344,13 @@ class TestContainers:
         assert f"/apptainer exec {mounts} --nv /images/ddp.sif bash -c" in text
 
     def test_pyxis(self, cluster, tmp_path):
-        script = f"""#!/bin/bash
-            if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
-            for word; do
-                if [[ $word == --container-* ]]; then echo "srun $word"; else words+=("$word"); fi
-            done
-            exec {shutil.which("srun")} "${{words[@]}}"
-        """
-        text = self.complete(cluster, tmp_path, "srun", script)
+        text = self.complete(cluster, tmp_path, "srun", self.PYXIS)
         assert "srun --container-image=/images/ddp.sif\n" in text
         assert f"srun --container-mounts={ROOT}:{ROOT},/data:/data\n" in text
         assert f"srun --container-workdir={ROOT}\n" in text
         assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
+
+    def test_all_of_an_elastic_job_runs_in_pyxiss_containers(self, cluster, tmp_path):
+        """The coordinator too: the host's Python may be too old for it."""
+        text = self.complete(cluster, tmp_path, "srun", self.PYXIS, "ddp-elastic.sbatch")
+        assert text.count("srun --container-image=/images/ddp.sif\n") >= 3, "two nodes and the coordinator"

@@ -145,4 +145,4 @@ def test_a_sweep_uses_pyxiss_python(tmp_path):
     assert (status, text, errors) == (0, "ddp --lr 0.2 --seed 3\n", "")
     asked = (tmp_path / "asked").read_text()
     assert "--container-image=ddp.sqsh" in asked
-    assert " --nodes=1 --ntasks=1 python3 -m scripts.sweep " in asked
+    assert re.search(r" --overlap --nodes=1 --ntasks=1 --nodelist=\S+ python3 -m scripts.sweep ", asked)
