@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib
-import importlib.util
 import os
 import pickle
 import shutil
@@ -14,7 +13,7 @@ import torch
 
 from recipes.common import agreement, entry, imagefolder
 from recipes.common.job import Job
-from tests.conftest import require
+from tests.conftest import need_horovod
 from tests.images import make_images
 from tests.support import Ranks, is_equal, run_ranks, words_for
 
@@ -98,7 +97,7 @@ def refused(recipe, folder, **how):
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "horovod"])
 def test_other_options_on_a_rank(tmp_path, recipe):
     if recipe == "horovod":
-        require("horovod", importlib.util.find_spec("horovod"), "Horovod is not built", "run `make horovod`")
+        need_horovod()
     line = refused(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]}, setup=leave_at_once)
     assert line.startswith("error: rank 1: --lr is 0.5 on ")
     assert line.endswith(", and 0.02 on rank 0; start all ranks with the same options, data, code and libraries")

@@ -1,12 +1,10 @@
 """Horovod: the curve of single without compression, a stated tolerance with it, and each way of starting it."""
 
-import importlib.util
-import shutil
 import signal
 
 import pytest
 
-from tests.conftest import require
+from tests.conftest import need_horovod, need_horovod_with_mpi
 from tests.support import accuracies, largest_difference, local, losses, run_command, train, weights, words_for
 
 STEPS = ("--max-steps", "30", "--seed", "1", "--deterministic", "--log-every", "1", "--no-tensorboard")
@@ -16,8 +14,7 @@ HALF = 2.0**-11
 
 @pytest.fixture(autouse=True)
 def horovod():
-    is_there = importlib.util.find_spec("horovod") is not None
-    require("horovod", is_there, "Horovod is not built", "run `make horovod`")
+    need_horovod()
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +74,10 @@ def test_a_bad_option_is_one_line(tmp_path):
     assert "--compression" in result.errors[0]
 
 
-def built(kind):
-    import horovod.torch as hvd
-
-    return getattr(hvd, f"{kind}_built")()
-
-
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_horovodrun_starts_it(single, tmp_path, controller):
     if controller == "mpi":
-        reason = "mpirun or Horovod's MPI part is missing"
-        remedy = "install openmpi-bin and libopenmpi-dev, then run `make horovod`"
-        require("mpi", shutil.which("mpirun") and built("mpi"), reason, remedy)
+        need_horovod_with_mpi()
     words = words_for(tmp_path, "horovod", *STEPS, "--compression", "none")
     result = run_command(
         ".venv/bin/horovodrun",
@@ -100,8 +89,7 @@ def test_horovodrun_starts_it(single, tmp_path, controller):
 
 
 def test_mpirun_starts_it(single, tmp_path):
-    remedy = "install openmpi-bin and libopenmpi-dev, then run `make horovod`"
-    require("mpi", shutil.which("mpirun") and built("mpi"), "mpirun or Horovod's MPI part is missing", remedy)
+    need_horovod_with_mpi()
     words = words_for(tmp_path, "horovod", *STEPS, "--compression", "none")
     result = run_command(
         *("mpirun", "--oversubscribe", "-np", "2", ".venv/bin/python", "-m", "recipes.horovod.train", *words),
