@@ -1,8 +1,10 @@
-# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; what a job
+# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; SCRIPT, WORKDIR,
+# RUNS_DIR and RESUME run a script of your own (docs/your-own.md); what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's. WITH=docker runs in
-# containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG. PYTHON is what .venv is created with.
+# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
+# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
+# PYTHON is what .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -10,76 +12,115 @@ SHELL := /bin/bash
 $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),\
 	$(eval override $(name) := $$(value $(name)))$(eval export $(name))))
 
-.PHONY: help list setup run bench commbench plan report doctor image push submit horovod compare drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
+.PHONY: help list setup run new shards bench commbench plan report doctor image push submit horovod compare same drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@awk '/^##@ / { print "\n" substr($$0, 5) } /^#: / { printf "%18s%s\n", "", substr($$0, 4) } \
+		/^[a-z0-9-]+: ## / { printf "  %-13s %s\n", substr($$1, 1, length($$1) - 1), substr($$0, index($$0, "##") + 3) }' Makefile
+
+##@ Start
 
 list: ## List the recipes, a line each
 
 setup: ## Create .venv with the exact packages that recipes need
-	@scripts/setup.sh run
+	@scripts/dev/setup.sh run
 
-run: ## Run a recipe on this machine: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3" WITH=docker
+horovod: ## Build Horovod for the torch of .venv, or take it from a cache
 
-doctor: ## Check nodes before training, and name what is wrong with its remedy: NODES=2 NPROC_PER_NODE=1 ARGS="--json FILE"
+new: ## Copy a recipe under a new name, with a test
+#: NAME=mine FROM=ddp
 
-image: ## Build the image of a recipe: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
+shards: ## Pack an image folder into a few large files
+#: DATA_DIR=/data/imagenet OUT=/data/imagenet-shards
 
-push: ## Push it: RECIPE=ddp REGISTRY=registry.example.com/team TAG=1
+##@ Train
 
-submit: ## Submit a recipe to Slurm by submitit: RECIPE=ddp NODES=2 GPUS=8 TIME=2:00:00; LOCAL=1 without Slurm
+run: ## Run a recipe on this machine, in containers (WITH=docker), or a script of yours
+#: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3"
+#: MIN_NODES=1 MAX_RESTARTS=3 elastic; SCRIPT=train.py RUNS_DIR=runs RESUME=auto
 
-horovod: ## Build Horovod for the torch of .venv, from a cache where it can
+submit: ## Submit a recipe to Slurm by submitit, or train here with LOCAL=1
+#: RECIPE=ddp NODES=2 GPUS=8 TIME=2:00:00 PARTITION=gpu SWEEP="lr=0.1,0.2"
 
-compare: ## Run recipes side by side: RECIPES="single ddp" NODES=2 ARGS="--epochs 10"
+k8s: ## Run a recipe on a Kubernetes cluster, or print its manifest with RENDER=1
+#: RECIPE=ddp NODES=4 GPUS=8 KIND=pytorchjob IMAGE=... NAME=mine ARGS="--epochs 3"
 
-drill: ## Plant faults in real jobs and measure recovery: FAULTS="kill-rank truncate" ROUNDS=50 SEED=3 NODES=2
+k8s-delete: ## Delete a job from the cluster; its record stays on the volume
+#: NAME=mine
 
-bench: ## Measure speed against the limit and the peers: PARTS="small-data wire" ROUNDS=5
+##@ Check a cluster
 
-commbench: ## Measure all-reduce, broadcast, all-gather over sizes: NODES=2 BACKENDS="gloo mpi" ARGS="--link-gbit 10"
+doctor: ## Check nodes before training: what is wrong, and how to fix it
+#: NODES=2 NPROC_PER_NODE=1 ARGS="--json FILE"
 
-plan: ## Rehearse a job of any size: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400; CHECK=1; REHEARSE=1024
+commbench: ## Measure all-reduce, broadcast and all-gather over sizes
+#: NODES=2 BACKENDS="gloo mpi" ARGS="--link-gbit 10"
 
-report: ## Render what bench has measured: docs/benchmarks/README.md with pictures, and the table in README.md
+drill: ## Plant faults in real jobs and measure the recovery
+#: FAULTS="kill-rank truncate" NODES=2 ROUNDS=50 SEED=3
 
-slurm-up: ## Start a real Slurm cluster on this machine, as root: NODES=3
+slurm-up: ## Start a real Slurm cluster on this machine, as root
+#: NODES=3
 
-slurm-down: ## End it, with all its jobs
-	@scripts/slurm_cluster.sh down
+slurm-status: ## Show the nodes and jobs of that cluster
+	@scripts/lab/slurm_cluster.sh status
 
-slurm-status: ## Show its nodes and jobs
-	@scripts/slurm_cluster.sh status
+slurm-down: ## Stop that cluster and its jobs
+	@scripts/lab/slurm_cluster.sh down
 
-k8s: ## Run a recipe on a Kubernetes cluster: RECIPE=ddp NODES=4 KIND=pytorchjob GPUS=8 IMAGE=... NAME=mine ARGS="--epochs 3"
+##@ Compare and plan
 
-k8s-delete: ## Delete a job from the cluster, NAME=mine; its record stays on the volume
+compare: ## Run recipes side by side
+#: RECIPES="single ddp" NODES=2 ARGS="--epochs 10"
 
-test: ## Run the tests that take minutes, as an ordinary user or as root: ARGS="-k resume -x"
+same: ## Check that a script of yours trains the same at 1, 2 and 3 processes
+#: SCRIPT=train.py ARGS="--batch-size {local_batch}" GLOBAL_BATCH=48 RESUME=auto
 
-test-all: ## Run all tests; REQUIRE=slurm,docker,... turns a skip into a failure; COVERAGE=1 measures coverage
+plan: ## Predict step time, memory, hours and cost of a job of any size
+#: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
+#: CHECK=1 compares predictions with real runs; REHEARSE=1024 runs one rank of 1024
+
+bench: ## Measure speed against the limits and the peers
+#: PARTS="small-data wire" ROUNDS=5
+
+report: ## Render the figures of bench: docs/benchmarks/README.md and the table in README.md
+
+##@ Images
+
+image: ## Build the image of a recipe
+#: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
+
+push: ## Push the image of a recipe
+#: RECIPE=ddp REGISTRY=registry.example.com/team TAG=1
+
+##@ Develop
+
+test: ## Run the tests that take minutes, as an ordinary user or as root
+#: ARGS="-k resume -x"
+
+test-all: ## Run all tests
+#: REQUIRE=slurm,docker turns a skip into a failure; COVERAGE=1 measures coverage
 
 lint: ## Check formatting, names, types, shell scripts and YAML
-	@scripts/setup.sh dev
-	@scripts/lint.sh
-
-audit: ## Ask PyPI for known vulnerabilities of the locked packages
-	@scripts/setup.sh dev
-	@scripts/audit.sh
+	@scripts/dev/setup.sh dev
+	@scripts/dev/lint.sh
 
 format: ## Let ruff format the code
-	@scripts/setup.sh dev
+	@scripts/dev/setup.sh dev
 	@.venv/bin/python -m ruff format . && .venv/bin/python -m ruff check --fix .
 
+audit: ## Ask PyPI for known vulnerabilities of the locked packages
+	@scripts/dev/setup.sh dev
+	@scripts/dev/audit.sh
+
 lock: ## Resolve requirements/*.in anew into requirements/*.txt, with hashes
-	@scripts/setup.sh dev
-	@PATH="$$PWD/.venv/bin:$$PATH" scripts/lock.sh
+	@scripts/dev/setup.sh dev
+	@PATH="$$PWD/.venv/bin:$$PATH" scripts/dev/lock.sh
 
 clean: ## Remove .venv and caches; runs/ and data/ stay
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The targets above that have no commands of their own.
-list run doctor image push submit horovod compare drill bench commbench plan report slurm-up k8s k8s-delete test test-all:
-	@exec scripts/python.sh -m scripts.make $@
+list run new shards doctor image push submit horovod compare same drill bench commbench plan report slurm-up k8s k8s-delete test test-all:
+	@exec scripts/dev/python.sh -m scripts.make $@

@@ -11,12 +11,25 @@ ARG BUILD_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 # --- What all images share; the lines are the same in each, so that they also share these layers -------------------
 FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# g++ and Python's headers are for --compile, which makes code while it trains.
+# g++ and Python's headers are for --compile, which makes code while it trains; libibverbs1 and its providers for NCCL,
+# which goes over TCP without them and does not say so.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
-        ca-certificates g++ iproute2 python3-dev python3-venv \
+        ca-certificates g++ ibverbs-providers iproute2 libibverbs1 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
+# For AWS: the version of its EFA installer, which brings libfabric and aws-ofi-nccl, and the archive's SHA-256.
+ARG EFA_INSTALLER=
+ARG EFA_SHA256=
+# hadolint ignore=DL3003,DL3008
+RUN if [ -n "$EFA_INSTALLER" ]; then \
+        apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends curl \
+        && curl -fsSL -o /tmp/efa.tar.gz "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER.tar.gz" \
+        && echo "$EFA_SHA256  /tmp/efa.tar.gz" | sha256sum --check \
+        && tar -xzf /tmp/efa.tar.gz -C /tmp \
+        && (cd /tmp/aws-efa-installer && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify) \
+        && ldconfig && rm -rf /tmp/efa.tar.gz /tmp/aws-efa-installer /var/lib/apt/lists/*; \
+    fi
 COPY requirements/run.txt /tmp/run.txt
 RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/venv \
     && /opt/venv/bin/python -m pip install --require-hashes --requirement /tmp/run.txt \
@@ -34,7 +47,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY requirements/horovod-build.txt /build/requirements/
 COPY scripts/horovod /build/scripts/horovod
-# What scripts/image.sh found in the cache of `make horovod`: such a wheel serves again where all versions are the same.
+# What docker/image.sh found in the cache of `make horovod`: such a wheel serves again where all versions are the same.
 COPY requirements/horovod-build.txt docker/wheel[s] /cache/
 # The packages of the first stage, and what is written among them is dropped.
 RUN --mount=type=cache,target=/root/.cache/pip \

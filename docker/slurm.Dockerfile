@@ -3,7 +3,7 @@
 # IMAGE is a recipe's image: ddp's for all but slurm/horovod.sbatch, horovod's for all but slurm/apex.sbatch's backend.
 ARG IMAGE=cluster-recipes/ddp:latest
 FROM ${IMAGE}
-# munge, slurmd and the nodes' namespaces want root.
+# munge, slurmd and the nodes' namespaces need root.
 # hadolint ignore=DL3002
 USER 0
 # hadolint ignore=DL3008
@@ -15,4 +15,4 @@ ENV SLURM_CLUSTER_DIR=/run/cluster-recipes-slurm \
     PATH=/run/cluster-recipes-slurm/bin:$PATH \
     GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 ENTRYPOINT []
-CMD ["bash", "-c", "scripts/slurm_cluster.sh up \"${NODES:-2}\" && exec sleep infinity"]
+CMD ["bash", "-c", "scripts/lab/slurm_cluster.sh up \"${NODES:-2}\" && exec sleep infinity"]

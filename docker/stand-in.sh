@@ -16,7 +16,7 @@ refuse() {
     echo "error: $1" >&2
     exit 2
 }
-[[ $(id -u) == 0 ]] || refuse "debootstrap wants root: sudo docker/stand-in.sh"
+[[ $(id -u) == 0 ]] || refuse "debootstrap needs root: sudo docker/stand-in.sh"
 command -v debootstrap >/dev/null || refuse "there is no debootstrap: apt-get install debootstrap"
 docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker: apt-get install docker.io"
 "$docker" info >/dev/null 2>&1 || refuse "no Docker engine answers: start dockerd"
@@ -24,7 +24,7 @@ docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker: apt-get 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 debootstrap --variant=minbase --include=ca-certificates "$suite" "$work/root" ${MIRROR:+"$MIRROR"} >"$work/log" 2>&1 ||
-    { tail -n 5 "$work/log" >&2 && refuse "debootstrap failed; its last words are above"; }
+    { tail -n 5 "$work/log" >&2 && refuse "debootstrap failed; its last lines are above"; }
 cp -r /usr/local/share/ca-certificates/. "$work/root/usr/local/share/ca-certificates/"
 chroot "$work/root" update-ca-certificates >/dev/null 2>&1
 rm -rf "$work"/root/var/cache/apt/archives/*.deb

@@ -1,6 +1,6 @@
 """Run a target of the Makefile: turn make's variables into a command's arguments, and become that command.
 
-    RECIPE=ddp NODES=2 ARGS="--epochs 3" scripts/python.sh -m scripts.make run
+    RECIPE=ddp NODES=2 ARGS="--epochs 3" scripts/dev/python.sh -m scripts.make run
 
 `make run RECIPE=ddp NODES=2 ARGS="--epochs 3"` calls it. Variables arrive in the environment, as typed: neither
 make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, and that is all. An
@@ -19,11 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.local import ROOT, check_recipe, refuse
+from recipes.common.errors import UserError
+from scripts.launch.command import ROOT, check_recipe
+from scripts.launch.command import command as refusing
 
 VENV_PYTHON = ".venv/bin/python"
 
-NUMBERS = ("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "REHEARSE")
+NUMBERS = (
+    *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "REHEARSE"),
+    *("GLOBAL_BATCH", "STOP_AFTER"),
+)
 """Variables that are whole numbers; the programs know their bounds."""
 
 
@@ -38,10 +43,10 @@ class Command:
 
 
 def value(name: str) -> str:
-    """Return a variable, "" where it is not set; refuse anything but digits for a number."""
+    """Return a variable, "" where it is not set; raise UserError for anything but digits in a number."""
     text = os.environ.get(name, "")
     if name in NUMBERS and text and not (text.isascii() and text.isdigit()):
-        refuse(f"{name}: expected a whole number, got {text!r}")
+        raise UserError(f"{name}: expected a whole number, got {text!r}")
     return text
 
 
@@ -51,28 +56,28 @@ def is_on(name: str) -> bool:
 
 
 def recipe() -> str:
-    """Return RECIPE, or refuse one that does not exist."""
-    return check_recipe(value("RECIPE"))
+    """Return RECIPE, raise UserError for one that does not exist; for a SCRIPT the default is ddp."""
+    return check_recipe(value("RECIPE") or "ddp" * bool(value("SCRIPT")))
 
 
 def choices(name: str) -> list[str]:
-    """Return the items of a variable such as RECIPES="single ddp", or refuse options among them."""
+    """Return the items of a variable such as RECIPES="single ddp", raise UserError for options among them."""
     items = value(name).split()
     for item in items:
         if item.startswith("-"):
-            refuse(f"{name}: expected names separated by spaces, got {item!r}")
+            raise UserError(f"{name}: expected names separated by spaces, got {item!r}")
     return items
 
 
 def args() -> list[str]:
-    """Return the arguments in ARGS, or refuse an unfinished quote. A leading ~/ is the home folder."""
+    """Return the arguments in ARGS, raise UserError for an unfinished quote. A leading ~/ is the home folder."""
     text = value("ARGS")
     try:
         words = shlex.split(text)
     except ValueError as error:
-        refuse(
+        raise UserError(
             f"ARGS: {str(error).lower()} in {text!r}; put \\ before a quote or backslash that stands for itself"
-        )
+        ) from None
     return [str(Path(word).expanduser()) if word.startswith("~/") else word for word in words]
 
 
@@ -96,17 +101,13 @@ def module(name: str, argv: list[str], packages: str = "run", needs_horovod: boo
 def run() -> Command:
     """Return the command that runs a recipe on this machine, in processes or in containers."""
     if value("WITH") not in ("", "docker"):
-        refuse(f"WITH: unknown {value('WITH')!r}; WITH=docker runs in containers")
-    options = [
-        recipe(),
-        *flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"),
-        "--",
-        *flags("NAME"),
-        *args(),
-    ]
+        raise UserError(f"WITH: unknown {value('WITH')!r}; WITH=docker runs in containers")
+    own, name = flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"), flags("NAME")
+    options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
     if value("WITH"):  # on the host's Python
-        return Command([sys.executable, "-m", "scripts.compose", *options], packages="")
-    return module("scripts.local", options, needs_horovod=recipe() == "horovod")
+        return Command([sys.executable, "-m", "docker.compose", *options], packages="")
+    is_refused = value("MIN_NODES")  # no elastic job of Horovod: nothing is built before the launcher says so
+    return module("scripts.launch.local", options, needs_horovod=recipe() == "horovod" and not is_refused)
 
 
 def plan() -> Command:
@@ -131,26 +132,40 @@ def k8s() -> Command:
     """Return the command that runs a recipe on Kubernetes."""
     own = one_node_unless_set() + flags("KIND", "GPUS", "IMAGE", "FABRIC", "NAME", "NAMESPACE")
     own += ["--render"] * is_on("RENDER")
-    return module("scripts.k8s", [recipe(), *own, "--", *args()])
+    return module("k8s.apply", [recipe(), *own, "--", *args()])
 
 
 def k8s_delete() -> Command:
     """Return the command that deletes a job from Kubernetes."""
     if not value("NAME"):
-        refuse("NAME is empty; name the job: make k8s-delete NAME=mine")
-    return module("scripts.k8s", flags("NAMESPACE", delete="NAME"))
+        raise UserError("NAME is empty; name the job: make k8s-delete NAME=mine")
+    return module("k8s.apply", flags("NAMESPACE", delete="NAME"))
+
+
+def shards() -> Command:
+    """Return the command that packs an image folder."""
+    for name in ("DATA_DIR", "OUT"):
+        if not value(name):
+            raise UserError(f"{name} is empty; make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards")
+    return module("scripts.dev.shards", [*args(), value("DATA_DIR"), value("OUT")])
 
 
 def compare() -> Command:
     """Return the command that compares recipes."""
     own = [*choices("RECIPES"), *flags("NODES", "NPROC_PER_NODE"), "--", *args()]
-    return module("scripts.compare", own, needs_horovod="horovod" in choices("RECIPES"))
+    return module("scripts.bench.compare", own, needs_horovod="horovod" in choices("RECIPES"))
+
+
+def same() -> Command:
+    """Return the command that runs a script at several world sizes and compares what it does."""
+    own = flags("GLOBAL_BATCH", "WORLD_SIZES", "RESUME", "STOP_AFTER", "LAUNCH", "LOSS")
+    return module("scripts.same", [value("SCRIPT"), *own, "--", *args()])
 
 
 def commbench() -> Command:
     """Return the command that measures collectives."""
     own = [*choices("BACKENDS"), *flags("NODES", "NPROC_PER_NODE"), *args()]
-    return module("scripts.commbench", own, needs_horovod="horovod" in choices("BACKENDS"))
+    return module("scripts.bench.commbench", own, needs_horovod="horovod" in choices("BACKENDS"))
 
 
 def bench() -> Command:
@@ -160,24 +175,29 @@ def bench() -> Command:
 
 
 TARGETS: dict[str, Callable[[], Command]] = {
-    "list": lambda: Command([sys.executable, "-m", "scripts.local", "--list"], packages=""),
+    "list": lambda: Command([sys.executable, "-m", "scripts.launch.local", "--list"], packages=""),
     "run": run,
+    "new": lambda: Command(
+        [sys.executable, "-m", "scripts.dev.new", *flags("NAME", **{"from": "FROM"})], packages=""
+    ),
+    "shards": shards,
     "doctor": lambda: module("scripts.doctor", [*one_node_unless_set(), *flags("NPROC_PER_NODE"), *args()]),
-    "image": lambda: Command(["scripts/image.sh", "build", recipe()], packages=""),
-    "push": lambda: Command(["scripts/image.sh", "push", recipe()], packages=""),
+    "image": lambda: Command(["docker/image.sh", "build", recipe()], packages=""),
+    "push": lambda: Command(["docker/image.sh", "push", recipe()], packages=""),
     "submit": submit,
     "horovod": lambda: Command(["scripts/horovod/build.sh"]),
     "compare": compare,
+    "same": same,
     "drill": lambda: module("scripts.drill", [*choices("FAULTS"), *flags("NODES", "ROUNDS", "SEED")]),
     "bench": bench,
     "commbench": commbench,
     "plan": plan,
-    "report": lambda: module("scripts.report", []),
-    "slurm-up": lambda: Command(["scripts/slurm_cluster.sh", "up", value("NODES") or "2"], packages=""),
+    "report": lambda: module("scripts.bench.report", []),
+    "slurm-up": lambda: Command(["scripts/lab/slurm_cluster.sh", "up", value("NODES") or "2"], packages=""),
     "k8s": k8s,
     "k8s-delete": k8s_delete,
-    "test": lambda: Command(["scripts/test.sh", "quick", *args()], packages="dev"),
-    "test-all": lambda: Command(["scripts/test.sh", "all", *args()], packages="dev"),
+    "test": lambda: Command(["scripts/dev/test.sh", "quick", *args()], packages="dev"),
+    "test-all": lambda: Command(["scripts/dev/test.sh", "all", *args()], packages="dev"),
 }
 
 
@@ -188,15 +208,27 @@ def prepare(argv: list[str]) -> None:
         sys.exit(status if status > 0 else 128 - status)
 
 
-def main(target: str) -> None:
+def make_line(target: str) -> str:
+    """Return what was typed, as a line for a shell: MAKEFLAGS has the variables after a lone --."""
+    _, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
+    typed = [word.replace("$$", "$").partition("=") for word in shlex.split(variables)]
+    return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, _, text in typed)])
+
+
+@refusing
+def main(argv: list[str]) -> None:
     """Become the command of a target, once what it needs is installed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
     os.chdir(ROOT)
-    command = TARGETS[target]()
+    if value("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
+        raise UserError("SCRIPT is for make run, submit, k8s and same; unset it")
+    command = TARGETS[argv[0]]()
+    if argv[0] in ("run", "submit"):
+        os.environ["MAKE_LINE"] = make_line(argv[0])  # for the record of the run
     for name in ("ARGS", "MAKEFLAGS"):  # not for a make that the command itself calls: a test, or a build
         os.environ.pop(name, None)
     if command.packages:
-        prepare(["scripts/setup.sh", command.packages])
+        prepare(["scripts/dev/setup.sh", command.packages])
         os.environ.pop("PYTHON", None)  # it chose what .venv is made with; from here on .venv's is used
     if command.needs_horovod:
         prepare(["scripts/horovod/build.sh", "--if-missing"])
@@ -204,4 +236,4 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main())

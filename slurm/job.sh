@@ -2,21 +2,28 @@
 # What the sbatch files share: where things are, who the head node is, and how a job ends, is requeued and goes on.
 #
 # An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the command that starts
-# the ranks, and end_job. The command is made of the arrays srun (srun with what all steps want), container (a prefix
-# where Apptainer is used) and options (the recipe's). These variables are read, all optional:
+# the ranks, and end_job. The command is made of the arrays srun (srun with what all steps need), container (a prefix
+# where Apptainer is used), rank (the module of a rank, where Slurm starts ranks) and options. All optional:
 #   NAME              the run's name (ddp-job123; in an array NAME-0, NAME-1): the record is runs/NAME, the logs are
 #                     runs/NAME/slurm/NODE.txt
 #   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
 #   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
-#   FABRIC            auto, ib, roce, efa or tcp: see scripts/fabric.sh
+#   FABRIC            auto, ib, roce, efa or tcp: see scripts/launch/fabric.sh
 #   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
 #   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
 #   MAX_REQUEUES      how often a job may start again (10)
-# With run_step srun_nodes, as in ddp-elastic.sbatch:
+#   SCRIPT            a script of your own in the recipe's place, with the recipe's way of starting ranks
+#                     (docs/your-own.md); with it WORKDIR, RUNS_DIR and RESUME. Paths start at the folder of sbatch.
+# After make_elastic, as in ddp-elastic.sbatch:
 #   MIN_NODES         the job goes on with so many nodes (1)
-#   MAX_RESTARTS      rounds after the first: each node that is lost or comes back begins one (10)
+#   MAX_RESTARTS      how often ranks start again after a failure, and a node's agent after its loss (10)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ -n ${SCRIPT:-} ]]; then
+    SCRIPT=$(realpath -ms "$SCRIPT") WORKDIR=$(realpath -ms "${WORKDIR:-.}")
+    RUNS_DIR=$(realpath -ms "${RUNS_DIR:-$root/runs}")
+    export SCRIPT WORKDIR RUNS_DIR
+fi
 cd "$root" || exit 1
 
 refuse() {
@@ -47,7 +54,7 @@ begin_job() {
     # The last task of an array has the array's own number: a command to that one would mean all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
-    name=${name:-$recipe-job$job}
+    name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
     restarts=${SLURM_RESTART_COUNT:-0}
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     set_python
@@ -60,16 +67,48 @@ begin_job() {
     export FABRIC=${FABRIC:-auto}
     # Refused here, before there are steps: of nodes that refuse it alike, the first to end gets the others killed.
     if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
-        refuse "FABRIC wants auto, ib, roce, efa or tcp, got '$FABRIC'"
+        refuse "FABRIC expects auto, ib, roce, efa or tcp, got '$FABRIC'"
     fi
-    run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
+    if [[ -n ${SCRIPT:-} ]]; then
+        begin_script "$name"
+    else
+        run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
+    fi
     logs=$run_dir/slurm
-    mkdir -p "$logs" || refuse "cannot make $logs; choose another --runs-dir"
+    mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
     # Each node writes a file of its own, which also a node that is cut off can do.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
-    head_log=$logs/$(hostname -s).txt
+    head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt # srun's %N is Slurm's name, which need not be the host's
     started=$logs/.started
-    touch "$head_log" "$started" || refuse "cannot write $logs; choose another --runs-dir"
+    touch "$head_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
+    # shellcheck disable=SC2034 # sbatch files use rank
+    if [[ -n ${SCRIPT:-} ]]; then
+        rank=(scripts.launch.script "$SCRIPT") options=("$@")
+    else
+        rank=(scripts.launch.hold_signals "recipes.$recipe.train")
+        set_options "$@"
+    fi
+    echo "job $job, start $((restarts + 1)): ${SCRIPT:-$recipe} on $NNODES nodes x $NPROC_PER_NODE, head" \
+        "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
+    show_share
+    signal="" step="" step_pid="" stopper=()
+    trap 'stop_step USR1' USR1
+    trap 'signal=TERM' TERM
+}
+
+# A script's variables, which scripts/launch/script.py describes.
+begin_script() {
+    export RUN_DIR=$RUNS_DIR/$1 RESUME=${RESUME:-none}
+    run_dir=$RUN_DIR
+    if ((restarts > 0)); then RESUME=auto; fi
+    (exec_python -m scripts.launch.script --check "$SCRIPT") || exit 2
+    if [[ $RESUME == none && -n $(ls -A "$run_dir" 2>/dev/null) ]]; then
+        refuse "$run_dir is not empty; set RESUME=auto to resume this run, or choose another NAME"
+    fi
+}
+
+# The recipe's options: the user's, with the name, the device and, where the job starts again, --resume auto.
+set_options() {
     options=(--name "$name" "$@")
     # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
     if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
@@ -77,12 +116,6 @@ begin_job() {
     if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
         options+=(--resume auto)
     fi
-    echo "job $job, start $((restarts + 1)): $recipe on $NNODES nodes x $NPROC_PER_NODE, head" \
-        "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
-    show_share
-    signal="" step="" step_pid="" stopper=()
-    trap 'stop_step USR1' USR1
-    trap 'signal=TERM' TERM
 }
 
 # A port from the job's number and start, so that jobs on the same nodes differ; the next one where it is taken.
@@ -129,7 +162,10 @@ set_python() {
         return
     fi
     export PYTHON=${PYTHON:-python3}
-    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool
+    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder
+    for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR" "$RUNS_DIR"}; do
+        if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi
+    done
     if [[ $(srun --help) == *--container-image* ]]; then
         # The image's variables would beat the job's where both have one.
         srun+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
@@ -147,7 +183,7 @@ set_python() {
 exec_python() {
     if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis makes containers for srun alone
         # Beside the other steps.
-        exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="$(hostname -s)" "$PYTHON" "$@"
+        exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="${SLURMD_NODENAME:-$(hostname -s)}" "$PYTHON" "$@"
     else
         exec "${container[@]}" "$PYTHON" "$@"
     fi
@@ -185,40 +221,15 @@ secret() {
     od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
 }
 
-# An elastic job: run a step for each node until the coordinator has ended the job; its status is the job's.
-srun_nodes() {
-    local node number=0 coordinator keeper keepers=() status=0 i
-    export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} COORDINATOR=$MASTER_ADDR:$MASTER_PORT
-    RDZV_ID=$(secret)
-    export RDZV_ID
-    exec_python -m scripts.elastic.coordinator --port "$MASTER_PORT" --address "$MASTER_ADDR" \
-        --nodes "$NNODES" --min-nodes "$MIN_NODES" --max-restarts "$MAX_RESTARTS" \
-        --timeout-s "${RDZV_TIMEOUT_S:-300}" &
-    coordinator=$!
-    for node in $nodes; do
-        keep_node "$node" "$number" "$coordinator" &
-        keepers+=("$!")
-        number=$((number + 1))
-    done
-    wait "$coordinator" || status=$?
-    for keeper in "${keepers[@]}"; do
-        for ((i = 0; i < 75; i++)); do
-            if ! kill -0 "$keeper" 2>/dev/null; then break; fi
-            sleep 0.2
-        done
-        kill "$keeper" 2>/dev/null || true # of a node that no longer answers
-    done
-    return "$status"
-}
-
-# Start a node's step, and again where it has ended before the job.
-keep_node() {
-    while :; do
-        NODE_RANK=$2 "${srun[@]}" --nodes=1 --ntasks=1 --nodelist="$1" --immediate=30 \
-            --cpus-per-task="$SLURM_CPUS_ON_NODE" "${container[@]}" scripts/launch.sh ddp "${options[@]}" || true
-        sleep 3 # the coordinator ends a little after the nodes that it has told to leave
-        if ! kill -0 "$3" 2>/dev/null; then return; fi
-    done
+# An elastic job: serve its store here, where no node's loss takes it along, and let srun go on when a node is lost.
+make_elastic() {
+    export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
+    export RDZV_ID=$job.$restarts
+    exec_python -m scripts.launch.elastic "$MASTER_PORT" &
+    # shellcheck disable=SC2064 # the process id of now
+    trap "kill -KILL $! 2>/dev/null" EXIT # KILL: pyxis' srun would print that it ends its step
+    disown
+    srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
 }
 
 # Slurm's signal: it comes to this script alone (B:), a while before the time limit or a preemption. Pass it on until
@@ -227,11 +238,12 @@ stop_step() {
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
     while :; do
-        if [[ $step == srun* ]]; then # or a function of several
+        if [[ $step == srun ]]; then
             scancel --signal="$1" "$job" 2>/dev/null || true # to the steps, not to this script
         elif [[ -n $step_pid ]]; then
             kill -s "$1" "$step_pid" 2>/dev/null || true # mpirun hands it to its ranks
         fi
+        if [[ -n ${SCRIPT:-} ]]; then break; fi # its handler may be at work
         sleep 10
     done &
     stopper=("$!")
@@ -239,15 +251,22 @@ stop_step() {
 
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
 end_job() {
-    local state lost go_on
-    if ((status == 0)) && [[ $run_dir/result.json -nt $started || ! -e $run_dir/config.json ]]; then exit 0; fi
+    local state preempted lost go_on
+    if [[ -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
+    if is_complete; then exit 0; fi
     go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
-    state=$(job_field JobState)
+    if [[ -n ${SCRIPT:-} ]]; then go_on="to go on: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
+    state=$(job_field JobState) preempted=$(job_field PreemptTime | grep '[0-9]')
     if [[ $state != RUNNING ]]; then
         # A scancel, or a requeue by hand: Slurm ends this script, too.
         echo "job $job is $state and its ranks have left; $go_on"
         exit 1
-    elif [[ $signal == USR1 || $(job_field PreemptTime) =~ [0-9] ]]; then
+    elif [[ $signal == USR1 || $preempted ]]; then
+        if [[ -z $preempted ]] && ! has_progress; then
+            echo "error: job $job: its time is up, and it has written nothing to $run_dir since its start, so that" \
+                "it is not requeued; write checkpoints to RUN_DIR, or give it more --time" >&2
+            exit 1
+        fi
         requeue "it was stopped before its end"
     elif ((status == 75 || greatest == 75)); then # other nodes may have taken the port's owner for node 0
         requeue "another process took port $MASTER_PORT"
@@ -268,17 +287,35 @@ end_job() {
     exit "$status"
 }
 
+# Whether all ranks have done what they were to do. A recipe's record tells; a script that was not stopped has.
+is_complete() {
+    if ((status != 0)); then return 1; fi
+    if [[ -n ${SCRIPT:-} ]]; then
+        [[ -z $signal ]]
+    else
+        [[ $run_dir/result.json -nt $started || ! -e $run_dir/config.json ]]
+    fi
+}
+
+# Whether a script has written to its folder in this start; without that, a restart would begin anew each time.
+has_progress() {
+    [[ -z ${SCRIPT:-} || -n $(find "$run_dir" -path "$logs" -prune -o -type f -newer "$started" -print -quit) ]]
+}
+
 job_field() {
     scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
-# The nodes that do not start a command within a bound.
+# The nodes that do not start a command within a bound; all are asked at once.
 lost_nodes() {
     local node lost=()
+    local -A asked=()
     while read -r node; do
-        if ! timeout 20 srun --overlap --immediate=10 --nodes=1 --ntasks=1 --nodelist="$node" true &>/dev/null; then
-            lost+=("$node")
-        fi
+        timeout 20 srun --overlap --immediate=10 --nodes=1 --ntasks=1 --nodelist="$node" true </dev/null &>/dev/null &
+        asked[$node]=$!
+    done <<<"$nodes"
+    while read -r node; do
+        wait "${asked[$node]}" || lost+=("$node")
     done <<<"$nodes"
     echo "${lost[*]}"
 }

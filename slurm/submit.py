@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import math
 import os
 import re
@@ -25,29 +26,35 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError, nearest
-from recipes.common.options import Parser, add_switch, non_negative_int, plain_name, positive_int
-from scripts.local import ONE_PROCESS, ROOT, check_recipe, free_port, visible_gpus
-from scripts.sweep import grid_points, words
+from recipes.common.errors import UserError
+from recipes.common.options import add_switch, non_negative_int, plain_name, positive_int
+from scripts.launch import script
+from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, markdown, parse
+from slurm.sweep import grid_points, words
 from slurm.training import SIGNAL, Training, status_path
 
 SIGNAL_DELAY_S = 120
 """How long before the time limit ranks are told to write a checkpoint; of a short limit, its last quarter."""
 
 POLL_S = 0.3
+ASK_S = (2.0, 10.0)
+"""How often Slurm is asked for the state of a job: in its first minute, and later."""
+
 SILENCE_S = 300.0
 """After so long without a word the state of a job is printed again."""
 
-STOP_GRACE_S = 60.0
-"""How long ranks on this machine may take to write a checkpoint after Ctrl-C."""
+FINAL_STATES = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("TIMEOUT", "GONE"),
+)
 
-PYTHON = f"{shlex.quote(sys.executable)} -m scripts.hold"
+PYTHON = f"{shlex.quote(sys.executable)} -m scripts.launch.hold_signals"
 """The interpreter of the ranks, with the stop signals held back until the recipe listens to them."""
 
 JOB_SETUP = [
@@ -67,11 +74,10 @@ REFUSED = {
 }
 
 
-def parse_args(argv: list[str]) -> Namespace:
-    """Return this command's own arguments; what follows -- is the recipe's, in `options`."""
-    own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = Parser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
-    parser.add_argument("recipe", metavar="RECIPE", type=check_recipe)
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return this command's own arguments; what follows -- is the recipe's, in `options`. Raises UserError."""
+    parser = CommandParser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
+    parser.add_argument("recipe", metavar="RECIPE")
     shape = parser.add_argument_group("shape (what is not given is the cluster's default)")
     shape.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
     shape.add_argument("--gpus-per-node", type=non_negative_int, metavar="G", help="GPUs to ask for on each node")
@@ -91,10 +97,8 @@ def parse_args(argv: list[str]) -> Namespace:
     )
     job.add_argument("--local", action="store_true", help="start all processes on this machine, without Slurm")
     add_switch(job, "--follow", "watch the job until its end", default=True)
-    args, unknown = parser.parse_known_args(own, Namespace(options=options))
-    if unknown:
-        hint = nearest(unknown[0], parser.flags(), cutoff=0.8) or "; the recipe's own options come after --"
-        raise UserError(f"unknown option {unknown[0]}{hint}")
+    args = parse(parser, argv)
+    check_recipe(args.recipe)
     return args
 
 
@@ -102,7 +106,7 @@ def minutes(text: str) -> int:
     """Return whole minutes of a time as Slurm writes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if not match:
-        raise ArgumentTypeError(f"wants minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
+        raise ArgumentTypeError(f"expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
     days, first, second, third = (int(group) if group else 0 for group in match.groups())
     if match[1]:
         total = days * 1440 + first * 60 + second + third / 60
@@ -111,7 +115,7 @@ def minutes(text: str) -> int:
     else:
         total = first + second / 60
     if total <= 0:
-        raise ArgumentTypeError(f"wants more than nothing, got {text!r}")
+        raise ArgumentTypeError(f"expects a time above 0, got {text!r}")
     return math.ceil(total)
 
 
@@ -123,13 +127,12 @@ def check(args: Namespace) -> None:
     if is_single and (args.nodes, args.nproc_per_node or 1) != (1, 1):
         raise UserError(f"{args.recipe} is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp")
     args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus_per_node) or 1
-    if args.local and args.sweep and not args.follow:
-        raise UserError("--local trains the points of a sweep one after another; drop --no-follow")
-    if not args.local:
-        for command in ("sbatch", "srun", "squeue", "scontrol"):
-            if not shutil.which(command):
-                other = "use --local (make submit: LOCAL=1), or run this on the cluster's login node"
-                raise UserError(f"there is no {command} in PATH; {remedy(other)}")
+    if args.local and not args.follow:
+        raise UserError("--local is followed to its end; drop --no-follow")
+    for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol"):
+        if not shutil.which(name):
+            other = "use --local (make submit: LOCAL=1), or run this on the cluster's login node"
+            raise UserError(f"there is no {name} in PATH; {remedy(other)}")
 
 
 def remedy(other: str) -> str:
@@ -149,6 +152,8 @@ class Run:
     folder: Path
     argv: list[str]
     point: dict[str, str]
+    script: dict[str, str] | None = None
+    """The variables of a script in the recipe's place."""
 
 
 def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
@@ -157,13 +162,15 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
     Raises:
         UserError: an option that the recipe refuses, a name that is taken.
     """
+    if script.is_set():
+        return plan_scripts(args)
     recipe_options = importlib.import_module(f"recipes.{args.recipe}.train").options
     parsed = recipe_options(args.options)
     runs_dir = getattr(parsed, "runs_dir", Path("runs"))
     name = args.name or getattr(parsed, "name", None)
     resume = getattr(parsed, "resume", "none")
     if resume == "auto" and not name:
-        raise UserError("--resume auto wants to know which run: NAME=... (--name)")
+        raise UserError("--resume auto needs the run's name: NAME=... (--name)")
     # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
     device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     points = grid_points(args.sweep) if args.sweep else [{}]
@@ -178,23 +185,34 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
     for run_name, (point, argv) in zip(names, plans, strict=True):
         run = Run(run_name, runs_dir / run_name, argv, point)
         if (run.folder / "metrics.jsonl").exists() and not parsed.overwrite and resume != "auto":
-            mend = "add --resume auto to go on with it, --overwrite to replace it, or choose another NAME"
-            raise UserError(f"the run {run.folder} exists; {mend}")
+            remedy = "add --resume auto to go on with it, --overwrite to replace it, or choose another NAME"
+            raise UserError(f"the run {run.folder} exists; {remedy}")
         if hasattr(parsed, "name"):  # the probe keeps no record
             run.argv += ["--name", run.name]
         runs.append(run)
     return folder, runs
 
 
+def plan_scripts(args: Namespace) -> tuple[Path, list[Run]]:
+    """Return the folder and the runs of SCRIPT; raises UserError where it cannot run, or a run exists."""
+    path, runs_dir = script.read_script(), script.runs_dir()
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    points = grid_points(args.sweep) if args.sweep else [{}]
+    folder = runs_dir / args.name if args.name else new_folder(runs_dir, path.stem)
+    runs = []
+    for name, point in zip(run_names(folder.name, points), points, strict=True):
+        argv = [*args.options, *words(point)]
+        runs.append(Run(name, runs_dir / name, argv, point, script.job_environment(name)))
+    return folder, runs
+
+
 def new_folder(runs_dir: Path, recipe: str) -> Path:
     """Make a folder that is named by the recipe and the time, and that no other job has."""
-    stem = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 1
-    runs_dir.mkdir(parents=True, exist_ok=True)
+    stem, number = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}", 1
     while True:
         folder = runs_dir / (stem if number == 1 else f"{stem}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             return folder
         except FileExistsError:
             number += 1
@@ -210,80 +228,94 @@ def run_names(name: str, points: list[dict[str, str]]) -> list[str]:
     return [f"{name}-{number}" for number in range(len(points))]
 
 
-def default_minutes(partition: str | None) -> int:
-    """Return the time limit that Slurm gives to a job without one; submitit would write its own, 5 minutes."""
-    command = ["scontrol", "show", "partition", *([partition] if partition else []), "--oneliner"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+# ---- by Slurm
+
+
+def slurm_options(args: Namespace) -> dict[str, Any]:
+    """Return the options of sbatch that the arguments stand for; those that are not given are the cluster's."""
+    limit_s = 60 * (args.time or 1440)
+    given = {
+        "nodes": args.nodes,
+        "ntasks-per-node": args.nproc_per_node,
+        "gpus-per-node": args.gpus_per_node or None,
+        "signal": f"{SIGNAL.name.removeprefix('SIG')}@{min(SIGNAL_DELAY_S, limit_s // 4)}",
+        **{name: getattr(args, name) for name in ("mem", "time", "partition", "constraint", "account", "qos")},
+        "cpus-per-task": args.cpus_per_task,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_by_slurm(options: dict[str, Any]) -> None:
+    """Let Slurm look at the job without queueing it: an impossible one would wait for ever."""
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    shown = subprocess.run(
+        ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, timeout=60
+    )
     if shown.returncode:
-        reason = " ".join((shown.stderr + shown.stdout).split()).rstrip(".")
-        raise UserError(f"Slurm shows no time limit: {reason}; {remedy('sinfo lists the partitions')}")
-    lines = shown.stdout.splitlines()
-    line = next((line for line in lines if " Default=YES " in line), lines[0] if lines else "")
-    for name in ("DefaultTime", "MaxTime"):
-        found = re.search(rf"\b{name}=(\d\S*)", line)
-        if found:
-            return minutes(found[1])
-    return 365 * 1440  # there is no limit
+        lines = [re.sub(r"^(sbatch: )?(error: )?", "", line) for line in shown.stderr.splitlines()]
+        raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {remedy('see sinfo')}")
 
 
-def make_executor(args: Namespace, folder: Path) -> Any:
-    """Return submitit's executor for jobs of this shape, its files in the folder."""
+def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
+    """Return submitit's jobs, one for each run, in one array where there are several; raises UserError."""
+    # What submitit takes for the signal of a preemption; it reads the variable when it is imported.
+    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL.name.removeprefix("SIG")
     import submitit
 
-    # What submitit takes for the signal of a preemption, in the jobs and in the processes that it starts here.
-    submitit.JobEnvironment.USR_SIG = SIGNAL.name.removeprefix("SIG")
-    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = submitit.JobEnvironment.USR_SIG
-    cluster = "local" if args.local else "slurm"
-    settings = {f"{cluster}_python": PYTHON, f"{cluster}_max_num_timeout": args.max_requeues}
-    executor = submitit.AutoExecutor(folder / "slurm", cluster=cluster, **settings)
-    common = {"name": folder.name, "stderr_to_stdout": True}
-    if args.local:
-        gpus = len(visible_gpus()) if args.gpus_per_node is None else args.gpus_per_node * args.nodes
-        executor.update_parameters(
-            **common,
-            tasks_per_node=args.nodes * args.nproc_per_node,
-            gpus_per_node=gpus,
-            timeout_min=args.time or 7 * 1440,
-        )
-        return executor
-    limit = args.time or default_minutes(args.partition)
+    options = slurm_options(args)
+    check_by_slurm(options)
+    executor = submitit.SlurmExecutor(folder / "slurm", python=PYTHON)
     # Since Slurm 22.05 srun does not take --cpus-per-task over from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
     executor.update_parameters(
-        **common,
-        nodes=args.nodes,
-        tasks_per_node=args.nproc_per_node,
-        gpus_per_node=args.gpus_per_node or None,
-        cpus_per_task=args.cpus_per_task,
-        timeout_min=limit,
-        slurm_mem=args.mem,
-        slurm_partition=args.partition,
-        slurm_constraint=args.constraint,
-        slurm_account=args.account,
-        slurm_qos=args.qos,
-        slurm_signal_delay_s=min(SIGNAL_DELAY_S, limit * 60 // 4),
-        slurm_setup=JOB_SETUP,
-        slurm_srun_args=["--kill-on-bad-exit=1", *cores],
-        slurm_additional_parameters={"requeue": True},  # after the loss of a node, too
+        job_name=folder.name,
+        stderr_to_stdout=True,
+        time=None,  # submitit's own is 5 minutes
+        setup=JOB_SETUP,
+        srun_args=["--kill-on-bad-exit=1", *cores],
+        additional_parameters={**options, "requeue": True},  # after the loss of a node, too
     )
-    return executor
+    trainings = [Training(args.recipe, run.argv, run.folder, args.max_requeues, run.script) for run in runs]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+            return list(executor.submit_array(trainings))
+    except submitit.core.utils.FailedJobError as error:
+        raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
 
 
-def sbatch_text(executor: Any) -> str:
-    """Return the sbatch file that submitit writes for a job."""
-    inner = executor._executor
-    text: str = inner._make_submission_file_text(inner._submitit_command_str, "")
-    return text
+class Queue:
+    """What Slurm says of a job and of its array's tasks: state, reason and restarts by id.
 
+    squeue knows every job until some minutes after its end (MinJobAge, 300 s) and needs no accounting database. A
+    forgotten job is GONE; where squeue does not answer, the last state stays, and the reason says why.
+    """
 
-def check_by_slurm(executor: Any) -> None:
-    """Let Slurm look at the job without queueing it: an impossible one would wait for ever."""
-    command = ["sbatch", "--test-only"]
-    shown = subprocess.run(command, input=sbatch_text(executor), capture_output=True, text=True, timeout=60)
-    if shown.returncode:
-        lines = [re.sub(r"^(sbatch: )?(error: )?", "", line) for line in shown.stderr.splitlines()]
-        hint = remedy("sinfo shows what there is")
-        raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {hint}")
+    def __init__(self, number: str) -> None:
+        self.number = number
+        self.tasks: dict[str, tuple[str, str, str]] = {}
+        self._began = time.monotonic()
+        self._asked = -math.inf
+
+    def ask(self, is_urgent: bool) -> None:
+        """Ask Slurm if it is time to, after one second if it is urgent."""
+        now = time.monotonic()
+        if now < self._asked + (1.0 if is_urgent else ASK_S[now > self._began + 60]):
+            return
+        self._asked = now
+        form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "Reason", "RestartCnt"))
+        # The number twice: squeue takes a single one that it does not know for an error.
+        command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={self.number},{self.number}"]
+        try:
+            shown = subprocess.run(
+                [*command, f"--Format={form}"], capture_output=True, text=True, timeout=60, check=True
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            why = str(getattr(error, "stderr", None) or error).strip().split("\n")[0]
+            self.tasks = {id_: (state, why, restarts) for id_, (state, _, restarts) in self.tasks.items()}
+            return
+        rows = [line.split("|") for line in shown.stdout.splitlines()]
+        self.tasks = dict.fromkeys(self.tasks, ("GONE", "None", "0"))
+        self.tasks |= {id_: (state, reason, restarts) for id_, state, reason, restarts, *_ in rows}
 
 
 @dataclass
@@ -292,13 +324,12 @@ class Watched:
 
     run: Run
     job: Any
-    shows_log: bool
-    state: str = ""
+    queue: Queue
+    state: str = "UNKNOWN"
     restarts: str = "0"
-    result: str = ""
-    """The recipe's last line, held back until the end."""
+    has_result: bool = False
+    _shown: str = ""
     _offset: int = 0
-    _asked: float = 0.0
     _spoke: float = field(default_factory=time.monotonic)
 
     @property
@@ -306,11 +337,6 @@ class Watched:
         """What rank 0 prints."""
         path = Path(self.job.paths.stdout)
         return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-    @property
-    def logs(self) -> str:
-        """What all ranks print, as a pattern."""
-        return str(self.log).replace("_0_log", "_*_log")
 
     @property
     def title(self) -> str:
@@ -325,21 +351,16 @@ class Watched:
 
     def look(self) -> bool:
         """Print what is new; return whether the job has ended."""
-        is_over = bool(self.result) and time.monotonic() > self._asked + 1
-        self._asked = time.monotonic() if is_over else self._asked
-        info = self.job.get_info(mode="force" if is_over else "standard")
-        if "jobState" in info:  # submitit's local executor
-            state, is_done = info["jobState"], self.job.done()
-        else:
-            state, is_done = info.get("State", "UNKNOWN"), self.job.watcher.is_done(self.job.job_id, mode="cache")
-        restarts, reason = info.get("Restarts", "0"), info.get("Reason", "None")
-        if restarts != self.restarts:
+        self.queue.ask(is_urgent=self.has_result)
+        self.state, reason, restarts = self.queue.tasks.get(self.job.job_id, ("UNKNOWN", "None", "0"))
+        is_done = self.state in FINAL_STATES
+        if restarts > self.restarts:
             self.say(f"requeued, start {int(restarts) + 1}")
-        shown = f"{state} ({reason})" if reason != "None" and state in ("PENDING", "UNKNOWN") else state
-        is_silent = time.monotonic() > self._spoke + SILENCE_S
-        if not is_done and (shown != self.state or is_silent):
+        has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
+        shown = f"{self.state} ({reason})" if has_reason else self.state
+        if not is_done and (shown != self._shown or time.monotonic() > self._spoke + SILENCE_S):
             self.say(shown)
-        self.state, self.restarts = shown, restarts
+        self._shown, self.restarts = shown, restarts
         self._read_log(is_done)
         return is_done
 
@@ -354,35 +375,27 @@ class Watched:
         whole = content if is_done else content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.decode(errors="replace").splitlines():
-            if line.startswith(("result ", "probe {")):
-                self.result = line
-            elif self.shows_log and not line.startswith("submitit "):
+            self.has_result |= line.startswith(("result ", "probe {"))
+            if not (self.run.point or line.startswith("submitit ")):
                 print(line, flush=True)
                 self._spoke = time.monotonic()
 
-    def is_complete(self) -> bool:
-        """Whether the job has done what it was to do."""
-        if self.state != "COMPLETED" and self.state not in ("FINISHED", "GONE"):
-            return False
-        paths = self.job.task(0).paths
-        return bool(paths.result_pickle.exists() and self.job.task(0).exception() is None)
-
-    def blame(self) -> int:
-        """Say in a few lines why the job has failed; return 2 for a refusal by the recipe, else 1."""
-        for path in sorted(self.log.parent.glob(self.log.name.replace("_0_log", "_*_log"))):
-            is_shown = self.shows_log and path.name == self.log.name
-            cause = "" if is_shown else cause_in(path.read_text(errors="replace"))
-            if cause:
-                print(f"{path.name}: {cause}", file=sys.stderr)
+    def end(self) -> int:
+        """Return the job's status, 2 for a refusal by the recipe; where it has failed, say why in a few lines."""
         path = status_path(self.job.paths.submitted_pickle)
         status = int(path.read_text()) if path.exists() else 1
-        how = (
-            "was refused by the recipe"
-            if status == USAGE_STATUS
-            else f"ended before the run was complete ({self.state})"
-        )
-        print(f"error: {self.title} {how}; all ranks' logs: {self.logs}", file=sys.stderr)
-        return status
+        if self.state in ("COMPLETED", "GONE") and status == 0:
+            return 0
+        pattern = self.log.name.replace("_0_log", "_*_log")
+        for log in sorted(self.log.parent.glob(pattern)):
+            is_shown = log.name == self.log.name and not self.run.point
+            cause = "" if is_shown else cause_in(log.read_text(errors="replace"))
+            if cause:
+                print(f"{log.name}: {cause}", file=sys.stderr)
+        refused = status == USAGE_STATUS
+        how = "was refused by the recipe" if refused else f"ended before the run was complete ({self.state})"
+        print(f"error: {self.title} {how}; all ranks' logs: {self.log.with_name(pattern)}", file=sys.stderr)
+        return status or 1
 
 
 def cause_in(log: str) -> str:
@@ -392,143 +405,89 @@ def cause_in(log: str) -> str:
     return lines[-1] if lines else ""
 
 
-def follow(jobs: list[Watched]) -> int:
-    """Show the jobs until all have ended; return the status of this command."""
-    running = list(jobs)
-    while running:
-        running = [watched for watched in running if not watched.look()]
-        time.sleep(POLL_S if running else 0)
-    statuses = [0 if watched.is_complete() else watched.blame() for watched in jobs]
-    return max(statuses)
-
-
-def report(jobs: list[Watched]) -> None:
-    """Print the result: of one job its own line, of a sweep a table."""
-    if len(jobs) == 1 and not jobs[0].run.point:
-        if jobs[0].result:
-            print(jobs[0].result, flush=True)
-        return
-    rows = []
-    for watched in jobs:
-        result = dict(re.findall(r"(\w+)=(\S+)", watched.result)) if watched.is_complete() else {}
-        figures = [result.get(name, "-") for name in ("world_size", "test_accuracy", "samples_per_s")]
-        rows.append([watched.run.name, *watched.run.point.values(), *figures])
-    table = [["run", *jobs[0].run.point, "world_size", "test_accuracy", "samples_per_s"], *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    for row in table:
-        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip(), flush=True)
+def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
+    """Print the results of a sweep as a table; the accuracy is what the task has in its place."""
+    paths = [run.folder / "result.json" for run in runs]
+    results = [
+        json.loads(path.read_text()) if run in complete and path.exists() else {}
+        for run, path in zip(runs, paths, strict=True)
+    ]
+    headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
+    columns = ("world_size", *headlines, "samples_per_s")
+    rows = [["run", *runs[0].point, *columns]]
+    for run, result in zip(runs, results, strict=True):
+        shown = ["-" if name not in result else f"{result[name]:.4g}" for name in columns]
+        rows.append([run.name, *run.point.values(), *shown])
+    print(markdown(rows), flush=True)
 
 
 def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
     """Submit the runs as one job, or as one array, and follow them."""
-    import submitit
-
-    from slurm.watcher import SqueueWatcher
-
-    submitit.SlurmJob.watcher = SqueueWatcher(delay_s=10)
-    executor = make_executor(args, folder)
-    check_by_slurm(executor)
-    trainings = [Training(args.recipe, run.argv, run.folder, args.max_requeues) for run in runs]
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
-            submitted = executor.submit_array(trainings)
-    except submitit.core.utils.FailedJobError as error:
-        raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
-    jobs = [Watched(run, job, shows_log=not run.point) for run, job in zip(runs, submitted, strict=True)]
+    submitted = submit_runs(args, folder, runs)
     number = submitted[0].job_id.split("_")[0]
+    queue = Queue(number)
+    jobs = [Watched(run, job, queue) for run, job in zip(runs, submitted, strict=True)]
     log = jobs[0].log if len(jobs) == 1 else jobs[0].log.with_name(f"{number}_*_0_log.out")
     print(f"job {number}: {describe(args, runs)}, record {folder}, log {log}", flush=True)
-    again = f"tail -n +1 -F {log}"
+    again = f"to follow it: tail -n +1 -F {log}; to cancel it: scancel {number}"
     if not args.follow:
-        print(f"to follow it: {again}; to cancel it: scancel {number}", flush=True)
+        print(again, flush=True)
         return 0
     try:
-        status = follow(jobs)
-    except KeyboardInterrupt:
-        print(f"\njob {number} goes on; to follow it: {again}; to cancel it: scancel {number}", flush=True)
-        return 128 + signal.SIGINT
-    report(jobs)
-    return status
-
-
-def submit_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
-    """Start the runs on this machine, one after another, and follow them."""
-    executor = make_executor(args, folder)
-    print(f"{describe(args, runs)}, all on this machine as one node, record {folder}", flush=True)
-    jobs = []
-    status = 0
-    for run in runs:
-        os.environ["MASTER_PORT"] = str(free_port())
-        # Ctrl-C reaches every process of the terminal: only this one shall heed it, and end the others in order.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        job = executor.submit(Training(args.recipe, run.argv, run.folder, args.max_requeues))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
-        jobs.append(Watched(run, job, shows_log=not run.point))
-        if not args.follow:
-            print(f"to follow it: tail -n +1 -F {jobs[0].log}; to end it: kill {job.job_id}", flush=True)
-            return 0
-        try:
-            status = max(status, follow(jobs[-1:]))
-        except KeyboardInterrupt:
-            end_here(jobs[-1])
-            return 128 + signal.SIGINT
-    report(jobs)
-    return status
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """Treat a signal as Ctrl-C."""
-    raise KeyboardInterrupt
-
-
-def end_here(watched: Watched) -> None:
-    """Let a local job write a checkpoint and leave; kill what does not."""
-    import psutil
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    print(f"\n{watched.title}: interrupted, ranks write a checkpoint", flush=True)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        controller = psutil.Process(int(watched.job.job_id))
-        processes = [controller, *controller.children(recursive=True)]
-        controller.terminate()  # it passes TERM on to the ranks
-        deadline = time.monotonic() + STOP_GRACE_S
-        while not watched.look() and time.monotonic() < deadline:
+        running = list(jobs)
+        while running := [watched for watched in running if not watched.look()]:
             time.sleep(POLL_S)
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    except KeyboardInterrupt:
+        print(f"\njob {number} goes on; {again}", flush=True)
+        return 128 + signal.SIGINT
+    statuses = [watched.end() for watched in jobs]
+    if args.sweep:
+        report([run for run, status in zip(runs, statuses, strict=True) if not status], runs)
+    return max(statuses)
+
+
+# ---- on this machine
+
+
+def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
+    """Train on this machine as `make run` does: become it, or run the points of a sweep one after another."""
+    print(f"{describe(args, runs)}, all on this machine, record {folder}", flush=True)
+    nodes = ["--nodes", str(args.nodes), "--nproc-per-node", str(args.nproc_per_node)]
+    launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
+    commands = {
+        run.name: [*launcher, *([f"--name={run.name}"] if run.script else []), "--", *run.argv] for run in runs
+    }
+    if not args.sweep:
+        os.execv(launcher[0], commands[runs[0].name])
+    statuses = {name: subprocess.run(command).returncode for name, command in commands.items()}
+    report([run for run in runs if not statuses[run.name]], runs)
+    return max(statuses.values())
 
 
 def describe(args: Namespace, runs: list[Run]) -> str:
     """Return what is started, in words."""
-    points = f"{len(runs)} points of {args.recipe}" if args.sweep else args.recipe
+    what = runs[0].script["SCRIPT"] if runs[0].script else args.recipe
+    points = f"{len(runs)} points of {what}" if args.sweep else what
     gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
     return f"{points} on {args.nodes} x {args.nproc_per_node} processes{gpus}"
 
 
-def main(argv: list[str] | None = None) -> int:
+@command
+def main(argv: list[str]) -> int:
     """Submit what the arguments say and follow it; return the exit status."""
     os.chdir(ROOT)  # where jobs will run: they import this package and read scripts/
+    args = parse_args(argv)
+    check(args)
+    folder, runs = plan_runs(args)
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        check(args)
-        folder, runs = plan_runs(args)
-        try:
-            return (submit_here if args.local else submit_to_slurm)(args, folder, runs)
-        finally:
-            with contextlib.suppress(OSError):  # nothing is in the folder of a job that was refused
-                folder.rmdir()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_STATUS
+        return (train_here if args.local else submit_to_slurm)(args, folder, runs)
     except subprocess.TimeoutExpired as error:
-        print(
-            f"error: Slurm did not answer {error.cmd[0]} within {error.timeout:.0f} s; sinfo tells more",
-            file=sys.stderr,
-        )
+        late = f"Slurm did not answer {error.cmd[0]} within {error.timeout:.0f} s; sinfo tells more"
+        print(f"error: {late}", file=sys.stderr)
         return 1
+    finally:
+        with contextlib.suppress(OSError):  # nothing is in the folder of a job that was refused
+            folder.rmdir()
 
 
 if __name__ == "__main__":

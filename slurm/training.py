@@ -2,107 +2,140 @@
 
 slurm/submit.py pickles a `Training` and submits it; submitit calls it in every task, a task for each rank.
 
-A signal before the time limit or a preemption takes two steps. submitit's own handler would pickle and requeue at
-once, in the middle of a step, on one rank. Here the recipe has the signal: all ranks vote, leave after the same
-step, and main() returns with a checkpoint written. Only then submitit's handler is called, on rank 0. It asks
-`checkpoint()` what to submit, which is the same training with `--resume auto`, and has Slurm requeue the job.
+A signal before the time limit or a preemption takes two steps. submitit's own handler would requeue at once, in
+the middle of a step, on one rank. Here the recipe has the signal: all ranks vote, leave after the same step, and
+main() returns with a checkpoint written. Only then rank 0 has Slurm requeue the job, to go on by --resume auto.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any, NoReturn
 
-from recipes.common.entry import USAGE_STATUS, exit_status
-from recipes.common.errors import PortTakenError
-from recipes.common.parent import end_with_parent
+from recipes.common.entry import exit_status
+from recipes.common.errors import PortTakenError, UserError
+from recipes.common.parent import LAUNCHER_PID
 from recipes.common.signals import Stop
+from scripts.launch.fabric import fabric_environment
+from scripts.launch.stopped_status import CLOCKS_S, run
 
 SIGNAL = signal.SIGUSR1
 """The signal for "checkpoint and requeue": the recipes' own, where submitit's default is USR2."""
 
 
 class Training:
-    """Train one run on all ranks of a job; picklable, and submitted again for what is left.
+    """Train one run on all ranks of a job; picklable.
 
     Args:
         recipe: the recipe's name.
         argv: its options.
         run_dir: runs/NAME, where the record is.
-        requeues_left: how often the job may still be put back into the queue.
-        is_restart: whether an earlier start of the job may have left a checkpoint.
+        max_requeues: how often the job may be put back into the queue.
+        script: the variables of a script that runs in the recipe's place (scripts/launch/script.py).
     """
 
     def __init__(
-        self, recipe: str, argv: list[str], run_dir: Path, requeues_left: int, is_restart: bool = False
+        self,
+        recipe: str,
+        argv: list[str],
+        run_dir: Path,
+        max_requeues: int,
+        script: dict[str, str] | None = None,
     ) -> None:
-        self.recipe, self.argv, self.run_dir = recipe, argv, run_dir
-        self.requeues_left, self.is_restart = requeues_left, is_restart
+        self.recipe, self.argv, self.run_dir, self.max_requeues = recipe, argv, run_dir, max_requeues
+        self.script = script
 
-    def __call__(self) -> dict[str, Any] | None:
-        """Train; return the content of result.json on rank 0 (None where there is none, and on other ranks).
-
-        A refusal, or a run that was stopped before its end and is not requeued, ends the process with a status.
-        """
-        # The recipe is about to put its own handler in the place of submitit's.
-        requeue: Any = signal.getsignal(SIGNAL)
-        set_environment()
-        argv, before = self.argv_of_this_start(), self.stamp()
-        module = importlib.import_module(f"recipes.{self.recipe}.train")
-        status = exit_status(lambda: module.main(argv))
-        if os.environ["RANK"] == "0":
-            return self.end(status, is_complete=self.stamp() != before, requeue=requeue)
-        if status:
+    def __call__(self) -> None:
+        """Train; a refusal, or a run that was stopped before its end, ends the process with a status."""
+        if status := self.run_script(self.script) if self.script else self.train():
             sys.exit(status)
-        return None  # what comes of the job is rank 0's to decide
 
-    def end(self, status: int, is_complete: bool, requeue: Any) -> dict[str, Any] | None:
-        """End rank 0 once main() has returned: with a result, with a status, or by a new place in the queue."""
-        if status == PortTakenError.status and self.requeues_left and "SLURM_JOB_ID" in os.environ:
-            requeue(SIGNAL, None)  # each start of the job has another port
-        if status:
-            self.leave(status)
-        if not (self.run_dir / "config.json").exists():
-            return None  # the probe keeps no record
-        if not is_complete:
-            if Stop.received == SIGNAL or is_preempted():
-                if self.requeues_left:
-                    requeue(SIGNAL, None)
-                print("error: the job was stopped before its end, and --max-requeues allows no more", flush=True)
-            self.leave(1)  # after TERM: from scancel, or from Slurm that puts the job back by itself
-        result: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
-        return result
+    def train(self) -> int:
+        """Run this rank of the recipe; return its status, or put the job back into the queue and exit."""
+        before = self.stamp()
 
-    def checkpoint(self) -> Any:
-        """Return what submitit shall run when the job starts again."""
+        def train() -> None:
+            set_environment()
+            importlib.import_module(f"recipes.{self.recipe}.train").main(self.argv_of_this_start())
+
+        status = exit_status(train)
+        if os.environ["RANK"] == "0":  # what comes of the job is rank 0's to decide
+            status = self.end(status, is_complete=self.stamp() != before)
+        return status
+
+    def run_script(self, script: dict[str, str]) -> int:
+        """Run this rank of a script in a process of its own, and end as docs/your-own.md says."""
+        begin = time.time() - CLOCKS_S
+        try:
+            set_environment()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.status
+        env = {**os.environ, **script, LAUNCHER_PID: str(os.getpid())}
+        if restarts():
+            env["RESUME"] = "auto"
+        status, received = run([sys.executable, "-m", "scripts.launch.script", script["SCRIPT"], *self.argv], env)
+        if os.environ["RANK"] != "0":
+            return 0 if received else status
+        is_time_up = SIGNAL in received and not is_preempted()
+        if is_time_up and not has_written(self.run_dir, begin):
+            print(
+                f"error: the job's time is up, and it has written nothing to {self.run_dir} since its start, so "
+                "that it is not requeued; write checkpoints to RUN_DIR, or give it more TIME",
+                flush=True,
+            )
+            is_time_up = False
+        return self.requeue_or_leave(status, bool(received), is_time_up)
+
+    def end(self, status: int, is_complete: bool) -> int:
+        """Return rank 0's status once main() has returned, or put the job back into the queue and exit."""
+        is_stopped = not (status or is_complete) and (self.run_dir / "config.json").exists()  # the probe has none
+        return self.requeue_or_leave(status, is_stopped, Stop.received == SIGNAL)
+
+    def requeue_or_leave(self, status: int, is_stopped: bool, is_time_up: bool) -> int:
+        """Return rank 0's status, or put the job back into the queue and exit.
+
+        The status is left beside the logs: Slurm may report another rank's.
+        """
         import submitit
 
-        rest = Training(self.recipe, self.argv, self.run_dir, self.requeues_left - 1, is_restart=True)
-        return submitit.helpers.DelayedSubmission(rest)
+        left = self.max_requeues - restarts()
+        is_requeued = status == PortTakenError.status  # each start of the job has another port
+        if is_stopped:  # else, after TERM: by scancel, or by Slurm, which puts the job back by itself
+            is_requeued, status = is_time_up or is_preempted(), 1
+        if is_requeued and left > 0:
+            subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True, timeout=60)
+            sys.exit(255)
+        if is_stopped and is_requeued:
+            print("error: the job was stopped before its end, and --max-requeues allows no more", flush=True)
+        status_path(submitit.JobEnvironment().paths.submitted_pickle).write_text(str(status))
+        return status
 
     def argv_of_this_start(self) -> list[str]:
         """Return the options: a job that begins again goes on with its own record, whatever it began from."""
-        is_restart = self.is_restart or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         is_begun = (self.run_dir / "config.json").exists()
-        return [*self.argv, "--resume", "auto"] if is_restart and is_begun else self.argv
+        return [*self.argv, "--resume", "auto"] if restarts() and is_begun else self.argv
 
     def stamp(self) -> tuple[int, int] | None:
         """Return what tells result.json from an earlier one, None where there is none."""
         path = self.run_dir / "result.json"
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
 
-    def leave(self, status: int) -> NoReturn:
-        """End rank 0 with a status, and leave it beside the logs: Slurm may report another rank's."""
-        import submitit
 
-        status_path(submitit.JobEnvironment().paths.submitted_pickle).write_text(str(status))
-        sys.exit(status)
+def restarts() -> int:
+    """Return how often Slurm has put this job back into the queue, for whatever reason."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def has_written(run_dir: Path, begin: float) -> bool:
+    """Whether there is a file in a run's folder, beside the launcher's logs, that is newer than a time."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and run_dir / "slurm" not in path.parents)
+    return any(path.stat().st_mtime >= begin for path in files)
 
 
 def status_path(submitted: Path) -> Path:
@@ -111,7 +144,7 @@ def status_path(submitted: Path) -> Path:
 
 
 def set_environment() -> None:
-    """Tell this rank who it is, where rank 0 is, and by which network."""
+    """Tell this rank who it is, where rank 0 is, and by which network; raises fabric.sh's UserError."""
     import submitit
 
     # Without set_cuda_visible_devices=False each rank would see one GPU and still be told LOCAL_RANK 1, 2, ...:
@@ -119,34 +152,15 @@ def set_environment() -> None:
     # is: the job's script has chosen it anew for this start, where submitit's own would be the same at each.
     # overwrite: ranks of a launcher around `sbatch` may show through.
     submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-    if submitit.JobEnvironment().cluster == "local":
-        end_with_parent()
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ.update(network_environment())
-
-
-def network_environment() -> dict[str, str]:
-    """Return the environment that scripts/fabric.sh makes of this node's; end with its status where it refuses."""
     # Slurm binds a task to its own cores where --cpus-per-task says how many; elsewhere a node's tasks share them.
     sharing = "1" if "SLURM_CPUS_PER_TASK" in os.environ else os.environ["LOCAL_WORLD_SIZE"]
-    defaults = {"FABRIC": "auto", "TASK_PROCESSES": sharing}
-    done = subprocess.run(
-        ["bash", "-c", "source scripts/fabric.sh >&2 && env -0"],
-        env={**defaults, **os.environ, "PYTHON": sys.executable},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode:
-        sys.exit(USAGE_STATUS)
-    return dict(entry.split("=", 1) for entry in done.stdout.split("\0") if entry)
+    environment, said = fabric_environment(FABRIC="auto", TASK_PROCESSES=sharing)
+    print(said, end="", file=sys.stderr, flush=True)
+    os.environ.update(environment)
 
 
 def is_preempted() -> bool:
     """Whether Slurm takes the nodes for another job (which it may announce by TERM, as it does a scancel)."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if not job:
-        return False
-    command = ["scontrol", "show", "job", job, "--oneliner"]
+    command = ["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "--oneliner"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     return "PreemptTime=" in shown and "PreemptTime=None" not in shown

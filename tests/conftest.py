@@ -1,5 +1,6 @@
 """What all tests share: skips that CI can forbid, and an end to every process that a test has started."""
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -8,7 +9,7 @@ import signal
 import pytest
 
 from recipes.common.parent import LAUNCHER_PID
-from scripts import network
+from scripts.lab import network
 from tests import support
 
 
@@ -21,9 +22,10 @@ def no_process_is_left():
 
 @pytest.fixture(autouse=True)
 def nothing_is_inherited():
-    """Take back what recipes and launchers set in this process and programs of later tests would inherit."""
+    """Take back what recipes and launchers set in this process and later tests and programs would inherit."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
+    gc.unfreeze()  # exit_status() has left out of collections what earlier tests made
     os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its launcher is another
     for number, handler in before.items():
         signal.signal(number, handler)

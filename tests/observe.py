@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.common import data, models
+from recipes.common import data, loop, models
 from recipes.common.job import Job
 
 
@@ -41,6 +41,22 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
 ]
 """An object, the name of its attribute, and the value that this has in the tests."""
+
+
+def compute_in_double() -> None:
+    """Let ddp compute in float64, where rounding hides nothing: losses are logged in float32."""
+    build_model, read_batches = loop.build_model, loop.read_batches
+    changes: list[tuple[Any, str, Any]] = [
+        (loop, "build_model", lambda args, data: build_model(args, data).double()),
+        (
+            loop,
+            "read_batches",
+            lambda *args: ((x.double(), targets) for x, targets in read_batches(*args)),
+        ),
+        (Job, "loss", lambda job, *batch: job.data.task.loss_sum(*batch) / job.args.global_batch_size),
+    ]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
 
 
 def sent_bytes() -> int:

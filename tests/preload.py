@@ -8,10 +8,12 @@ for name in (
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.optim",
     "torch.utils.tensorboard",
-    "recipes.common.imagefolder",
+    "recipes.common.data.imagefolder",
     "recipes.ddp.train",
+    "recipes.fsdp.train",
     "recipes.pipeline.train",  # torch.distributed.pipelining: 3.5 s
     "recipes.single.train",
+    "recipes.tensor.train",
     "sklearn.datasets",  # each minimal.py: 0.9 s
     "tests.observe",
 ):

@@ -28,8 +28,8 @@ import psutil
 import torch
 
 from recipes.common.node import Node
-from scripts import horovod_agent
-from scripts.local import free_port
+from scripts.launch import horovod as horovod_agent
+from scripts.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -190,10 +190,13 @@ class Ranks:
         return outcome
 
 
-def _spoil(interrupt: Interrupt, module: Any) -> None:
-    """Let a loss of the recipe or its gradient be nan, or an optimizer step be left out."""
-    name = "optimizer_step" if interrupt.where == "optimizer_step" else "cross_entropy"
-    original, calls = getattr(module, name), 0
+def _spoil(interrupt: Interrupt) -> None:
+    """Let a loss of the job or its gradient be nan, or an optimizer step be left out."""
+    from recipes.common import job, loop
+
+    owner: Any = loop if interrupt.where == "optimizer_step" else job.Job
+    name = "optimizer_step" if interrupt.where == "optimizer_step" else "loss"
+    original, calls = getattr(owner, name), 0
 
     def spoilt(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -209,7 +212,7 @@ def _spoil(interrupt: Interrupt, module: Any) -> None:
             return args[2].zero_grad()
         return original(*args, **kwargs)
 
-    setattr(module, name, spoilt)
+    setattr(owner, name, spoilt)
 
 
 def _send_at(interrupt: Interrupt) -> None:
@@ -255,7 +258,7 @@ def _run_rank(
 
     module = importlib.import_module(f"recipes.{recipe}.train")
     if interrupt and is_fault:
-        _spoil(interrupt, module)
+        _spoil(interrupt)
     status = exit_status(lambda: module.main(argv))
     sys.stdout.flush()
     sys.exit(status)
@@ -314,13 +317,14 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_same_curve(run: Path, whole: Path) -> None:
-    """Hold a run whose world size changed to an undisturbed one.
+    """Hold a run whose world size changed to an undisturbed one, which may have done more steps.
 
     Other world sizes add gradients up in another order. That is a difference in the last bit, which stays one
     until it tips an activation over the edge of a ReLU or of a maximum: then a step's loss is another in the fifth
     digit.
     """
-    differences = [abs(a - b) / abs(b) for a, b in zip(losses(run), losses(whole), strict=True)]
+    ours = losses(run)
+    differences = [abs(a - b) / abs(b) for a, b in zip(ours, losses(whole)[: len(ours)], strict=True)]
     assert max(differences[:200]) < 1e-5
     assert max(differences) < 2e-3
 
@@ -478,7 +482,7 @@ def run_command(*argv: str, timeout_s: float = TIMEOUT_S, **env: str) -> Result:
 def local(recipe: str, nodes: int, nproc_per_node: int, *options: str, **env: str) -> Command:
     """Start what `make run RECIPE= NODES= NPROC_PER_NODE=` starts."""
     counts = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node))
-    return Command(sys.executable, "-m", "scripts.local", recipe, *counts, "--", *options, **env)
+    return Command(sys.executable, "-m", "scripts.launch.local", recipe, *counts, "--", *options, **env)
 
 
 def end_all() -> None:

@@ -8,11 +8,10 @@ start each by itself would take longer than to train.
 
 import importlib
 import os
-import subprocess
 import sys
 
-from scripts import network
-from scripts.local import free_port
+from scripts.lab import network
+from scripts.launch.local import free_port
 
 VARIANTS = {
     "ddp-fp32": ("ddp",),
@@ -39,19 +38,7 @@ def main(folder, *ports):
     for node in range(2):  # a queue fills up before a link, and the kernel hands on large pieces: few headers
         net.narrow(node, "1gbit", burst="256kb")
     ports = [str(free_port()) for _ in VARIANTS]
-    ranks = []
-    for rank in range(2):
-        own = {
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        own |= {"MASTER_ADDR": net.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
-        command = net.inside(rank, [sys.executable, "-m", "tests.wire_ranks", folder, *ports])
-        ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
-    sys.exit(max(abs(rank.wait()) for rank in ranks))
+    net.run_ranks([sys.executable, "-m", "tests.wire_ranks", folder, *ports], nodes=2, threads=1, timeout_s=110)
 
 
 if __name__ == "__main__":

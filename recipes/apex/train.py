@@ -14,66 +14,70 @@ import copy
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.agreement import begin_run, load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.batchnorm import sync_batch_norm
 from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
-from recipes.common.data import EVAL_BATCH_SIZE, Data
+from recipes.common.data import Data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.metrics import add_batch, averages, new_totals
-from recipes.common.models import build_model
-from recipes.common.optim import build_optimizer, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, build_parser, check_batch, one_of, parse
+from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.metrics import add_batch
+from recipes.common.optim import build_optimizer, optimizer_step
+from recipes.common.options import Options, one_of, option, parse
 from recipes.common.ranks import read_ranks
-from recipes.common.seeding import choose_kernels, seed_step
-from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.world import World, join_world, leave_world
+from recipes.common.signals import Stop
+from recipes.common.task import Task
+from recipes.common.world import World, connected_world
 
 
-def options(argv: Sequence[str] | None = None) -> Options:
+@dataclass(frozen=True)
+class ApexOptions(Options):
+    """NVIDIA apex.amp or torch.amp."""
+
+    opt_level: str = option(
+        "O1",
+        one_of("O0", "O1", "O2", "O3"),
+        "O0: fp32; O1: half per operation; O2: half model, fp32 master weights and batch norm; O3: half",
+    )
+    amp_backend: str = option(
+        "auto",
+        one_of("auto", "apex", "torch"),
+        "apex: NVIDIA's apex.amp; torch: torch.amp; auto: apex where it imports and there is a GPU",
+    )
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        if self.amp != "none":
+            raise UserError(f"--amp {self.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
+
+
+def options(argv: Sequence[str] | None = None) -> ApexOptions:
     """Return the options of this recipe; raises UserError for what cannot work."""
-    parser = build_parser("apex", __doc__)
-    group = parser.add_argument_group("apex.amp")
-    group.add_argument(
-        "--opt-level",
-        type=one_of("O0", "O1", "O2", "O3"),
-        default="O1",
-        help="O0: fp32; O1: half per operation; O2: half model, fp32 master weights and batch norm; O3: half",
-    )
-    group.add_argument(
-        "--amp-backend",
-        type=one_of("auto", "apex", "torch"),
-        default="auto",
-        help="apex: NVIDIA's apex.amp; torch: torch.amp; auto: apex where it imports and there is a GPU",
-    )
-    args = parse(parser, argv)
-    if args.amp != "none":
-        raise UserError(f"--amp {args.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
-    return args
+    return parse(ApexOptions, "apex", __doc__, argv)
 
 
-def wrap(model: nn.Module, args: Options, world: World, data: Data) -> Amp:
+def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
     """Return the model at --opt-level, its optimizer, and gradients that are averaged over all ranks."""
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
     # Apex: all ranks take the same one: gathers one short string per rank.
     why_torch = next(filter(None, world.gather_objects(why_torch)), "")
     if args.amp_backend == "apex" and why_torch:
-        mend = "it takes apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
-        raise UserError(f"--amp-backend apex: {why_torch}; {mend}")
+        fix = "it needs apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
+        raise UserError(f"--amp-backend apex: {why_torch}; {fix}")
     return TorchAmp(model, args, world, data, why_torch) if why_torch else ApexAmp(model, args, world, data)
 
 
-def why_not_apex(args: Options, world: World) -> str:
+def why_not_apex(args: ApexOptions, world: World) -> str:
     """Return what keeps this rank from using apex.amp, or "" where it can be used."""
     if world.device.type != "cuda":
         return "apex.amp takes CUDA tensors only, and this run is on the CPU"
@@ -104,24 +108,23 @@ MEANING = {
 class TorchAmp:
     """The four levels by torch itself: autocast, GradScaler, and a second copy of the weights for O2."""
 
-    def __init__(self, model: nn.Module, args: Options, world: World, data: Data, why: str) -> None:
+    def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data, why: str) -> None:
         self.args, self.device, self.level = args, world.device, args.opt_level
         self.half = half_type(world.device)
-        if args.sync_batchnorm:
-            if world.device.type == "cpu" and world.world_size > 1:
-                raise UserError("--sync-batchnorm: torch has it for GPUs only; drop it on the CPU")
-            # DDP: batch-norm layers exchange sums and counts, 2C + 1 floats per layer and pass.
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
+        model = sync_batch_norm(model, args, world)
         # AMP: `model` is what the optimizer updates and the checkpoint holds, `working` what computes. They differ
         # under O2 alone.
         self.model = self.working = model
         if self.level == "O2":
             self.working = half_copy(model, self.half)
+            # AMP: a checkpoint holds the masters.
+            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh())
         elif self.level == "O3":
             model.to(self.half).register_state_dict_post_hook(upcast)
         if self.level in ("O2", "O3"):
-            # AMP: as apex's patched forward does: images go in as half, logits come out as fp32.
-            self.working.register_forward_pre_hook(lambda module, inputs: (inputs[0].to(self.half),))
+            # AMP: as apex's patched forward does: images go in as half, the output comes out as fp32.
+            self.working.register_forward_pre_hook(lambda module, inputs: (to_half(inputs[0], self.half),))
             self.working.register_forward_hook(lambda module, inputs, logits: logits.float())
         self.optimizer = build_optimizer(args, model.parameters())
         # AMP: fp16 ends at 6e-8, where many gradients lie, so the loss is scaled up before backward. bfloat16 has
@@ -141,9 +144,7 @@ class TorchAmp:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
-        self.eval_model = (
-            self.ddp
-        )  # DDP: without gradients it exchanges nothing, and it is what --compile compiled
+        self.eval_model = self.ddp  # DDP: without gradients it exchanges nothing, and --compile compiled it
         scaling = "dynamic loss scale" if is_scaled else "no loss scale"
         meaning = MEANING[self.level].format(half=str(self.half).removeprefix("torch."))
         self.summary = f"{self.level} by torch.amp: {meaning}, {scaling} ({why})"
@@ -164,13 +165,13 @@ class TorchAmp:
         """Add the gradients of the scaled loss to those of the step's earlier passes."""
         self.scaler.scale(loss).backward()
 
-    def step(self, allows: Callable[[Sequence[Tensor]], bool]) -> None:
+    def step(self, job: Job, check: Check) -> None:
         """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
         # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
         for master, half in self.copies():
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
-        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, allows)
+        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, check)
         self.refresh()
 
     @torch.no_grad()
@@ -188,6 +189,11 @@ class TorchAmp:
 def half_type(device: torch.device) -> torch.dtype:
     """Return float16 for a GPU, as apex has it, and bfloat16 for a CPU, which has no fast float16."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
+
+
+def to_half(inputs: Tensor, half: torch.dtype) -> Tensor:
+    """Return images in half precision, and tokens as they are."""
+    return inputs.to(half) if inputs.is_floating_point() else inputs
 
 
 def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
@@ -208,7 +214,7 @@ def upcast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict
 class ApexAmp:
     """The four levels by NVIDIA apex 25.05, the last that has amp: these calls are the whole of its interface."""
 
-    def __init__(self, model: nn.Module, args: Options, world: World, data: Data) -> None:
+    def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data) -> None:
         from apex import amp, parallel
 
         # Apex: each of its parts announces that it is deprecated; README.md says what to move to.
@@ -261,15 +267,12 @@ class ApexAmp:
         with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
             scaled_loss.backward()
 
-    def step(self, allows: Callable[[Sequence[Tensor]], bool]) -> None:
+    def step(self, job: Job, check: Check) -> None:
         """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
         # Apex: without a dynamic loss scale (O0, O3) it looks at no gradient.
-        allows = (lambda gradients: True) if self.scaler.is_dynamic else allows
+        check = (lambda gradients: True) if self.scaler.is_dynamic else check
         no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has unscaled
-        optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, allows)
-
-    def refresh(self) -> None:
-        """Do nothing: the hook of keep_masters has read the masters, and step() rounds them."""
+        optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, check)
 
 
 Amp = TorchAmp | ApexAmp
@@ -281,22 +284,22 @@ def keep_masters(
     """Let the model's state_dict() give and load_state_dict() take the fp32 masters."""
 
     # Apex: by itself state_dict() casts the half weights up, without the 13 bits that only the masters have, and
-    # a run that goes on from it is another run.
-    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    # a run that resumes from it is another run.
+    def give_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
             state[name] = master.detach().float()
 
     @torch.no_grad()
-    def take(module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
+    def take_masters(module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
         for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
             master.copy_(state[name])
 
-    model.register_state_dict_post_hook(give)
-    model.register_load_state_dict_pre_hook(take)
+    model.register_state_dict_post_hook(give_masters)
+    model.register_load_state_dict_pre_hook(take_masters)
 
 
 class ApexScaler:
-    """apex's loss scale in GradScaler's words; the rule is the same: 2^16, halved, doubled after 2000 steps."""
+    """apex's loss scale with GradScaler's interface and rule: 2^16, halved, doubled after 2000 steps."""
 
     def __init__(self, amp: Any, is_dynamic: bool) -> None:
         self.amp, self.is_dynamic = amp, is_dynamic
@@ -320,130 +323,48 @@ class ApexScaler:
             self.amp.load_state_dict({"loss_scaler0": own})
 
 
-def train_one_epoch(job: Job, amp: Amp, world: World) -> int:
-    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
-    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
-    decision = GO
-    amp.ddp.train()
-    job.begin_epoch()
-    shares = (shard(batch, world.rank, world.world_size) for batch in job.global_batches())
-    for images, labels in job.data.train.batches(shares, position.epoch):
-        # DDP: each rank sends its vote, 4 bytes; it is read after backward, so nobody waits for it.
-        if is_vote_due := job.is_vote_due(world.world_size):
-            vote = torch.tensor(job.stop.vote, dtype=torch.int32)
-            voting = dist.all_reduce(vote, dist.ReduceOp.MAX, group=world.control, async_op=True)
-
-        seed_step(args.seed, position.step, world.rank, world.device)
-        loss_sum = torch.zeros((), device=world.device)
-        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
-        for i, (some_images, some_labels) in enumerate(parts):
-            # DDP: gradients are exchanged only in the last of the accumulated passes.
-            is_last = i == accumulate - 1
-            with world.watch("gradients", computes=True) if is_last else amp.no_sync():
-                with amp.autocast():
-                    loss = cross_entropy(amp.ddp(some_images), some_labels, reduction="sum")
-                # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
-                loss = loss * world.world_size / args.global_batch_size
-                amp.backward(loss, is_last)
-            loss_sum += loss.detach()
-
-        if is_vote_due:
-            with world.watch("stop vote"):
-                voting.wait()
-            decision = int(vote)
-        if decision == FAIL:
-            break
-        rate = learning_rate(args, position.step, job.total_steps)
-        set_learning_rate(job.optimizer, rate)
-        amp.step(job.allows(loss_sum))
-        job.count_step()
-        if job.is_log_due():
-            # DDP: the mean over the ranks is the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            with world.watch("metrics"):
-                dist.all_reduce(loss_sum)
-                loss_mean = loss_sum.item() / world.world_size
-            job.log_step(loss_mean, rate)
-        if decision == STOP:
-            break
-        if job.is_checkpoint_due():
-            save_checkpoint(job, world)
-    job.pause()
-    return decision
-
-
-@torch.no_grad()
-def evaluate(job: Job, amp: Amp, world: World) -> dict[str, float]:
-    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
-    # DDP: without --sync-batchnorm each rank has statistics of its own batches; all evaluate with rank 0's.
-    for buffer in job.model.buffers():
-        with world.watch("evaluation"):
-            dist.broadcast(buffer, src=0)
-    amp.ddp.eval()
-    totals = new_totals(world.device)
-    share = shard(torch.arange(len(job.data.test)), world.rank, world.world_size)
-    for images, labels in job.data.test.batches(share.split(EVAL_BATCH_SIZE), job.position.epoch):
-        with amp.autocast():
-            logits = amp.eval_model(images)
-        with amp.no_casts():
-            add_batch(totals, logits, labels)
-    totals[3] += job.data.train.skipped + job.data.test.skipped
-    # DDP: adds up sums and counts, 40 bytes a rank; the averages are taken after it.
-    with world.watch("evaluation"):
-        dist.all_reduce(totals)
-        return averages(totals, len(job.data.test))
-
-
-def save_checkpoint(job: Job, world: World, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
-    # DDP: all ranks hold the same weights; rank 0 (of the world, not of each node) writes them.
-    if job.record:
-        job.save(is_best)
-
-
-def train(args: Options, stop: Stop, world: World) -> None:
-    """Set everything up, train epoch by epoch, and leave a checkpoint behind."""
-    data = load_same_data(args, "apex", world, on_bad_image=stop.fail)
-    run_on_all_ranks(lambda: check_batch(args, world.world_size, len(data.train)), world)
-    # DDP: every rank draws the same weights from --seed.
-    model = run_on_all_ranks(lambda: build_model(args, data), world).to(world.device)
+def train(args: ApexOptions, world: World, stop: Stop) -> None:
+    """Train as the options say; call it on all ranks."""
+    data, model = load_data_and_model(args, "apex", world, stop)
     with world.watch("model", computes=True):
         amp = wrap(model, args, world, data)
-    job = Job(args, data, world.device, amp.model, amp.optimizer, cast(torch.amp.GradScaler, amp.scaler), stop)
+    scaler = cast(torch.amp.GradScaler, amp.scaler)
+    job = Job(args, "apex", data, world, amp.model, amp.optimizer, scaler, stop)
 
-    # DDP: rank 0 opens the record and reads the checkpoint; its content, the whole state, goes to all ranks.
-    begin_run(job, "apex", world)
-    amp.refresh()
-    if job.record:
-        job.record.progress.say(amp.summary)
+    def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        # DDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
+        with world.watch("gradients", computes=True) if is_last else amp.no_sync():
+            with amp.autocast():
+                loss = job.loss(amp.ddp(inputs), targets)
+            # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            amp.backward(loss * world.world_size, is_last)
+        return loss.detach()
 
-    while not job.is_complete:
-        decision = train_one_epoch(job, amp, world)
-        if decision == STOP:
-            save_checkpoint(job, world)
-        raise_on_all_ranks(stop.error, world)
-        if decision == STOP:
-            job.leave()
-            return
-        averages = evaluate(job, amp, world)
-        is_best = job.end_epoch(averages)
-        save_checkpoint(job, world, is_best)
-        raise_on_all_ranks(stop.error, world)
-    job.finish(world.world_size)
+    def predict(inputs: Tensor) -> Tensor:
+        """Return the model's output, such as logits (B, classes) of images."""
+        with amp.autocast():
+            return amp.eval_model(inputs)
+
+    def sum_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
+        """Add output and target to an evaluation's totals."""
+        with amp.no_casts():
+            add_batch(totals, task, output, target)
+
+    # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
+    begin_run(job)
+    job.say(amp.summary)
+    train_epochs(job, Technique(forward_backward, amp.ddp, predict, sum_batch, amp.step))
+    job.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    choose_kernels(args)
     # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
-    world = join_world(args, read_ranks("apex"))
-    try:
-        train(args, stop, world)
-    except UserError:
-        leave_world(world)
-        raise
-    leave_world(world)
+    with connected_world(args, read_ranks("apex")) as world:
+        train(args, world, stop)
 
 
 if __name__ == "__main__":

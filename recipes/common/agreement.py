@@ -1,7 +1,4 @@
-"""What the ranks of a job do together: share out samples, run an action, raise an error, begin a run.
-
-It needs few operations, those of `Peers`. torch.distributed gives them in world.py, Horovod in its own recipe.
-"""
+"""What the ranks of a job do together: share out samples, run an action, raise an error, load the same data."""
 
 from __future__ import annotations
 
@@ -11,56 +8,19 @@ import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from recipes.common.data import Data, load_data
 from recipes.common.errors import UserError
-from recipes.common.job import Job
 from recipes.common.nonfinite import raise_first
 from recipes.common.options import Options
-from recipes.common.places import place_of
-from recipes.common.record import open_run
-from recipes.common.watch import Watch
+from recipes.common.peers import Peers
+from recipes.common.user_code import digests
 
 T = TypeVar("T")
-
-Content = dict[str, Any]
-"""What a checkpoint holds."""
-
-
-class Peers(Protocol):
-    """All ranks of a job, as one of them sees them. All ranks have to call each method, in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-
-    @property
-    def watch(self) -> Watch:
-        """What each wait for the others is announced to."""
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of the ranks."""
-
-    def broadcast_object(self, value: T) -> T:
-        """Return rank 0's value."""
-
-    def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor on the CPU by rank 0's."""
-
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
 
 
 def shard(indices: Tensor, index: int, count: int) -> Tensor:
@@ -110,10 +70,11 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
         UserError: missing or malformed data; or with the first rank whose options, data, code or libraries differ
             from rank 0's, and the first difference.
     """
-    check_same_facts(training_facts(args, recipe), peers)
     listing = None
-    if args.data == "imagefolder":
-        from recipes.common.imagefolder import Listing, walk
+    if peers.world_size > 1:
+        check_same_facts(run_on_all_ranks(lambda: training_facts(args, recipe), peers), peers)
+    if peers.world_size > 1 and args.data == "imagefolder":
+        from recipes.common.data.imagefolder import Listing, walk
 
         own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
         with peers.watch("data set"):
@@ -130,8 +91,10 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     values = args.as_dict().items()
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
     root = Path(__file__).parent.parent
-    for path in sorted([*root.glob("common/*.py"), *root.glob(f"{recipe}/*.py")]):
+    folders = {"common", recipe, *(["ddp"] if recipe == "spawn" else [])}  # spawn's ranks are ddp's
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
+    facts.update(digests(args))
     facts["python"] = platform.python_version()
     for name in LIBRARIES:
         try:
@@ -168,12 +131,15 @@ class Slot(NamedTuple):
     dtype: torch.dtype
     order: tuple[int, ...]
     """The dimensions by descending stride: in that order the tensor is contiguous."""
+    keep: Callable[[Tensor], Tensor] | None = None
+    """Returns what this rank keeps of the tensor; None: all."""
 
 
-def broadcast_tree(tree: Any, peers: Peers) -> Any:
+def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lambda outline: outline) -> Any:
     """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
 
-    Tensors go one by one: what is in memory besides the result is one tensor at most.
+    Tensors go one by one: what is in memory besides the result is one tensor at most (on rank 0, the tree).
+    `own_part` is given the tree with a Slot for each tensor, and may set what this rank keeps of each.
     """
     sent: list[Tensor] = []
 
@@ -191,12 +157,13 @@ def broadcast_tree(tree: Any, peers: Peers) -> Any:
         if buffer.numel():
             with peers.watch("checkpoint"):
                 peers.broadcast_tensor(buffer.flatten().view(torch.uint8))
-        return buffer.permute([slot.order.index(i) for i in range(len(shape))])
+        tensor = buffer.permute([slot.order.index(i) for i in range(len(shape))])
+        return slot.keep(tensor) if slot.keep else tensor
 
     with peers.watch("checkpoint"):
         outline = peers.broadcast_object(map_tree(tree, Tensor, put_slot))
     tensors = iter(sent)
-    return map_tree(outline, Slot, fill_slot)
+    return map_tree(own_part(outline), Slot, fill_slot)
 
 
 def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
@@ -211,35 +178,3 @@ def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map_tree(value, kind, change) for value in tree)
     return tree
-
-
-def begin_run(
-    job: Job,
-    recipe: str,
-    peers: Peers,
-    own_part: Callable[[Content | None], Content | None] = lambda content: content,
-) -> None:
-    """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
-
-    `own_part` returns what this rank keeps of a checkpoint's content (default: all).
-
-    Raises:
-        UserError: the record cannot be opened, or the checkpoint does not fit.
-    """
-    with peers.watch("places"):
-        places = peers.gather_objects(place_of(job.device))
-    is_first = peers.rank == 0
-    job.record, content = run_on_all_ranks(
-        lambda: open_run(job.args, recipe, places) if is_first else (None, None), peers
-    )
-    content = broadcast_tree(content, peers)
-    with peers.watch("checkpoint"):
-        folder = peers.broadcast_object(job.record.folder if job.record else None)
-    try:
-        run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
-    except UserError:
-        if job.record:
-            job.record.discard()
-        raise
-    run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
-    peers.watch.follow(job, folder)

@@ -21,10 +21,10 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     """Let DDP put its buckets together as they will stay; call it on all ranks, before the model is compiled.
 
-    The first backward tells the order in which gradients come, and the buckets are put together anew by it. The
+    The first backward shows the order in which gradients come, and the buckets are rebuilt by it. The
     place in a bucket decides how a sum over three or more ranks is rounded. So that the first step after a resume
     rounds like any other, a pass over a blank image (in eval(): it changes no statistics) comes before.
     """
     ddp.eval()
-    ddp(torch.zeros(1, data.channels, data.image_size, data.image_size, device=device)).sum().backward()
+    ddp(data.input.zeros(1, device)).sum().backward()
     ddp.zero_grad()

@@ -3,12 +3,13 @@
 A checkpoint is torch's own zip file, with a checksum of all its bytes behind it, and loads with
 `torch.load(path, weights_only=True)`. It holds the
 whole model and optimizer under the names of the one-process run, so that any recipe at any world size
-can go on from it. The state of the random generators is the pair (seed, step): see seeding.py.
+can resume from it. The state of the random generators is the pair (seed, step): see seeding.py.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +31,9 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options
 
 FORMAT = "cluster-recipes/1"
-MUST_MATCH = ("data", "image_size", "num_samples", "model", "optimizer", "global_batch_size", "seed")
+MUST_MATCH = (
+    *("data", "image_size", "num_samples", "seq_len", "model", "task", "optimizer", "global_batch_size", "seed"),
+)
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 
 _NAME = re.compile(r"step-(\d{9})\.pt")
@@ -57,16 +60,17 @@ class Position:
     """Optimizer steps done."""
     epoch: int = 0
     """Epochs trained and evaluated."""
-    test_accuracy: float = 0.0
-    """Of the last evaluation."""
-    best_accuracy: float = -1.0
+    averages: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation: test_loss, test_accuracy, ..."""
+    best_score: float = -math.inf
+    """The highest score so far."""
 
-    def record_accuracy(self, accuracy: float) -> bool:
+    def record_evaluation(self, averages: dict[str, float], score: float) -> bool:
         """Count a finished epoch; return whether it is the best so far."""
         self.epoch += 1
-        self.test_accuracy = accuracy
-        is_best = accuracy > self.best_accuracy
-        self.best_accuracy = max(accuracy, self.best_accuracy)
+        self.averages = averages
+        is_best = score > self.best_score
+        self.best_score = max(score, self.best_score)
         return is_best
 
 
@@ -95,7 +99,14 @@ def pack(
 
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
     """Return where a checkpoint stands, for a run that may be longer than the one that wrote it."""
-    position = Position(**content["position"])
+    values = content["position"]
+    if "test_accuracy" in values:  # written before there were other tasks
+        values = {
+            **{name: values[name] for name in ("step", "epoch")},
+            "averages": {"test_accuracy": values["test_accuracy"]},
+            "best_score": values["best_accuracy"],
+        }
+    position = Position(**values)
     if position.step < total_steps:
         # A run that --max-steps ended within an epoch counted it as done; a longer run completes it.
         position.epoch = min(position.epoch, position.step // steps_per_epoch)
@@ -167,15 +178,17 @@ class _SummedFile:
 
 
 def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
-    """Refuse to go on from a checkpoint of other data, another model, batch or seed.
+    """Refuse to resume from a checkpoint of other data, another model, batch or seed.
 
     Raises:
         UserError: naming the first option that differs.
     """
     for name, value in content["options"].items():
-        if name == "image_size" and args.data not in ("imagefolder", "synthetic"):
+        if name == "image_size" and args.data not in ("imagefolder", "shards", "synthetic"):
             continue
         if name == "num_samples" and args.data != "synthetic":
+            continue
+        if name == "seq_len" and args.data != "text":
             continue
         if getattr(args, name) != value:
             flag = f"--{name.replace('_', '-')}"
@@ -269,7 +282,7 @@ class CheckpointFolder:
         return path
 
     def _what_is_left(self, temporary: Path) -> str:
-        """Remove what a failed write has left, and return which checkpoint to go on from."""
+        """Remove what a failed write has left, and return which checkpoint to resume from."""
         try:
             temporary.unlink(missing_ok=True)
             newest = next(iter(self.paths()), None)
@@ -286,7 +299,7 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Write checkpoints while training goes on: a copy is taken at once, a thread writes it, one at a time.
+    """Write checkpoints while training continues: a copy is taken at once, a thread writes it, one at a time.
 
     `stalls_s` are the seconds for which each has held up training.
     """
@@ -309,7 +322,7 @@ class CheckpointWriter:
         self.stalls_s.append(time.perf_counter() - started)
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> None:
-        """Write the content before training goes on."""
+        """Write the content before training continues."""
         started = time.perf_counter()
         self.wait()
         self._write(content, is_best)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something that the user can mend; the message says in one line what is wrong and how.
+    """An error that the user can fix; the message says in one line what is wrong and how to fix it.
 
     Args:
-        on_every_node: rank 0 cannot know of it, so the first rank of each node that has met it prints it.
+        on_every_node: rank 0 may not have it, so the first rank of each node that has it prints it.
     """
 
     status = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
+from recipes.common.data.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.errors import UserError
-from recipes.common.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import load_optimizer_state
 from recipes.common.options import Options
+from recipes.common.peers import Peers
 from recipes.common.record import Record
 from recipes.common.seeding import permutation
 from recipes.common.signals import Stop, vote_interval
@@ -30,27 +31,29 @@ class Job:
     """What training works on. Only `position`, the model and the optimizer change as it goes."""
 
     args: Options
+    recipe: str
     data: Data
-    device: torch.device
+    peers: Peers
     model: nn.Module
     """The plain model; the recipe keeps what it wraps around it."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     stop: Stop
+    devices: Sequence[torch.device] = ()
+    """Those of this process; default: the one of peers."""
+    batch_parts: int = 0
+    """Parts of the global batch that go through the model one by one; default: a pass of each device."""
     record: Record | None = None
     """On rank 0 only."""
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
+        self.device = self.peers.device
+        self.devices = self.devices or [self.device]
+        passes = self.args.accumulate_steps
+        self.batch_parts = self.batch_parts or self.peers.world_size * len(self.devices) * passes
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self._writer: CheckpointWriter | None = None
-        self.take_stragglers: Callable[[], list[str]] = list
-        """What there is to say of slow ranks; set by the Watch of a recipe that has several."""
-        self.watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: (
-            contextlib.nullcontext()
-        )
-        """Bounds a wait by that name; set by the Watch of a recipe that has several ranks. NCCL's calls return at
-        once: it is where the host reads from a GPU that it waits for other ranks."""
         self.guard = Guard(self.args, self.device, self.stop)
         self._idle = IdleShare()
         self._has_warned_of_idle = False
@@ -112,19 +115,23 @@ class Job:
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
         self.throughput.add_earlier(**content.get("timed", {}))
 
-    def save(self, is_best: bool = False, optimizer_state: dict[str, Any] | None = None) -> None:
+    def save(self, is_best: bool = False, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
 
-        Where training goes on after it, it does so once a copy has been taken (--async-checkpoints). A recipe
-        whose ranks hold an optimizer each for some of the parameters passes the whole one's state.
+        Where training continues after it, it does so once a copy has been taken (--async-checkpoints). A recipe
+        whose ranks hold parts of the model or the optimizer passes the state dicts of the whole ones.
         """
-        if not self.record or not self.guard.is_sound(self.position.step, self.model.parameters()):
+        if not self.record:
+            return
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **(state or {})}
+        weights = [state["model"][name] for name, _ in self.model.named_parameters()]
+        if not self.guard.is_sound(self.position.step, weights):
             return
         content = pack(
             self.args,
             self.position,
-            self.model.state_dict(),
-            optimizer_state or self.optimizer.state_dict(),
+            state["model"],
+            state["optimizer"],
             self.scaler.state_dict(),
             self.throughput.timed(),
         )
@@ -155,41 +162,43 @@ class Job:
         if self.record:
             done = self.position.step - self.position.epoch * self.steps_per_epoch
             steps = self.epoch_end - self.position.epoch * self.steps_per_epoch
-            self.record.progress.begin_epoch(self.position.epoch + 1, steps, done)
+            self.record.progress.begin_epoch(
+                self.position.epoch + 1, steps, done, run_steps=self.total_steps, run_done=self.position.step
+            )
 
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1
-        with self.watch("gradients"):
+        with self.peers.watch("gradients"):
             if self.is_log_due() or self._is_saved_after(self.position.step):
                 self.guard.settle(self.position.step, self.scaler)
             self.throughput.count_step()
         if self.record:
             self.record.progress.advance()
 
-    def allows(self, loss_sum: Tensor) -> Callable[[Sequence[Tensor]], bool]:
-        """Return what tells of the averaged gradients whether the step may be done (see nonfinite.py)."""
+    def gradient_check(self, loss_sum: Tensor) -> Callable[[Sequence[Tensor]], bool]:
+        """Return a function that checks the averaged gradients before the step (see nonfinite.py)."""
 
-        def allows_gradients(gradients: Sequence[Tensor]) -> bool:
+        def check(gradients: Sequence[Tensor]) -> bool:
             step, before = self.position.step + 1, self.guard.skipped
-            with self.watch("gradients"):
-                is_allowed = self.guard.allows(step, loss_sum, gradients)
+            with self.peers.watch("gradients"):
+                is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
             if self.record and self.guard.skipped > before:
                 self.record.progress.say(f"warning: left step {step} out: its loss or gradient is not finite")
             return is_allowed
 
-        return allows_gradients
+        return check
 
     def pause(self) -> None:
         """Stop the clock: what follows is no training."""
-        with self.watch("gradients"):
+        with self.peers.watch("gradients"):
             self.throughput.pause()
 
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
-        self.guard.see_loss(self.position.step, loss)
+        self.guard.check_loss(self.position.step, loss)
         if self.record:
-            for text in self.take_stragglers():
+            for text in self.peers.watch.take_stragglers():
                 self.record.progress.say(f"warning: {text}")
         self._warn_of_idle()
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
@@ -201,6 +210,7 @@ class Job:
             loss=loss,
             lr=rate,
             samples_per_s=round(speed, 1),
+            **self._units_per_s(speed),
             **skipped,
         )
 
@@ -216,42 +226,84 @@ class Job:
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
-        is_best = self.position.record_accuracy(averages["test_accuracy"])
+        is_best = self._record_evaluation(averages)
         seconds = round(self.throughput.timed()["seconds"], 3)
         self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
         return is_best
 
-    def leave(self) -> None:
-        """Say how to go on with a run that a signal has ended.
+    def _record_evaluation(self, averages: dict[str, float]) -> bool:
+        task = self.data.task
+        headline = averages[f"test_{task.headline}"]
+        kept = {name: value for name, value in averages.items() if name.startswith("test_")}
+        return self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
+
+    def _units_per_s(self, samples_per_s: float) -> dict[str, float]:
+        """Return the speed in the task's unit, unless that is samples."""
+        task = self.data.task
+        if task.unit == "samples":
+            return {}
+        return {f"{task.unit}_per_s": round(samples_per_s * task.units_per_sample)}
+
+    def finish(self, sample_on_all_ranks: bool = False) -> None:
+        """Print the result of a completed run, or how to continue one that a signal has ended.
+
+        With `sample_on_all_ranks`, the model's forward pass needs all of them, and they call this in turn.
 
         Raises:
-            UserError: its checkpoint could not be written.
+            UserError: the last checkpoint could not be written.
         """
-        if self.record and self._writer:
+        task, sample = self.data.task, ""
+        if self.is_complete and (self.record or sample_on_all_ranks):
+            model = self.model
+            if not sample_on_all_ranks and any(p.device != self.device for p in model.parameters()):
+                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
+            sample = task.sample(model, self.device)
+        if not self.record:
+            return
+        if not self.is_complete:
+            self._report_stop(self.record)
+            return
+        if sample:
+            self.say(sample)
+        skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
+        stalls_s = self._writer.stalls_s if self._writer else [0.0]
+        self.record.finish(
+            world_size=self.peers.world_size,
+            step=self.position.step,
+            headline=f"test_{task.headline}",
+            **self.position.averages,
+            **{f"best_test_{task.headline}": self._best_headline()},
+            samples_per_s=self.throughput.overall(),
+            **self._units_per_s(self.throughput.overall()),
+            samples=self.position.step * self.args.global_batch_size,
+            train_s=self.throughput.timed()["seconds"],
+            sent_bytes_per_step=self.throughput.sent_per_step(),
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            checkpoints=len(stalls_s),
+            checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
+            **skipped,
+        )
+
+    def _best_headline(self) -> float:
+        score = self.position.best_score
+        return score if self.data.task.higher_is_better else -score
+
+    def _report_stop(self, record: Record) -> None:
+        if self._writer:
             self._writer.wait()
             if self.stop.error:
                 raise self.stop.error
             name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.record.leave(name, self._writer.newest or Path())
+            record.leave(name, self._writer.newest or Path())
 
-    def finish(self, world_size: int) -> None:
-        """Print the result of a completed run."""
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
         if self.record:
-            skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
-            stalls_s = self._writer.stalls_s if self._writer else [0.0]
-            self.record.finish(
-                world_size=world_size,
-                step=self.position.step,
-                test_accuracy=self.position.test_accuracy,
-                samples_per_s=self.throughput.overall(),
-                samples=self.position.step * self.args.global_batch_size,
-                train_s=self.throughput.timed()["seconds"],
-                sent_bytes_per_step=self.throughput.sent_per_step(),
-                peak_memory_bytes=peak_memory_bytes(self.device),
-                checkpoints=len(stalls_s),
-                checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
-                **skipped,
-            )
+            self.record.progress.say(text)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the part of the global batch's mean loss that is this rank's, by the task."""
+        return self.data.task.loss_sum(output.float(), target) / self.args.global_batch_size
 
     def _record(self, kind: str, **values: float) -> None:
         if self.record:
@@ -260,10 +312,10 @@ class Job:
             except UserError as error:
                 self.stop.fail(error)
 
-    def is_vote_due(self, world_size: int) -> bool:
+    def is_vote_due(self) -> bool:
         """Whether all ranks vote in the step under way: if they are many, not in each, but before a checkpoint."""
         done = self.position.step + 1
-        return done % vote_interval(world_size) == 0 or self._is_saved_after(done)
+        return done % vote_interval(self.peers.world_size) == 0 or self._is_saved_after(done)
 
     def is_log_due(self) -> bool:
         """Whether the step just done is one of those that are logged."""

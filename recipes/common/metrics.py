@@ -10,32 +10,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from recipes.common.data import SKIPPED
-
-
-def new_totals(device: torch.device) -> Tensor:
-    """Return an evaluation's totals: float64 [loss sum, correct, evaluated, skipped in the run, skipped in it]."""
-    return torch.zeros(5, dtype=torch.float64, device=device)
+from recipes.common.task import Task
 
 
-def add_batch(totals: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch to the totals: logits of shape (B, classes), labels (B,); SKIPPED ones do not count."""
-    logits = logits.float()
-    totals[0] += functional.cross_entropy(logits, labels, reduction="sum", ignore_index=SKIPPED)
-    totals[1] += (logits.argmax(dim=1) == labels).sum()
-    evaluated = (labels != SKIPPED).sum()
-    totals[2] += evaluated
-    totals[4] += len(labels) - evaluated
+def new_totals(task: Task, device: torch.device) -> Tensor:
+    """Return an evaluation's totals: float64 [evaluated, left out, skipped in the run, loss, *task.metrics]."""
+    return torch.zeros(4 + len(task.metrics), dtype=torch.float64, device=device)
 
 
-def averages(totals: Tensor, num_samples: int) -> dict[str, float]:
-    """Return test_loss and test_accuracy of totals that have to cover each of num_samples once."""
-    loss_sum, correct, count, skipped, left_out = totals.tolist()
+def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
+    """Add a batch to the totals: the model's output and the target, whose first dimension counts samples."""
+    output = output.float()
+    evaluated = task.count(target)
+    totals[0] += evaluated
+    totals[1] += len(target) - evaluated
+    for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
+        totals[place] += value
+
+
+def add_skipped(totals: Tensor, count: int) -> None:
+    """Add the samples that could not be read so far, in training and in evaluation."""
+    totals[2] += count
+
+
+def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
+    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once."""
+    count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
-    result = {"test_loss": loss_sum / max(count, 1), "test_accuracy": correct / max(count, 1)}
+    means = {name: value / max(count, 1) for name, value in zip(("loss", *task.metrics), sums, strict=True)}
+    result = {f"test_{name}": value for name, value in {**means, **task.derive(means)}.items()}
     return {**result, "skipped_images": int(skipped)} if skipped else result
 
 
@@ -56,7 +61,7 @@ class Throughput:
         self._sent_since: dict[str, int] = {}
 
     def start(self) -> None:
-        """Let the clock run: training goes on."""
+        """Start the clock: training continues."""
         self._since, self._sent_since = time.perf_counter(), sent_bytes()
 
     def count_step(self) -> None:

@@ -1,4 +1,4 @@
-"""Models fitted to the data: LeNet, a small vision transformer, and torchvision's models by name."""
+"""Models fitted to the data: LeNet, a small vision transformer, torchvision's by name, GPTs, and your own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from recipes.common import user_code
 from recipes.common.data import Data
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options
+from recipes.common.gpt import GPT
+from recipes.common.options import Options, is_reference
 
 SMALL_IMAGE = 64
 """Up to this side, a ResNet gets the stem of He et al.'s CIFAR variant instead of ImageNet's."""
@@ -21,6 +23,8 @@ class LeNet(nn.Module):
 
     Source: LeCun et al. 1998, Gradient-based learning applied to document recognition.
     """
+
+    is_sequence = True
 
     def __init__(self, channels: int, image_size: int, num_classes: int) -> None:
         super().__init__()
@@ -62,6 +66,8 @@ class VisionTransformer(nn.Module):
     Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, with the mean of all tokens in place of
     a class token as in Beyer et al. 2022, https://arxiv.org/abs/2205.01580.
     """
+
+    is_sequence = True
 
     def __init__(
         self, channels: int, image_size: int, num_classes: int, width: int = 64, depth: int = 6, heads: int = 4
@@ -109,23 +115,46 @@ class MeanToken(nn.Module):
 
 OWN_MODELS = {"lenet": LeNet, "vit-tiny": VisionTransformer}
 MIN_IMAGE_SIZE = {"lenet": 8, "vit-tiny": 2}
+GPTS = {
+    "gpt-tiny": {"width": 64, "depth": 4, "heads": 4},  # 0.2 M parameters
+    "gpt-small": {"width": 768, "depth": 12, "heads": 12},  # 85 M: GPT-2 small, but for its vocabulary
+}
 
 
 def build_model(args: Options, data: Data) -> nn.Module:
     """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
 
     Raises:
-        UserError: a name that torchvision does not have (with the nearest), or images too small for it.
+        UserError: a name that torchvision does not have (with the nearest), data that the model does not take, or
+            code of the user's that does not fit together.
     """
     torch.manual_seed(args.seed)
-    if args.model in OWN_MODELS:
-        if data.image_size < MIN_IMAGE_SIZE[args.model]:
-            at_least = f"needs images of {MIN_IMAGE_SIZE[args.model]} pixels and more"
-            raise UserError(f"--model {args.model} {at_least}, got {data.image_size}")
-        model: nn.Module = OWN_MODELS[args.model](data.channels, data.image_size, data.num_classes)
+    has_tokens = data.kind in ("tokens", "bytes")
+    if is_reference(args.model):
+        model: nn.Module = user_code.build_own_model(args, data)
+    elif args.model in GPTS:
+        if not has_tokens:
+            raise UserError(f"--model {args.model} takes tokens, and --data {args.data} has none; use --data text")
+        model = GPT(data.num_classes or 0, **GPTS[args.model])
+    elif data.has_images:
+        model = _image_model(args, data)
     else:
-        model = _torchvision_model(args.model, data)
+        fix = f"use {' or '.join(GPTS)}" if has_tokens else "give your own by --model package.module:function"
+        raise UserError(f"--model {args.model} takes images, and --data {args.data} has {data.input}; {fix}")
+    if any(is_reference(text) for text in (args.model, args.data, args.task)):
+        user_code.check_fit(model, args, data)
+        if getattr(model, "is_sequence", False):
+            user_code.check_sequence(model, [module for _, module in layers(model)], args, data)
     return model.to(memory_format=torch.channels_last) if args.channels_last else model
+
+
+def _image_model(args: Options, data: Data) -> nn.Module:
+    if args.model not in OWN_MODELS:
+        return _torchvision_model(args.model, data)
+    if data.image_size < MIN_IMAGE_SIZE[args.model]:
+        at_least = f"needs images of {MIN_IMAGE_SIZE[args.model]} pixels and more"
+        raise UserError(f"--model {args.model} {at_least}, got {data.image_size}")
+    return OWN_MODELS[args.model](data.channels, data.image_size, data.num_classes or 0)
 
 
 FLATTENED_BEFORE = {"ResNet": "fc", "VGG": "classifier", "AlexNet": "classifier"}
@@ -141,10 +170,12 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         UserError: the model's forward() is more than a sequence of its parts.
     """
     family = type(model).__name__
-    if not isinstance(model, (*OWN_MODELS.values(), nn.Sequential)) and family not in FLATTENED_BEFORE:
-        known = ", ".join([*OWN_MODELS, "resnet*, resnext*, wide_resnet*, vgg* and alexnet"])
+    is_sequence = isinstance(model, nn.Sequential) or getattr(model, "is_sequence", False)
+    if not is_sequence and family not in FLATTENED_BEFORE:
+        known = ", ".join([*OWN_MODELS, *GPTS, "resnet*, resnext*, wide_resnet*, vgg* and alexnet"])
         raise UserError(
-            f"a {family} is no plain sequence of layers, so it cannot be split; --model may be {known}"
+            f"a {family} is no plain sequence of layers, so it cannot be split; --model may be {known}, or your "
+            "own that applies its children in order and says is_sequence = True"
         )
     sequence: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
@@ -160,7 +191,7 @@ def _torchvision_model(name: str, data: Data) -> nn.Module:
 
     names = models.list_models(module=models)
     if name not in names:
-        raise UserError(f"--model: torchvision has no {name!r}{nearest(name, [*OWN_MODELS, *names])}")
+        raise UserError(f"--model: torchvision has no {name!r}{nearest(name, [*OWN_MODELS, *GPTS, *names])}")
     settings: dict[str, object] = {"num_classes": data.num_classes}
     if name.startswith("vit_"):
         settings["image_size"] = data.image_size

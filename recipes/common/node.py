@@ -1,6 +1,7 @@
 """One node's part in a job, for whatever starts ranks: its place, the way to node 0, and whom to name at the end.
 
-scripts/agent.py and recipes/spawn use it. It imports nothing heavy, so that a starter listens to signals at once.
+scripts/launch/agent.py and recipes/spawn use it. It imports nothing heavy, so that a starter listens to signals at
+once.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def read_master(nnodes: int) -> tuple[str, int]:
         raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
     port = read_number("MASTER_PORT", 29500, at_least=1)
     if port > 65535:
-        raise UserError(f"MASTER_PORT wants a port up to 65535, got {port}")
+        raise UserError(f"MASTER_PORT expects a port up to 65535, got {port}")
     return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
 
 
@@ -48,7 +49,7 @@ def read_number(name: str, default: int, at_least: int) -> int:
     """Return a variable's whole number; raises UserError for anything else."""
     text = os.environ.get(name) or str(default)
     if not (text.isascii() and text.isdigit()) or int(text) < at_least:
-        raise UserError(f"{name} wants a whole number of at least {at_least}, got {text!r}")
+        raise UserError(f"{name} expects a whole number of at least {at_least}, got {text!r}")
     return int(text)
 
 
@@ -88,17 +89,20 @@ def port_taken(port: int) -> UserError:
     return UserError(f"MASTER_PORT {port} is taken; choose another one")
 
 
-def wait_for_head(node: Node) -> None:
-    """Wait until node 0 answers; raises UserError at the bound."""
-    deadline, place = time.monotonic() + node.rdzv_timeout_s, f"{node.master_addr}:{node.master_port}"
+def wait_for_head(node: Node, store: str = "") -> None:
+    """Wait until node 0 answers, or an elastic job's store (host:port); raises UserError at the bound."""
+    place = store or f"{node.master_addr}:{node.master_port}"
+    host, _, port = place.rpartition(":")
+    deadline = time.monotonic() + node.rdzv_timeout_s
     while True:
         try:
-            socket.create_connection((node.master_addr, node.master_port), timeout=5).close()
+            socket.create_connection((host, int(port)), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
+                what = "the job's store" if store else "node 0"
                 raise UserError(
-                    f"node {node.node_rank} waited {node.rdzv_timeout_s} s for node 0 at {place} "
+                    f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
                     f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
                 ) from None
             time.sleep(0.2)
@@ -113,11 +117,20 @@ def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if spoken in statuses.values():
             return spoken
-    rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))
-    if status < 0:
-        how, status = f"was killed by {signal.Signals(-status).name}", 128 - status
-    else:
-        how = f"ended with status {status}; its own words are above"
-    host = socket.gethostname()
-    print(f"error: rank {rank} (pid {pids[rank]} on {host}) {how}", file=sys.stderr, flush=True)
-    return status
+    print(f"error: {cause_of(statuses, pids)}", file=sys.stderr, flush=True)
+    status = statuses[culprit_of(statuses)]
+    return status if status > 0 else 128 - status
+
+
+def culprit_of(statuses: dict[int, int]) -> int:
+    """Return the failed rank to blame: one that a signal has killed, else the lowest."""
+    return min(statuses, key=lambda rank: (statuses[rank] > 0, rank))
+
+
+def cause_of(statuses: dict[int, int], pids: dict[int, int]) -> str:
+    """Return which of a node's failed ranks is to blame, and how it ended."""
+    rank = culprit_of(statuses)
+    status = statuses[rank]
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    hint = "" if status < 0 else "; its own error is above"
+    return f"rank {rank} (pid {pids[rank]} on {socket.gethostname()}) {how}{hint}"

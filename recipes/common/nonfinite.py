@@ -1,6 +1,6 @@
 """A loss or gradient that is no finite number: stop, or skip the step, on all ranks alike.
 
-What a step looks at are the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
+Each step checks the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
 of one of them is not: so all decide alike, and nothing more has to be exchanged.
 
 Reading all gradients once more costs a CPU several percent of a step. To end the run, as `stop` does, the first
@@ -51,7 +51,9 @@ class NonFiniteError(UserError):
 
 
 def raise_first(errors: Sequence[UserError | None]) -> None:
-    """Raise what the first rank has met that has met something; errors holds one of each rank, or None."""
+    """Raise the error of the lowest-numbered rank that reported one; errors holds one of each rank, or None."""
+    if len(errors) == 1 and errors[0]:
+        raise errors[0]
     for rank, error in enumerate(errors):
         if isinstance(error, NonFiniteError):
             ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
@@ -73,8 +75,8 @@ class Guard:
         self._first_bad = torch.full((), -1, device=device)
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
 
-    def allows(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
-        """Whether the weights may be changed.
+    def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
+        """Return whether the weights may be changed.
 
         Args:
             step: the number of the step, from 1.
@@ -119,11 +121,11 @@ class Guard:
             return False
         return True
 
-    def see_loss(self, step: int, loss: float) -> None:
+    def check_loss(self, step: int, loss: float) -> None:
         """Look at the global batch's loss; with a loss scale, gradients that overflow are the scaler's affair."""
         if self.mode == "stop" and not math.isfinite(loss) and not self.stop.error:
             self._fail(step, False, "the loss is that of all ranks")
 
     def _fail(self, step: int, is_loss: bool, hint: str) -> None:
-        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto goes on before it"
+        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto restarts before it"
         self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))

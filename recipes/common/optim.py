@@ -26,8 +26,9 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     """Return SGD with momentum or AdamW over the parameters."""
     make, settings = optimizer_class(args)
     parameters = list(parameters)
-    if all(parameter.is_cuda for parameter in parameters):
-        # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it.
+    if all(parameter.is_cuda and not hasattr(parameter, "device_mesh") for parameter in parameters):
+        # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it. For
+        # SGD over shards (DTensor, which has a mesh) there is none.
         settings["fused"] = True
     return make(parameters, **settings)
 

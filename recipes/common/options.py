@@ -1,7 +1,7 @@
 """The options that every recipe takes, from the command line and from a small YAML file (--config).
 
-A recipe adds its own with `parser.add_argument` and calls `parse`. What cannot work is refused with a
-UserError: one line that holds the offending value and the mend.
+A recipe adds its own in a dataclass that inherits from Options. What cannot work is refused with a UserError: one
+line that holds the offending value and how to fix it.
 """
 
 from __future__ import annotations
@@ -9,34 +9,24 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from recipes.common.errors import UserError, nearest
 
-DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "synthetic")
+DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
+TASKS = ("auto", "classification", "language-model")
 
-
-class Options(argparse.Namespace):
-    """What the user asked for; read-only once parsed, so that no name changes its meaning half way."""
-
-    _frozen = False
-
-    def freeze(self) -> Options:
-        """Refuse every later assignment."""
-        object.__setattr__(self, "_frozen", True)
-        return self
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._frozen:
-            raise AttributeError(f"options are read-only: derive a local name instead of setting {name}")
-        super().__setattr__(name, value)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the options by name, without the private flag."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004, "data_dir": STANDARD_LIBRARY}
+"""Defaults with --data text that differ from those for images."""
+TEXT_EPOCHS, TEXT_STEPS = 1, 300
+"""Length of a run on text without --epochs and --max-steps: minutes on two cores, where an epoch is an hour."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,17 +48,6 @@ class Parser(argparse.ArgumentParser):
         """Return every --flag of this parser."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
 
-    def check(self, args: Options) -> None:
-        """Raise UserError where options do not go together."""
-
-
-class _RecipeParser(Parser):
-    def check(self, args: Options) -> None:
-        if args.optimizer != "sgd" and args.momentum != self.get_default("momentum"):
-            raise UserError(f"--momentum {args.momentum} is for sgd; drop it, or use --optimizer sgd")
-        if args.compile_mode != "default" and not args.compile:
-            raise UserError(f"--compile-mode {args.compile_mode} is for compiled models; add --compile")
-
 
 class HelpFormatter(argparse.HelpFormatter):
     """Show the default of every option that has a telling one."""
@@ -89,13 +68,14 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or not accept(value):
-            raise argparse.ArgumentTypeError(f"wants {wanted}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expects {wanted}, got {text!r}")
         return value
 
     return parse_value
 
 
 positive_int = _number(int, lambda value: value >= 1, "a whole number of at least 1")
+two_or_more = _number(int, lambda value: value >= 2, "a whole number of at least 2")
 non_negative_int = _number(int, lambda value: value >= 0, "a whole number of at least 0")
 positive_float = _number(float, lambda value: value > 0, "a number above 0")
 non_negative_float = _number(float, lambda value: value >= 0, "a number of at least 0")
@@ -103,15 +83,28 @@ fraction = _number(float, lambda value: 0 <= value < 1, "a number of at least 0 
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Accept one of the words; a refusal names the nearest one and all of them."""
+    """Accept one of these values; a refusal names the nearest one and all of them."""
 
     def parse_value(text: str) -> str:
         if text not in words:
             choice = ", ".join(words)
-            raise argparse.ArgumentTypeError(f"does not know {text!r}{nearest(text, words)} (one of {choice})")
+            raise argparse.ArgumentTypeError(
+                f"invalid choice {text!r}{nearest(text, words)} (choose from {choice})"
+            )
         return text
 
     return parse_value
+
+
+def is_reference(text: str) -> bool:
+    """Return whether an option names code of the user's: package.module:function."""
+    return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
+
+
+def one_of_or_own(*words: str) -> Callable[[str], str]:
+    """Accept one of the words, or package.module:function."""
+    parse_value = one_of(*words, "package.module:function")
+    return lambda text: text if is_reference(text) else parse_value(text)
 
 
 def plain_name(text: str) -> str:
@@ -119,19 +112,9 @@ def plain_name(text: str) -> str:
     allowed = all(char.isascii() and (char.isalnum() or char in "._-") for char in text)
     if not text or not allowed or not text[0].isalnum() or len(text) > 100:
         raise argparse.ArgumentTypeError(
-            f"wants at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
+            f"expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
         )
     return text
-
-
-def build_parser(recipe: str, description: str | None) -> Parser:
-    """Return a parser with the options that all recipes share."""
-    parser = _RecipeParser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
-    _add_run_options(parser.add_argument_group("run and record"))
-    _add_data_options(parser.add_argument_group("data and model"))
-    _add_training_options(parser.add_argument_group("training"))
-    _add_compute_options(parser.add_argument_group("precision, speed and repeatability"))
-    return parser
 
 
 def add_switch(group: argparse._ArgumentGroup, flag: str, help_text: str, default: bool = False) -> None:
@@ -139,165 +122,216 @@ def add_switch(group: argparse._ArgumentGroup, flag: str, help_text: str, defaul
     group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help_text)
 
 
-def _add_run_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--config", type=Path, metavar="FILE", help="YAML file of options; flags given here win")
-    group.add_argument("--name", type=plain_name, help="the run's name (default: RECIPE-001, -002, ...)")
-    group.add_argument("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="where runs are kept")
-    add_switch(group, "--overwrite", "replace an earlier run of the same name")
-    group.add_argument(
-        "--resume",
-        default="none",
-        metavar="auto|PATH|none",
-        help="auto: go on with this run (without --name: the one this recipe was launched in last) from its "
-        "newest good checkpoint, with the options given now; PATH: begin a new run from a checkpoint, or from "
-        "another run's newest",
+def option(default: Any, parse_value: Callable[[str], Any], help_text: str, metavar: str | None = None) -> Any:
+    """Return a field of a dataclass of options: --flag VALUE, where the flag is the field's name."""
+    settings = {"type": parse_value, "help": help_text, "metavar": metavar}
+    return field(default=default, metadata=settings)
+
+
+def switch(help_text: str, default: bool | None = False) -> Any:
+    """Return a field of a dataclass of options: --flag and --no-flag."""
+    return field(default=default, metadata={"action": argparse.BooleanOptionalAction, "help": help_text})
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Run and record."""
+
+    config: Path | None = option(None, Path, "YAML file of options; flags given here win", "FILE")
+    name: str | None = option(None, plain_name, "the run's name (default: RECIPE-001, -002, ...)")
+    runs_dir: Path = option(Path("runs"), Path, "where runs are kept", "DIR")
+    overwrite: bool = switch("replace an earlier run of the same name")
+    resume: str = option(
+        "none",
+        str,
+        "auto: resume this run (without --name: the one this recipe was launched in last) from its newest good "
+        "checkpoint, with the options given now; PATH: begin a new run from a checkpoint, or from another run's "
+        "newest",
+        "auto|PATH|none",
     )
-    group.add_argument(
-        "--checkpoint-every",
-        type=non_negative_int,
-        default=0,
-        metavar="STEPS",
-        help="steps between checkpoints besides those at each epoch's end",
+    checkpoint_every: int = option(
+        0, non_negative_int, "steps between checkpoints besides those at each epoch's end", "STEPS"
     )
-    add_switch(
-        group,
-        "--async-checkpoints",
-        "write checkpoints from a copy of the state while training goes on",
-        default=True,
+    async_checkpoints: bool = switch(
+        "write checkpoints from a copy of the state while training continues", default=True
     )
-    group.add_argument(
-        "--keep-checkpoints", type=positive_int, default=3, metavar="K", help="keep the newest K and the best"
+    keep_checkpoints: int = option(3, positive_int, "keep the newest K and the best", "K")
+    log_every: int = option(10, positive_int, "steps between logged losses", "STEPS")
+    tensorboard: bool = switch("write TensorBoard events", default=True)
+    timeout_s: float = option(
+        300.0, positive_float, "longest wait for another rank, in seconds, before the job ends with an error", "S"
     )
-    group.add_argument(
-        "--log-every", type=positive_int, default=10, metavar="STEPS", help="steps between logged losses"
+    straggler_share: float = option(
+        0.25,
+        non_negative_float,
+        "name a rank whose own work is longer than that of the others by this share of a step; 0: never",
+        "X",
     )
-    add_switch(group, "--tensorboard", "write TensorBoard events", default=True)
-    group.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=300.0,
-        metavar="S",
-        help="longest wait for another rank, in seconds, before the job ends with an error",
+    straggler_window_s: float = option(10.0, positive_float, "seconds to judge that by", "S")
+
+
+@dataclass(frozen=True)
+class DataOptions(RunOptions):
+    """Data and model."""
+
+    data: str = option(
+        "digits", one_of_or_own(*DATA), f"one of {', '.join(DATA)}, or package.module:function for your own"
     )
-    group.add_argument(
-        "--straggler-share",
-        type=non_negative_float,
-        default=0.25,
-        metavar="X",
-        help="name a rank whose own work is longer than that of the others by this share of a step; 0: never",
+    data_dir: Path = option(
+        Path("data"), Path, "where the data are; for text, Python's standard library unless given", "DIR"
     )
-    group.add_argument(
-        "--straggler-window-s", type=positive_float, default=10.0, metavar="S", help="seconds to judge that by"
+    download: bool = switch("fetch fashion-mnist or cifar10 into --data-dir when missing")
+    image_size: int = option(
+        224, positive_int, "side of the images that imagefolder, shards and synthetic yield", "PIXELS"
+    )
+    num_samples: int = option(2048, positive_int, "training images of synthetic data", "N")
+    workers: int = option(
+        2,
+        non_negative_int,
+        "processes that read samples, per rank (imagefolder, shards, and your own unless tensors)",
+        "N",
+    )
+    skip_bad_images: bool = switch("count images that do not decode and train without them")
+    seq_len: int = option(128, positive_int, "bytes of a sample of text", "N")
+    model: str = option(
+        "lenet",
+        str,
+        "lenet, vit-tiny, a classification model of torchvision, gpt-tiny or gpt-small for text, or "
+        "package.module:function for your own",
+    )
+    task: str = option(
+        "auto",
+        one_of_or_own(*TASKS),
+        "how outputs and targets become a loss: classification, language-model, or package.module:Class for your "
+        "own; auto: what the data are for",
     )
 
 
-def _add_data_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--data", type=one_of(*DATA), default="digits", help=f"one of {', '.join(DATA)}")
-    group.add_argument("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where the data lie")
-    add_switch(group, "--download", "fetch fashion-mnist or cifar10 into --data-dir when missing")
-    group.add_argument(
-        "--image-size",
-        type=positive_int,
-        default=224,
-        metavar="PIXELS",
-        help="side of the images that imagefolder and synthetic yield",
-    )
-    group.add_argument(
-        "--num-samples",
-        type=positive_int,
-        default=2048,
-        metavar="N",
-        help="training images of synthetic data",
-    )
-    group.add_argument(
-        "--workers",
-        type=non_negative_int,
-        default=2,
-        metavar="N",
-        help="processes that decode images, per rank (imagefolder; other data need none)",
-    )
-    add_switch(group, "--skip-bad-images", "count images that do not decode and train without them")
-    group.add_argument("--model", default="lenet", help="lenet, vit-tiny or a classification model of torchvision")
+@dataclass(frozen=True)
+class TrainingOptions(DataOptions):
+    """Training."""
 
-
-def _add_training_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--global-batch-size",
-        type=positive_int,
-        default=64,
-        metavar="N",
-        help="samples per optimizer step over all ranks, whatever their number",
+    global_batch_size: int = option(
+        64, positive_int, "samples per optimizer step over all ranks, whatever their number", "N"
     )
-    group.add_argument(
-        "--accumulate-steps",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="split each rank's batch into N passes whose gradients are summed",
+    accumulate_steps: int = option(
+        1, positive_int, "split each rank's batch into N passes whose gradients are summed", "N"
     )
-    group.add_argument("--epochs", type=positive_int, default=40, metavar="N", help="passes over the data")
-    group.add_argument(
-        "--max-steps", type=positive_int, metavar="N", help="end after this many optimizer steps in all"
+    epochs: int = option(40, positive_int, "passes over the data", "N")
+    max_steps: int | None = option(None, positive_int, "end after this many optimizer steps in all", "N")
+    optimizer: str = option("sgd", one_of("sgd", "adamw"), "sgd or adamw")
+    lr: float = option(0.02, positive_float, "peak learning rate")
+    scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
+    momentum: float = option(0.9, fraction, "momentum of sgd")
+    weight_decay: float = option(0.01, non_negative_float, "weight decay")
+    lr_schedule: str = option(
+        "cosine",
+        one_of("cosine", "constant"),
+        "the learning rate after the warm-up: cosine (to zero) or constant",
     )
-    group.add_argument("--optimizer", type=one_of("sgd", "adamw"), default="sgd", help="sgd or adamw")
-    group.add_argument("--lr", type=positive_float, default=0.02, help="peak learning rate")
-    add_switch(
-        group, "--scale-lr", "linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256"
+    warmup_steps: int = option(100, non_negative_int, "steps of linear warm-up", "N")
+    label_smoothing: float = option(
+        0.0, fraction, "classification: share of a target that is spread over all classes, in test_loss too", "X"
     )
-    group.add_argument("--momentum", type=fraction, default=0.9, help="momentum of sgd")
-    group.add_argument("--weight-decay", type=non_negative_float, default=0.01, help="weight decay")
-    group.add_argument(
-        "--lr-schedule",
-        type=one_of("cosine", "constant"),
-        default="cosine",
-        help="how the learning rate goes on after the warm-up: cosine (to zero) or constant",
-    )
-    group.add_argument(
-        "--warmup-steps", type=non_negative_int, default=100, metavar="N", help="steps of linear warm-up"
-    )
-    group.add_argument(
-        "--clip-grad-norm", type=positive_float, metavar="NORM", help="largest norm of the whole gradient"
-    )
-    group.add_argument(
-        "--on-nonfinite",
-        type=one_of("stop", "skip"),
-        default="stop",
-        help="a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
+    clip_grad_norm: float | None = option(None, positive_float, "largest norm of the whole gradient", "NORM")
+    on_nonfinite: str = option(
+        "stop",
+        one_of("stop", "skip"),
+        "a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
         "with a dynamic loss scale (fp16) the scaler decides, and skips it",
     )
 
 
-def _add_compute_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
-    group.add_argument(
-        "--amp",
-        type=one_of("none", "bf16", "fp16"),
-        default="none",
-        help="mixed precision: none, bf16, or fp16 with a gradient scaler",
+@dataclass(frozen=True)
+class Options(TrainingOptions):
+    """Precision, speed and repeatability."""
+
+    device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
+    amp: str = option(
+        "none", one_of("none", "bf16", "fp16"), "mixed precision: none, bf16, or fp16 with a gradient scaler"
     )
-    group.add_argument(
-        "--tf32",
-        action=argparse.BooleanOptionalAction,
-        help="TF32 for float32 matrix products and convolutions of GPUs, or for neither (default: convolutions)",
+    tf32: bool | None = switch(
+        "TF32 for float32 matrix products and convolutions of GPUs, or for neither (default: convolutions)", None
     )
-    add_switch(group, "--sync-batchnorm", "batch-norm statistics over the global batch (GPUs)")
-    add_switch(group, "--channels-last", "NHWC memory layout, the faster one for convolutions", default=True)
-    add_switch(group, "--compile", "torch.compile the model")
-    group.add_argument(
-        "--compile-mode",
-        type=one_of("default", "reduce-overhead", "max-autotune"),
-        default="default",
-        help="torch.compile's mode; reduce-overhead records CUDA graphs, which small models gain from",
+    sync_batchnorm: bool = switch("batch-norm statistics over the global batch (GPUs)")
+    batchnorm_group: int | None = option(
+        None,
+        two_or_more,
+        "batch-norm statistics over each G samples of the global batch, the same at every number of processes",
+        "G",
     )
-    group.add_argument("--seed", type=non_negative_int, default=0, help="seed of weights, order and augmentation")
-    add_switch(group, "--deterministic", "bit-for-bit repeatable kernels")
+    channels_last: bool = switch("NHWC memory layout, the faster one for convolutions", default=True)
+    compile: bool = switch("torch.compile the model")
+    compile_mode: str = option(
+        "default",
+        one_of("default", "reduce-overhead", "max-autotune"),
+        "torch.compile's mode; reduce-overhead records CUDA graphs, which speed up small models",
+    )
+    seed: int = option(0, non_negative_int, "seed of weights, order and augmentation")
+    deterministic: bool = switch("bit-for-bit repeatable kernels")
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        if self.optimizer != "sgd" and self.momentum != Options.momentum:
+            raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
+        if self.compile_mode != "default" and not self.compile:
+            raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
+        if self.batchnorm_group and self.sync_batchnorm:
+            raise UserError(
+                "--batchnorm-group and --sync-batchnorm: statistics are over groups or the batch; drop one"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the options by name."""
+        return dict(vars(self))
 
 
-def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
-    """Parse a --config file and then argv, which wins.
+T = TypeVar("T")
+
+
+def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[str] | None) -> T:
+    """Return a recipe's options from the command line and a --config file, which the command line overrides.
+
+    Args:
+        kind: the dataclass of its options; each class that it inherits from is a group of --help.
+        recipe: its name.
+        description: the recipe's docstring.
+        argv: the words of the command line (default: this process's).
 
     Raises:
         UserError: an unknown option (with the nearest one), a bad value, a bad file.
+    """
+    parser = Parser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
+    declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    for part in reversed(kind.__mro__):
+        names = [name for name in vars(part).get("__annotations__", {}) if name in declared]
+        group = parser.add_argument_group((part.__doc__ or "").split("\n")[0].rstrip(".")) if names else parser
+        for name in names:
+            flag, default = f"--{name.replace('_', '-')}", declared[name].default
+            group.add_argument(flag, default=default, **declared[name].metadata)
+    words = parse_words(parser, argv)
+    if getattr(words, "data", None) == "text":
+        words = parse_for_text(parser, argv)
+    args = kind(**vars(words))
+    if isinstance(args, Options):
+        args.check()
+    return args
+
+
+def parse_for_text(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse once more, with the defaults of --data text."""
+    parser.set_defaults(**TEXT_DEFAULTS, epochs=None)
+    args = parse_words(parser, argv)
+    if args.epochs is None:
+        args.epochs, args.max_steps = TEXT_EPOCHS, args.max_steps or TEXT_STEPS
+    return args
+
+
+def parse_words(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a --config file and then argv (default: this process's), which wins.
+
+    Raises:
+        UserError: as parse().
     """
     words = list(sys.argv[1:] if argv is None else argv)
     only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -307,14 +341,13 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> Options:
     except argparse.ArgumentError as error:
         raise UserError(str(error).removeprefix("argument ")) from None
     from_file = _words_of_config(parser, config) if config else []
-    args, unknown = parser.parse_known_args([*from_file, *words], Options())
+    args, unknown = parser.parse_known_args([*from_file, *words])
     if unknown:
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
         raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
-    parser.check(args)
-    return args.freeze()
+    return args
 
 
 def _words_of_config(parser: Parser, path: Path) -> list[str]:
@@ -342,7 +375,7 @@ def _words_of_config(parser: Parser, path: Path) -> list[str]:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif is_switch or isinstance(value, bool | list | dict) or value is None:
             wanted = "true or false" if is_switch else "one word or number"
-            raise UserError(f"--config {path}: {key} wants {wanted}, got {value!r}")
+            raise UserError(f"--config {path}: {key} expects {wanted}, got {value!r}")
         else:
             words.append(f"--{flag}={value}")
     return words
@@ -351,7 +384,8 @@ def _words_of_config(parser: Parser, path: Path) -> list[str]:
 def check_batch(args: Options, world_size: int, num_train: int) -> None:
     """Refuse a batch that leaves a rank without a sample, or that is larger than the training set.
 
-    A remainder is no fault: the global batch is spread over the ranks as evenly as it goes.
+    A remainder is no fault: the global batch is spread over the ranks as evenly as it goes, in whole groups of
+    --batchnorm-group.
 
     Raises:
         UserError: with the smallest or largest size that works.
@@ -359,13 +393,41 @@ def check_batch(args: Options, world_size: int, num_train: int) -> None:
     parts = world_size * args.accumulate_steps
     if world_size > num_train:
         raise UserError(f"{world_size} processes for {num_train} training samples; start at most {num_train}")
-    if args.global_batch_size < parts:
-        shares = f"{world_size} processes x {args.accumulate_steps} accumulation steps"
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is too small for {shares}; use at least {parts}"
-        )
     if args.global_batch_size > num_train:
         raise UserError(
             f"--global-batch-size {args.global_batch_size} is larger than the training set; "
             f"use at most {num_train}"
         )
+    shares, group = f"{world_size} processes x {args.accumulate_steps} accumulation steps", 1
+    if args.batchnorm_group:
+        group = args.batchnorm_group
+        check_divides(args, group, f"groups of --batchnorm-group {group}", num_train)
+        shares += f" x a group of {group}"
+    if args.global_batch_size < parts * group:
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is too small for {shares}; "
+            f"use at least {parts * group}{smaller_group(args, parts)}"
+        )
+
+
+def check_divides(args: Options, size: int, parts: str, num_train: int) -> None:
+    """Refuse a global batch that is no multiple of a size, or larger than the training set.
+
+    Raises:
+        UserError: with the nearest sizes that work.
+    """
+    if args.global_batch_size % size == 0 and args.global_batch_size <= num_train:
+        return
+    below = min(args.global_batch_size, num_train) // size * size
+    sizes = [str(size) for size in (below, below + size) if 0 < size <= num_train]
+    fix = f"use {' or '.join(sizes)}" if sizes else f"that is more than the {num_train} training samples"
+    raise UserError(f"--global-batch-size {args.global_batch_size} does not divide into {parts}; {fix}")
+
+
+def smaller_group(args: Options, parts: int) -> str:
+    """Return the largest --batchnorm-group of which there is one for each of so many parts of the global batch."""
+    if not args.batchnorm_group:
+        return ""
+    size = args.global_batch_size
+    groups = [group for group in range(2, size // parts + 1) if size % group == 0]
+    return f" or --batchnorm-group {groups[-1]}" if groups else ""

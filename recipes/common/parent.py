@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 with contextlib.suppress(ImportError):  # here, because end_with_parent() also runs between fork and exec
@@ -70,12 +71,16 @@ def end_with_launcher() -> None:
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Become another Python program: `-m MODULE ARGUMENTS`, with Python's own options before it."""
+    """Become another Python program: `-m MODULE ARGUMENTS` after Python's own options, or `FILE ARGUMENTS`."""
     if not _is_polling:
         os.execv(sys.executable, [sys.executable, *words])
-    # The thread would not survive exec: the module runs in this process, without Python's own options.
-    sys.argv = list(words[words.index("-m") + 1 :])
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # The thread would not survive exec: the program runs in this process, without Python's own options.
+    if words[0].startswith("-"):
+        sys.argv = list(words[words.index("-m") + 1 :])
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = list(words), str(Path(words[0]).parent)
+        runpy.run_path(words[0], run_name="__main__")
     sys.exit()
 
 

@@ -11,20 +11,29 @@ QUIET_S = 10.0
 
 
 class Progress:
-    """One bar an epoch on a terminal; lines otherwise."""
+    """One bar for the whole run on a terminal, with the time left; lines otherwise."""
 
     def __init__(self) -> None:
         self._on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
         self._bar: Any = None
         self._spoke_at = time.monotonic()
 
-    def begin_epoch(self, epoch: int, steps: int, done: int) -> None:
-        """Start an epoch's bar; `done` steps of it were done before a resume."""
+    def begin_epoch(self, epoch: int, steps: int, done: int, run_steps: int, run_done: int) -> None:
+        """Start an epoch of `steps`; `done` of them, and `run_done` of the run's `run_steps`, are done already."""
         self._title, self._steps, self._done = f"epoch {epoch}", steps, done
         if self._on_terminal:
-            from tqdm import tqdm
+            if self._bar is None:
+                from tqdm import tqdm
 
-            self._bar = tqdm(desc=self._title, total=steps, initial=done, leave=False, unit="step")
+                # The speed is in the figures at the end, in samples or tokens.
+                form = "{desc} {percentage:3.0f}%|{bar}| step {n}/{total} {elapsed}, {remaining} left{postfix}"
+                self._bar = tqdm(total=run_steps, initial=run_done, leave=False, bar_format=form)
+            self._bar.set_description_str(self._title)
+
+    def begin_evaluation(self) -> None:
+        """Say on the bar that an evaluation is under way."""
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._title}: evaluating")
 
     def advance(self) -> None:
         """Count a step."""

@@ -37,7 +37,7 @@ def read_ranks(recipe: str) -> Ranks:
     for name in names[:4]:
         text = os.environ[name]
         if not text.isascii() or not text.isdigit():
-            raise UserError(f"{name} wants a whole number, got {text!r}; {start}")
+            raise UserError(f"{name} expects a whole number, got {text!r}; {start}")
         values.append(int(text))
     ranks = Ranks(*values)
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:

@@ -1,8 +1,9 @@
 """The record of a run, runs/NAME/: what was asked, what was seen, and the checkpoints. Rank 0 writes it.
 
 config.json         options, versions, hardware, git revision of the first launch, and of each launch in turn
-metrics.jsonl       a line per logged step: step, epoch, loss, lr, samples_per_s;
-                    a line per epoch: epoch, step, test_loss, test_accuracy, train_s
+metrics.jsonl       a line per logged step: kind "step", step, epoch, loss, lr, samples_per_s;
+                    a line per epoch: kind "epoch", epoch, step, test_loss, test_accuracy (or what the task has),
+                    train_s
 hang-report.txt     of a run in which a rank did not answer; with hang/, what each rank said: see watch.py
 result.json         of a completed run: what its last line says, and time, traffic and memory
 events.out.*        the same for TensorBoard
@@ -16,11 +17,9 @@ import contextlib
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,17 +27,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, check_options, read_checkpoint
 from recipes.common.errors import UserError
+from recipes.common.facts import hardware, revision, versions
 from recipes.common.options import Options
 from recipes.common.places import Place, describe, shorten
 from recipes.common.progress import Progress
-from recipes.common.watch import put_away
+from recipes.common.watch import rename_old_report
 
-LINE_OF_RESULT = {"recipe", "world_size", "test_accuracy", "samples_per_s"}
-"""What the line that ends a run shows of result.json."""
+LINE_OF_RESULT = {"recipe", "world_size", "samples_per_s"}
+"""What the line that ends a run shows of result.json, besides the task's headline."""
 
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
@@ -49,7 +47,7 @@ NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
 
 
 def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
-    """Find or make the run that the options name; return its record and the checkpoint to go on from.
+    """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
     `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
@@ -84,7 +82,7 @@ def _as_user_error(verb: str, path: Path) -> Iterator[None]:
 
 
 def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
-    """Return the run to go on with, and the checkpoint to go on from with its content; None: there is none."""
+    """Return the run to resume, and the checkpoint to resume from with its content; None: there is none."""
     if args.resume == "none":
         return None, None
     if args.resume != "auto":
@@ -137,7 +135,7 @@ def _new_run(args: Options, recipe: str) -> Path:
         except FileExistsError:
             if args.resume == "auto":
                 raise UserError(f"{folder} exists and is not a run; choose another --name") from None
-            remedy = "add --resume auto to go on with it, --overwrite to replace it, or choose another --name"
+            remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another --name"
             raise UserError(f"the run {folder} exists; {remedy}") from None
         return folder
     number = max(_numbered_runs(args.runs_dir, recipe), default=0)
@@ -233,7 +231,7 @@ def _read_path(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 class Record:
-    """Write one run's record; continue it from the step of the checkpoint that a launch goes on from."""
+    """Write one run's record; continue it from the step of the checkpoint that a launch resumes from."""
 
     def __init__(
         self,
@@ -301,19 +299,20 @@ class Record:
                 self.folder.rmdir()  # stays where a launcher has its logs in it
 
     def _write_launch(self, config: dict[str, Any], step: int, kept: list[dict[str, Any]]) -> None:
-        put_away(self.folder)
+        rename_old_report(self.folder)
         own = {
             "recipe": self.recipe,
             "options": {name: _plain(value) for name, value in self.args.as_dict().items()},
-            "versions": _versions(),
-            "hardware": _hardware(),
-            "revision": _revision(),
+            "versions": versions(),
+            "hardware": hardware(),
+            "revision": revision(),
         }
         launch = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "time": _now(),
             "world_size": len(self.places),
             "ranks": describe(self.places),
             "command": sys.argv,
+            "make": os.environ.get("MAKE_LINE"),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "step": step,
             **own,
@@ -327,7 +326,7 @@ class Record:
             self._events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
 
     def _say_launch(self, config: dict[str, Any], step: int) -> None:
-        """Print what this launch goes on from, and on what."""
+        """Print what this launch resumes from, and where it runs."""
         say = self.progress.say
         if self.args.resume == "auto" and self.is_new:
             sought = str(self.folder) if self.args.name else f"of {self.recipe} in {self.args.runs_dir}"
@@ -356,29 +355,35 @@ class Record:
 
     def log_step(self, **values: float) -> None:
         """Append a logged step: step, epoch, loss, lr, samples_per_s."""
-        self._append(values)
-        self.progress.show(f"loss {values['loss']:.4f}  {values['samples_per_s']:,.0f} samples/s")
+        self._append("step", values)
+        speed = [name for name in values if name.endswith("_per_s")][-1]  # tokens_per_s, where a task counts them
+        unit = speed.removesuffix("_per_s")
+        self.progress.show(f"loss {values['loss']:.4f}  {values[speed]:,.0f} {unit}/s")
 
     def log_epoch(self, **values: float) -> None:
-        """Append an epoch: epoch, step, test_loss, test_accuracy, train_s (seconds so far, of all launches)."""
-        self._append(values)
-        self.progress.say(
-            f"epoch {values['epoch']}  step {values['step']}  test_loss {values['test_loss']:.4f}  "
-            f"test_accuracy {values['test_accuracy']:.4f}"
-        )
+        """Append an epoch: epoch, step, the averages, train_s (seconds so far, of all launches)."""
+        self._append("epoch", values)
+        averages = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("test_")]
+        self.progress.say("  ".join([f"epoch {values['epoch']}  step {values['step']}", *averages]))
 
-    def finish(self, **result: float) -> None:
+    def finish(self, headline: str, **result: float) -> None:
         """Write result.json and print the line that ends a completed run.
 
-        Of the whole run, all launches together: step (the last), test_accuracy, samples (trained on), train_s
-        and samples_per_s (timed without each launch's first step). Of this launch: world_size,
-        sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (their number) and
-        checkpoint_stall_s (for how long one held up training, on average). A run that was complete before keeps
-        its result.
+        Of the whole run, all launches together: step (the last), the last evaluation's averages, of which the line
+        shows `headline`, the best `headline` of any evaluation, samples (trained on), train_s, samples_per_s, and
+        tokens_per_s where a task counts them (timed without each launch's first step). Of this launch: world_size,
+        sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (their number),
+        checkpoint_stall_s (for how long one held up training, on average) and ended (when). A run that was
+        complete before keeps its result.
         """
         self.close()
         path = self.folder / "result.json"
-        final: dict[str, Any] = self._earlier_result or {"recipe": self.recipe, **result}
+        final: dict[str, Any] = self._earlier_result or {
+            "recipe": self.recipe,
+            "headline": headline,
+            **result,
+            "ended": _now(),
+        }
         with _as_user_error("write", path):
             if self._earlier_result:
                 os.utime(path)  # launch files see by its time that this launch has reached the end, too
@@ -386,16 +391,18 @@ class Record:
                 _replace_text(path, json.dumps(final, indent=2) + "\n")
         print(
             f"result recipe={final['recipe']} world_size={final['world_size']} "
-            f"test_accuracy={final['test_accuracy']:.4f} samples_per_s={final['samples_per_s']:.0f}",
+            f"{headline}={final[headline]:.4f} "
+            + " ".join(f"{name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s"))
+            + f" record={self.folder}",
             flush=True,
         )
 
     def leave(self, signal_name: str, path: Path) -> None:
-        """Say how to go on with a run that a signal has ended."""
+        """Print how to resume a run that a signal has ended."""
         self.close()
         print(
             f"stopped by {signal_name}: wrote {path}\n"
-            f"go on with --name {self.folder.name} --resume auto and the other options as before "
+            f"resume with --name {self.folder.name} --resume auto and the other options as before "
             f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="... --resume auto")',
             flush=True,
         )
@@ -407,12 +414,12 @@ class Record:
             self._events.close()
             self._events = None
 
-    def _append(self, values: dict[str, float]) -> None:
+    def _append(self, kind: str, values: dict[str, float]) -> None:
         try:
             with open(self._metrics, "a") as file:
                 # JSON has no word for a loss that is not finite.
                 finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-                file.write(json.dumps(finite) + "\n")
+                file.write(json.dumps({"kind": kind, **finite}) + "\n")
         except OSError as error:
             raise UserError(
                 f"cannot write {self._metrics}: {error.strerror}; fix this, then --resume auto"
@@ -461,27 +468,5 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _versions() -> dict[str, str | None]:
-    return {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda}
-
-
-def _hardware() -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "cpus": os.cpu_count(),
-        "gpus": gpus,
-    }
-
-
-def _revision() -> str | None:
-    """Return the git revision of the code, with "-dirty" where tracked files differ from it.
-
-    An image holds no repository: its Dockerfile says in SOURCE_REVISION what it was built from.
-    """
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("SOURCE_REVISION")
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

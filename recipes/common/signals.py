@@ -1,4 +1,4 @@
-"""Remember that the job was asked to stop, or that it has to, until all ranks can agree on the step."""
+"""Keep a stop signal or an error of this rank until all ranks agree on the step after which they act."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GO, STOP, FAIL = 0, 1, 2
 
 
 class Stop:
-    """This rank's wish to stop: a signal that came in, or an error that only it has met.
+    """This rank's reason to stop: a signal it received, or an error that only it has.
 
     USR1 and TERM mean "write a checkpoint, then leave with status 0". The handler only sets a flag, so
     that the step under way ends normally. Signals that came before the handlers stood (a launcher may
@@ -51,6 +51,6 @@ def vote_interval(world_size: int) -> int:
     """Return how many steps there are from one vote to the next.
 
     Gloo sends a vote around a ring of all ranks: of thousands it takes longer than a step. Up to 64 ranks vote in
-    each step, so that a signal is heeded at once; beyond, what votes cost a step no longer grows with the ranks.
+    each step, so that a signal takes effect at once; beyond that, the cost of votes per step stays the same.
     """
     return -(-world_size // 64)

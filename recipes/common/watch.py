@@ -6,8 +6,8 @@ is longer than --timeout-s, whoever notices first calls the others. Each rank th
 it stands, with the stacks of its threads, to runs/NAME/hang/rank-N.txt; one of them puts these together into
 runs/NAME/hang-report.txt, names in one line on standard error who is missing, and all of them end.
 
-The notes also tell how long a rank has worked by itself, outside of collectives. From them rank 0 names, while
-training goes on, ranks that the others keep waiting for.
+The notes also tell how long a rank has worked by itself, outside of collectives. From them rank 0 names, during
+training, ranks that the others keep waiting for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
 
 from recipes.common.options import Options
-
-if TYPE_CHECKING:
-    from recipes.common.job import Job
 
 T = TypeVar("T")
 Work = dict[int, dict[str, Any]]
@@ -46,6 +43,9 @@ NOTE_S = 0.2
 
 ANSWER_S = 1.0
 """How long the store may take to answer: the rank that keeps it may be the one that hangs."""
+
+LEAVE_S = 5.0
+"""How long rank 0, with which the store may go, waits at the end for the others to stop using it."""
 
 GATHER_S = 2.0
 """How long ranks may take to say where they stand, once one has called."""
@@ -96,7 +96,7 @@ class At(NamedTuple):
 
 
 def bound_of_waits(args: Options) -> timedelta:
-    """Return --timeout-s as process groups want it; call it before they are made."""
+    """Return --timeout-s for process groups; call it before they are made."""
     # NCCL's flight recorder: the last collectives of each rank, dumped when one times out. The older name of the
     # first is TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tried on several GPUs.)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -128,7 +128,7 @@ class Watch:
     def __init__(self, rank: int, world_size: int, args: Options, notes: Notes | None) -> None:
         self.rank, self.world_size, self.args, self.notes = rank, world_size, args, notes
         self.folder: Path | None = None
-        self._job: Job | None = None
+        self._step: Callable[[], int] | None = None
         self._last_notes: dict[int, str] = {}
         self._at = At(since=time.monotonic())
         self._busy_s = 0.0
@@ -167,19 +167,14 @@ class Watch:
         if kind is None:
             self._at = self._at._replace(is_inside=False, since=time.monotonic())
 
-    def follow(self, job: Job, folder: Path | None = None) -> None:
-        """Take the step from the job and the run's folder from rank 0; call it on all ranks.
+    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+        """Take the step from step(), and keep reports in the run's folder."""
+        self._step, self.folder = step, folder
 
-        Without a store, the recipe hands the folder in.
-        """
-        self._job = job
-        if job.record:
-            self.folder = job.record.folder
-            if self.notes:
-                self.notes.set("folder", str(self.folder))
-        else:
-            self.folder = Path(self.notes.get("folder").decode()) if self.notes else folder
-        job.take_stragglers, job.watch = self._take_stragglers, self
+    def take_stragglers(self) -> list[str]:
+        """Return the warnings about slow ranks since the last call."""
+        taken, self._stragglers = self._stragglers, []
+        return taken
 
     def close(self) -> None:
         """Stop watching; the store may go after this."""
@@ -188,6 +183,17 @@ class Watch:
             if thread is not threading.current_thread():
                 thread.join(2 * ANSWER_S)
         Watch.active = None
+
+    def leave(self) -> None:
+        """Stop watching at the end of the job; on rank 0, return once the other ranks have, within LEAVE_S.
+
+        The store may go with rank 0, and a rank that still used it would print twenty lines of C++.
+        """
+        self.close()
+        if self._ask(lambda notes: notes.add("left", 1), 0) == self.world_size:
+            self._ask(lambda notes: notes.set("all left", ""), None)
+        if self.rank == 0:
+            self._ask(lambda notes: notes.get("all left"), b"", LEAVE_S)
 
     def is_hang(self, message: str) -> bool:
         """Whether a collective that has failed with this message has waited for somebody in vain.
@@ -236,7 +242,7 @@ class Watch:
         notes = self.notes
         assert notes
         window_s, before, since = self.args.straggler_window_s, Work(), time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the store has gone, and with it whoever kept it
+        with contextlib.suppress(RuntimeError):  # the store has gone with its rank
             while not self._closed.wait(self._note_s):
                 notes.set(f"note/{self.rank}", json.dumps(self._note()))
                 if self.rank == 1:  # rank 0 may keep the store, and take its own note with it
@@ -250,17 +256,12 @@ class Watch:
                     self._stragglers += stragglers(before, after, now - since, self.args.straggler_share)
                     before, since = after, now
 
-    def _take_stragglers(self) -> list[str]:
-        """Return what there is to say of slow ranks since the last call."""
-        taken, self._stragglers = self._stragglers, []
-        return taken
-
     # ---- the report
 
     def _note(self) -> dict[str, Any]:
         """Return where this rank stands, in plain values."""
         at = self._at
-        step = self._job.position.step if self._job else None
+        step = self._step() if self._step else None
         since_s = round(time.monotonic() - at.since, 1)
         host, now = socket.gethostname(), time.time()
         own = {"rank": self.rank, "host": host, "pid": os.getpid(), "step": step, "time": now}
@@ -284,8 +285,8 @@ class Watch:
             lines.append(f"thread {names.get(ident, ident)}:\n{text}")
         return "\n".join(lines)
 
-    def _ask(self, action: Callable[[Notes], T], otherwise: T) -> T:
-        """Return what an action on the store gives; otherwise, if there is none, or it does not answer."""
+    def _ask(self, action: Callable[[Notes], T], otherwise: T, bound_s: float = ANSWER_S) -> T:
+        """Return what an action on the store gives; otherwise, if there is none, or it does not answer in time."""
         notes = self.notes
         if notes is None:
             return otherwise
@@ -297,7 +298,7 @@ class Watch:
 
         thread = threading.Thread(target=act, name="watch: store", daemon=True)
         thread.start()
-        thread.join(ANSWER_S + self.world_size / 2000)  # some questions are about all ranks
+        thread.join(bound_s + self.world_size / 2000)  # some questions are about all ranks
         if thread.is_alive():
             self.notes = None  # no use to ask again
         return result[0]
@@ -349,7 +350,7 @@ class Watch:
         return path.exists() or self._ask(lambda notes: notes.check(["done"]), False)
 
     def _is_elected(self) -> bool:
-        """Whether this rank is the first to want to put the report together."""
+        """Return whether this rank is the first to put the report together."""
         return self._ask(lambda notes: notes.add("collectors", 1), 1) == 1
 
     def _collect(self, reports: dict[int, str], path: Path) -> None:
@@ -359,7 +360,7 @@ class Watch:
         found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
         summary = summarize(found, {rank: json.loads(text) for rank, text in last.items()}, self.world_size)
         table = [_sentence(found[rank]) for rank in sorted(found)]
-        table += [f"rank {rank} did not answer; {_last_words(last.get(rank))}" for rank in silent]
+        table += [f"rank {rank} did not answer; {_last_place(last.get(rank))}" for rank in silent]
         stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
         where = f"stacks of the others: {path}"
         try:
@@ -427,8 +428,8 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
     if silent:
         hosts = ", ".join(sorted({str(last[rank]["host"]) for rank in silent if rank in last}))
         verb = "does" if len(silent) == 1 else "do"
-        words = _last_words(last.get(silent[0]))
-        return f"{_name(silent)}{hosts and ' on '}{hosts} {verb} not answer, {words}; {waits}"
+        place = _last_place(last.get(silent[0]))
+        return f"{_name(silent)}{hosts and ' on '}{hosts} {verb} not answer, {place}; {waits}"
     if outside:
         verb = "does" if len(outside) == 1 else "do"
         return f"{_name(outside)} {verb} not come, {_sentence(found[outside[0]])}; {waits}"
@@ -454,8 +455,8 @@ def _sentence(note: dict[str, Any]) -> str:
     return f'{on} {where} "{note["name"]}"{_after(note)} for {note["since_s"]:.1f} s'
 
 
-def _last_words(text: str | dict[str, Any] | None) -> str:
-    """Return where a silent rank was when it was last heard of."""
+def _last_place(text: str | dict[str, Any] | None) -> str:
+    """Return where a silent rank stood by its last note."""
     if not text:
         return "nobody knows where it was"
     note = json.loads(text) if isinstance(text, str) else text
@@ -487,7 +488,7 @@ def _read(notes: Notes, kind: str, ranks: Sequence[int]) -> dict[int, str]:
     return {rank: notes.get(key).decode() for rank, key in keys.items() if notes.check([key])}
 
 
-def put_away(folder: Path) -> None:
+def rename_old_report(folder: Path) -> None:
     """Keep the report of an earlier launch of the run under another name."""
     shutil.rmtree(folder / "hang", ignore_errors=True)
     path = folder / "hang-report.txt"

@@ -1,12 +1,14 @@
-"""The processes of a job, connected by torch.distributed: the only file of recipes/common that imports it."""
+"""The processes of a job, connected by torch.distributed, which here only this and sharding.py import."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import io
 import os
 import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.agreement import Slot
 from recipes.common.devices import agree_on_device, choose_device
@@ -49,7 +52,7 @@ class ValueUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others (the `Peers` of agreement.py)."""
+    """This process among the others (the `Peers` of peers.py)."""
 
     rank: int
     world_size: int
@@ -80,13 +83,50 @@ class World:
         return box[0]
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor on the CPU by rank 0's; call it on all ranks."""
+        """Overwrite a contiguous tensor, on the CPU or on this rank's device, by rank 0's."""
         # World: rank 0 sends the tensor's bytes to all others.
-        dist.broadcast(tensor, src=0, group=self.control)
+        dist.broadcast(tensor, src=0, group=self._group_of(tensor))
+
+    def sum_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by the sum of the ranks' tensors; call it on all ranks."""
+        # World: a ring all-reduce; each rank sends 2 (N-1)/N of the tensor's bytes.
+        dist.all_reduce(tensor, group=self._group_of(tensor))
+
+    def begin_vote(self, vote: int) -> Callable[[], int]:
+        """Send this rank's vote; return a function that waits for the others' and returns the largest."""
+        largest = torch.tensor(vote, dtype=torch.int32)
+        # World: each rank sends its vote, 4 bytes, while it computes.
+        voting = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.control, async_op=True)
+
+        def finish_vote() -> int:
+            voting.wait()
+            return int(largest)
+
+        return finish_vote
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        """Return the group for a tensor: the gradients' (NCCL) on a GPU, else that for the CPU."""
+        return None if tensor.is_cuda else self.control
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
         dist.barrier(group=self.control)
+
+
+@contextlib.contextmanager
+def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> Iterator[World]:
+    """Connect this process with the others; disconnect at the end, and where all ranks raise a UserError.
+
+    Raises:
+        UserError: as join_world().
+    """
+    world = join_world(args, ranks, devices_per_rank)
+    try:
+        yield world
+    except UserError:
+        leave_world(world)
+        raise
+    leave_world(world)
 
 
 def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
@@ -150,6 +190,17 @@ def connect(
         ) from None
 
 
+def grid_mesh(args: Options, world: World, row_size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return the mesh of all ranks in rows of `row_size` neighbours, each wait bounded; call it on all ranks.
+
+    `names` are those of its two dimensions: the groups of the columns, and the groups of the rows.
+    """
+    grid = torch.arange(world.world_size).view(-1, row_size)
+    timeout = bound_of_group(bound_of_waits(args), world.device.type)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
+    return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)
+
+
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
     """Be the `Exchange` of devices.py, before there is a process group: a handful of requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
@@ -171,5 +222,5 @@ def leave_world(world: World) -> None:
     gc.collect()  # models and optimizers go before the connections that they use
     with world.watch("teardown"):
         world.barrier()
-    world.watch.close()
+    world.watch.leave()
     dist.destroy_process_group()

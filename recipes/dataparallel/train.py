@@ -13,43 +13,22 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DataParallel
 
-from recipes.common.data import EVAL_BATCH_SIZE, load_data
+from recipes.common.devices import choose_devices
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.metrics import add_batch, averages, new_totals
-from recipes.common.models import build_model
-from recipes.common.optim import (
-    autocast,
-    build_optimizer,
-    build_scaler,
-    learning_rate,
-    optimizer_step,
-    set_learning_rate,
-)
-from recipes.common.options import Options, build_parser, check_batch, parse
-from recipes.common.places import place_of
-from recipes.common.record import open_run
-from recipes.common.seeding import choose_kernels, seed_step
-from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.optim import autocast, build_optimizer, build_scaler
+from recipes.common.options import Options, parse
+from recipes.common.peers import Alone
+from recipes.common.signals import Stop
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
     """Return the options of this recipe; raises UserError for what cannot work."""
-    return parse(build_parser("dataparallel", __doc__), argv)
-
-
-def choose_devices(args: Options) -> list[torch.device]:
-    """Return all visible GPUs, or the CPU where there is none."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: no GPU is visible; use --device cpu")
-    if args.device == "cpu" or not torch.cuda.is_available():
-        return [torch.device("cpu")]
-    # DataParallel: one process drives every GPU that it sees; CUDA_VISIBLE_DEVICES chooses them.
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return parse(Options, "dataparallel", __doc__, argv)
 
 
 class Autocast(nn.Module):
@@ -59,12 +38,12 @@ class Autocast(nn.Module):
         super().__init__()
         self.model, self.args, self.device = model, args, device
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images (B, C, S, S) to logits (B, classes)."""
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the model's output, such as logits (B, classes) of images (B, C, S, S)."""
         # DataParallel: each replica runs in a thread of its own, and a thread knows nothing of --amp: DataParallel
         # passes on that autocast is on, but not that it means bf16.
         with autocast(self.args, self.device):
-            return self.model(images)
+            return self.model(inputs)
 
 
 def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Module:
@@ -73,8 +52,11 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
         # DataParallel: with one device there is nothing to split or to copy.
         print(f"DataParallel has one device here ({devices[0]}) and degenerates to RECIPE=single", flush=True)
     elif args.sync_batchnorm:
+        raise UserError("--sync-batchnorm: needs a process per GPU, DataParallel is one; use RECIPE=ddp")
+    elif args.batchnorm_group:
         raise UserError(
-            "--sync-batchnorm: needs a process per GPU, DataParallel is one; drop it or use RECIPE=ddp"
+            "--batchnorm-group: DataParallel keeps the running statistics of the first GPU's groups alone; "
+            "use RECIPE=ddp"
         )
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
@@ -88,99 +70,31 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     return DataParallel(inner, device_ids=devices)
 
 
-def seed_devices(args: Options, step: int, devices: list[torch.device]) -> None:
-    """Seed what dropout and the like draw in this step, differently on each device."""
-    for i in reversed(range(len(devices))):  # the first comes last: its seed is the CPU's too, as in single
-        seed_step(args.seed, step, i, devices[i])
-
-
-def train_one_epoch(job: Job, parallel: nn.Module, devices: list[torch.device]) -> int:
-    """Train to the epoch's end, or until a signal or an error ends it; return GO, STOP or FAIL."""
-    args, position, accumulate = job.args, job.position, job.args.accumulate_steps
-    decision = GO
-    parallel.train()
-    job.begin_epoch()
-    for images, labels in job.data.train.batches(job.global_batches(), position.epoch):
-        seed_devices(args, position.step, devices)
-        loss_sum = torch.zeros((), device=job.device)
-        parts = zip(images.tensor_split(accumulate), labels.tensor_split(accumulate), strict=True)
-        for some_images, some_labels in parts:
-            # DataParallel: the logits of all GPUs come back to the first, so that this is the global batch's loss,
-            # computed there. Nothing has to be averaged afterwards.
-            with autocast(args, job.device):
-                loss = cross_entropy(parallel(some_images), some_labels, reduction="sum")
-            loss = loss / args.global_batch_size
-            job.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-
-        decision = job.stop.vote
-        if decision == FAIL:
-            break
-        rate = learning_rate(args, position.step, job.total_steps)
-        set_learning_rate(job.optimizer, rate)
-        optimizer_step(args, job.model.parameters(), job.optimizer, job.scaler, job.allows(loss_sum))
-        job.count_step()
-        if job.is_log_due():
-            job.log_step(loss_sum.item(), rate)
-        if decision == STOP:
-            break
-        if job.is_checkpoint_due():
-            job.save()
-    job.pause()
-    return decision
-
-
-@torch.no_grad()
-def evaluate(job: Job, parallel: nn.Module) -> dict[str, float]:
-    """Return test_loss and test_accuracy over the whole test set, each sample counted once."""
-    parallel.eval()
-    totals = new_totals(job.device)
-    everything = torch.arange(len(job.data.test))
-    for images, labels in job.data.test.batches(everything.split(EVAL_BATCH_SIZE), job.position.epoch):
-        with autocast(job.args, job.device):
-            logits = parallel(images)
-        add_batch(totals, logits, labels)
-    totals[3] += job.data.train.skipped + job.data.test.skipped
-    return averages(totals, len(job.data.test))
-
-
-def raise_error(stop: Stop) -> None:
-    """Raise what a step, an evaluation or a checkpoint has met."""
-    if stop.error:
-        raise stop.error
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say: set everything up, train epoch by epoch, and leave a checkpoint behind."""
+    """Train as the options say."""
     args = options(argv)
     stop = Stop()
-    choose_kernels(args)
-    devices = choose_devices(args)
-    device = devices[0]
-    data = load_data(args, device, on_bad_image=stop.fail)
-    check_batch(args, 1, len(data.train))
-    model = build_model(args, data).to(device)
+    # DataParallel: one process drives every GPU that it sees; CUDA_VISIBLE_DEVICES chooses them.
+    devices = choose_devices(args.device)
+    alone = Alone(devices[0])
+    data, model = load_data_and_model(args, "dataparallel", alone, stop)
     parallel = wrap(model, args, devices)
-    optimizer = build_optimizer(args, model.parameters())
-    # DataParallel: the job, and with it the checkpoint, holds the plain model: any recipe can go on from it.
-    job = Job(args, data, device, model, optimizer, build_scaler(args, device), stop)
-    job.record, content = open_run(args, "dataparallel", [place_of(device)])
-    job.restore(content)
-    job.begin_record()
-    del content  # a copy of the weights
+    optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)
+    # DataParallel: the job, and with it the checkpoint, holds the plain model: any recipe can resume from it.
+    job = Job(args, "dataparallel", data, alone, model, optimizer, scaler, stop, devices)
 
-    while not job.is_complete:
-        decision = train_one_epoch(job, parallel, devices)
-        if decision == STOP:
-            job.save()
-        raise_error(stop)
-        if decision == STOP:
-            job.leave()
-            return
-        is_best = job.end_epoch(evaluate(job, parallel))
-        job.save(is_best)
-        raise_error(stop)
-    job.finish(world_size=1)
+    def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of a pass to those of the step's earlier passes; return its loss."""
+        # DataParallel: the logits of all GPUs come back to the first, so that this is the global batch's loss,
+        # computed there. Nothing has to be averaged afterwards.
+        with autocast(args, alone.device):
+            loss = job.loss(parallel(inputs), targets)
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    begin_run(job)
+    train_epochs(job, Technique(forward_backward, parallel))
+    job.finish()
 
 
 if __name__ == "__main__":

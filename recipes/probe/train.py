@@ -1,7 +1,7 @@
 """Which process is which: the map of ranks, nodes and devices that a launcher gives, proven by an all-reduce.
 
     make run RECIPE=probe NODES=2 NPROC_PER_NODE=2
-    mpirun -q -np 4 .venv/bin/python -m scripts.mpirun recipes.probe.train
+    mpirun -q -np 4 .venv/bin/python -m scripts.launch.mpirun recipes.probe.train
     .venv/bin/horovodrun --gloo -np 4 .venv/bin/python -m recipes.probe.train --join horovod
     MASTER_ADDR=a .venv/bin/python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
 
@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,38 +29,38 @@ from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.node import read_master
-from recipes.common.options import Options, Parser, non_negative_int, one_of, parse, positive_float, positive_int
+from recipes.common.options import non_negative_int, one_of, option, parse, positive_float, positive_int
 from recipes.common.ranks import Ranks, read_ranks
 from recipes.common.signals import Stop
 from recipes.common.world import NO_PICKLE, connect
 
-# One line tells why a rank has refused; torch would log how it then ends the others.
+# One line says why a rank has refused; torch would log how it then ends the others.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
 
 
-def options(argv: Sequence[str] | None = None) -> Options:
+@dataclass(frozen=True)
+class ProbeOptions:
+    """Probe."""
+
+    device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
+    timeout_s: float = option(
+        300.0, positive_float, "longest wait for another rank, in seconds, before the job ends with an error", "S"
+    )
+    join: str = option(
+        "torch",
+        one_of("torch", "spawn", "horovod"),
+        "how processes meet: torch (a launcher started all), spawn (this starts its node's), or horovod",
+    )
+    nnodes: int = option(1, positive_int, "spawn: number of nodes", "N")
+    node_rank: int = option(0, non_negative_int, "spawn: this node", "R")
+    nproc_per_node: int = option(1, positive_int, "spawn: ranks here", "N")
+
+
+def options(argv: Sequence[str] | None = None) -> ProbeOptions:
     """Return the options of this recipe; raises UserError for what cannot work."""
-    parser = Parser("python -m recipes.probe.train", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
-    parser.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=300.0,
-        metavar="S",
-        help="longest wait for another rank, in seconds, before the job ends with an error",
-    )
-    parser.add_argument(
-        "--join",
-        type=one_of("torch", "spawn", "horovod"),
-        default="torch",
-        help="how processes meet: torch (a launcher started all), spawn (this starts its node's), or horovod",
-    )
-    parser.add_argument("--nnodes", type=positive_int, default=1, metavar="N", help="spawn: number of nodes")
-    parser.add_argument("--node-rank", type=non_negative_int, default=0, metavar="R", help="spawn: this node")
-    parser.add_argument("--nproc-per-node", type=positive_int, default=1, metavar="N", help="spawn: ranks here")
-    return parse(parser, argv)
+    return parse(ProbeOptions, "probe", __doc__, argv)
 
 
 class World(Protocol):
@@ -81,9 +82,9 @@ class World(Protocol):
 class TorchWorld:
     """Processes that torch.distributed connects, as in ddp and spawn."""
 
-    def __init__(self, args: Options, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, device: str, timeout_s: float) -> None:
         self.ranks = ranks
-        self.device, self.control = connect(args.device, ranks, timedelta(seconds=args.timeout_s))
+        self.device, self.control = connect(device, ranks, timedelta(seconds=timeout_s))
 
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""
@@ -108,7 +109,7 @@ class TorchWorld:
 class HorovodWorld:
     """Processes that Horovod connects."""
 
-    def __init__(self, args: Options) -> None:
+    def __init__(self, device: str) -> None:
         import horovod.torch as hvd
 
         hvd.init()
@@ -116,7 +117,7 @@ class HorovodWorld:
         self.hvd = hvd
         self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
         self.device = agree_on_device(
-            lambda: choose_device(args.device, self.ranks, has_nccl=hvd.nccl_built()),
+            lambda: choose_device(device, self.ranks, has_nccl=hvd.nccl_built()),
             self.ranks.rank,
             # Probe: gathers each rank's kind of device and its host.
             lambda kind, text: dict(reversed(hvd.allgather_object((kind, text), name="device"))),
@@ -177,11 +178,12 @@ def show(rows: list[dict[str, Any]], total: int) -> None:
     widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
     for line in table:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
-    print("probe", json.dumps({"world_size": len(rows), "sum": total, "ranks": rows}), flush=True)
+    text = json.dumps({"world_size": len(rows), "sum": total, "ranks": rows})
+    print(f"probe {text}\n", end="", flush=True)  # one write: mpirun marks each with the rank
 
 
 def report(world: World) -> None:
-    """Compare notes with the other ranks, and print on rank 0 what they have said."""
+    """Gather the map and the sum, check them on every rank, and print them on rank 0."""
     rows, total = gather_map(world), world.add_up(world.ranks.rank + 1)
     world.leave()
     check(rows, total)
@@ -189,16 +191,16 @@ def report(world: World) -> None:
         show(rows, total)
 
 
-def be_spawned(local_rank: int, args: Options) -> None:
+def be_spawned(local_rank: int, args: ProbeOptions) -> None:
     """Be a rank that main() has started, to its exit status; the numbers follow from the node's and its own."""
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # rank 0 alone prints an error
-    sys.exit(exit_status(lambda: report(TorchWorld(args, ranks))))
+    sys.exit(exit_status(lambda: report(TorchWorld(ranks, args.device, args.timeout_s))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Meet, compare notes, and print what rank 0 has gathered; call it on every rank (spawn: on every node)."""
+    """Connect, gather the map of ranks, and print it on rank 0; call it on every rank (spawn: on every node)."""
     args = options(argv)
     Stop()
     if args.join == "spawn":
@@ -213,9 +215,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise
             sys.exit(error.exit_code)
     elif args.join == "horovod":
-        report(HorovodWorld(args))
+        report(HorovodWorld(args.device))
     else:
-        report(TorchWorld(args, read_ranks("probe")))
+        report(TorchWorld(read_ranks("probe"), args.device, args.timeout_s))
 
 
 if __name__ == "__main__":

@@ -10,26 +10,24 @@ Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from recipes.common.errors import nearest
+from recipes.common.facts import hardware, revision
 from scripts.bench.figures import Figure, table
-from scripts.local import ROOT, count, refuse
+from scripts.launch.command import ROOT, CommandParser, check_names, command, count, parse
+from scripts.launch.runs import measured_on
 
 PARTS = ("small-data", "jpeg", "step", "overlap", "wire", "launch", "checkpoint", "gpu", "plan")
 """Each is a module of this package with `measure(rounds, folder) -> list[Figure]`."""
@@ -39,44 +37,15 @@ PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate",
 
 def facts(rounds: int) -> dict[str, Any]:
     """Return when, on what and with which versions the figures were measured."""
-    versions: dict[str, str] = {"python": platform.python_version()}
-    for name in PEERS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    revision = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    here, code = hardware(), revision() or "unknown"
+    memory_gb = round(psutil.virtual_memory().total / 2**30)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "rounds": rounds,
-        "revision": revision.stdout.strip(),
-        "hardware": {
-            "cpus": os.cpu_count(),
-            "cpu": cpu_name(),
-            "memory_gb": round(psutil.virtual_memory().total / 2**30),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        },
-        "versions": versions,
+        "revision": code[:12] + "-dirty" * code.endswith("-dirty"),
+        "hardware": {**here, "cpu": here["cpu"] or here["machine"], "memory_gb": memory_gb},
+        "versions": measured_on(*PEERS)["versions"],
     }
-
-
-def cpu_name() -> str:
-    """Return the processor's name as Linux has it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the bench's options."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
-    parser.add_argument("--rounds", default="5", help="measured rounds; medians are over them (5)")
-    parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
-    return parser.parse_args(argv)
 
 
 def measure(part: str, rounds: int) -> list[Figure]:
@@ -98,18 +67,20 @@ def write(figures: Sequence[Figure], rounds: int, path: Path) -> None:
     path.write_text(json.dumps({**facts(rounds), "figures": every}, indent=2) + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: list[str]) -> int:
     """Measure the parts, print the table, write the file; return the exit status."""
-    args = parse(sys.argv[1:] if argv is None else argv)
-    for part in args.parts:
-        if part not in PARTS:
-            refuse(f"PARTS does not know {part!r}{nearest(part, PARTS)} (some of {', '.join(PARTS)})")
-    rounds = count("ROUNDS", args.rounds)
+    parser = CommandParser("python -m scripts.bench", (__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
+    parser.add_argument("--rounds", type=count, default=5, help="measured rounds; medians are over them (5)")
+    parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
+    args = parse(parser, argv)
+    rounds = args.rounds
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
     figures: list[Figure] = []
     failed = []
-    for part in args.parts or PARTS:
+    for part in check_names("PARTS", args.parts, PARTS) or PARTS:
         print(f"bench: {part}", flush=True)
         begin = time.monotonic()
         try:

@@ -19,29 +19,13 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     size, megabytes = found["bytes"], found["bytes"] / 1e6
     stalls: Rounds = {"async": found["begin_s"], "sync": found["write_s"]}
     speeds: Rounds = {name: [size / s for s in found[f"{name}_s"]] for name in ("restore", "read")}
-    stall, stall_low, stall_high = ratio(stalls, "async", "sync")
-    speed, speed_low, speed_high = ratio(speeds, "restore", "read")
     milliseconds = {name: f"{1000 * median(values):.0f} ms" for name, values in stalls.items()}
     rates = {name: f"{median(values) / 1e6:,.0f} MB/s" for name, values in speeds.items()}
+    saved = f"{milliseconds['async']} against {milliseconds['sync']} for {megabytes:.0f} MB"
+    read = f"{rates['restore']} against {rates['read']}; checksum and load_state_dict included"
+    stall, speed = ratio(stalls, "async", "sync"), ratio(speeds, "restore", "read")
+    name, file = "stall of an asynchronous save", "speed of a restore, file not in memory"
     return [
-        Figure(
-            PART,
-            "stall of an asynchronous save",
-            stall,
-            stall_low,
-            stall_high,
-            "<= 0.05",
-            "a synchronous save",
-            f"{milliseconds['async']} against {milliseconds['sync']} for {megabytes:.0f} MB",
-        ),
-        Figure(
-            PART,
-            "speed of a restore, file not in memory",
-            speed,
-            speed_low,
-            speed_high,
-            ">= 0.8",
-            "reading the file",
-            f"{rates['restore']} against {rates['read']}; checksum and load_state_dict included",
-        ),
+        Figure(PART, name, *stall, "<= 0.05", "a synchronous save", saved),
+        Figure(PART, file, *speed, ">= 0.8", "reading the file", read),
     ]

@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from scripts.launch.command import markdown
+
+TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -36,6 +40,13 @@ class Figure:
             return None
         sign, value = self.goal.split()
         return self.measured >= float(value) if sign == ">=" else self.measured <= float(value)
+
+    def cells(self) -> list[str]:
+        """Return the figure as a row of a table below TITLES."""
+        spread = f"{number(self.low)} .. {number(self.high)}" if self.low is not None else "-"
+        met = {True: "yes", False: "no", None: ""}[self.is_met]
+        cells = [self.name, self.goal, number(self.measured), spread, met, self.peer, self.note]
+        return [cell or "-" for cell in cells]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figure as the report's file has it."""
@@ -67,6 +78,15 @@ def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]
     return median(ratios), min(ratios), max(ratios)
 
 
+def speed_figure(
+    part: str, name: str, values: Rounds, ours: str, against: str, goal: str, peer: str, unit: str = "samples/s"
+) -> Figure:
+    """Return the ratio of two speeds; of their times, where the goal is an upper bound."""
+    pair = (against, ours) if goal.startswith("<=") else (ours, against)
+    note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} {unit}"
+    return Figure(part, name, *ratio(values, *pair), goal, peer, note)
+
+
 def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
     """Return a figure that cannot be measured here, with the reason."""
     return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
@@ -74,27 +94,9 @@ def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
 
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as a Markdown table: goal, measured, peer."""
-    rows = [["part", "figure", "goal", "measured", "min .. max", "met", "against", "note"]]
-    rows += [
-        [
-            figure.part,
-            figure.name,
-            figure.goal or "-",
-            number(figure.measured),
-            f"{number(figure.low)} .. {number(figure.high)}" if figure.low is not None else "-",
-            {True: "yes", False: "no", None: "-"}[figure.is_met],
-            figure.peer or "-",
-            figure.note or "-",
-        ]
-        for figure in figures
-    ]
-    widths = [max(len(row[i]) for row in rows[:]) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
-    return "\n".join(lines)
+    rows = [["part", *TITLES]]
+    rows += [[figure.part, *figure.cells()] for figure in figures]
+    return markdown(rows, left=8)
 
 
 def number(value: float | None) -> str:

@@ -6,30 +6,26 @@ The images are parts of the two photographs that scikit-learn carries: 500x375 a
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import random
-import subprocess
-import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import numpy as np
 from PIL import Image
 from torchvision.transforms import v2
 
-from recipes.common.imagefolder import random_box, resize
-from recipes.common.images import decode
+from recipes.common.data.imagefolder import random_box, resize
+from recipes.common.data.images import decode, read
 from scripts.bench.contenders.photos import CONTENDERS, SIZE
-from scripts.bench.figures import Figure, Rounds, ratio, take_turns
-from scripts.local import ROOT
+from scripts.bench.figures import Figure, speed_figure, take_turns
+from scripts.bench.programs import contender
 
 PART = "jpeg"
 COUNT, WIDTH, HEIGHT = 192, 500, 375
 QUALITY = {"china.jpg": 97, "flower.jpg": 98}
 """Of each photograph, for about 110 KB with 4:2:0 chroma, as cameras and the web have it."""
-TIMEOUT_S = 120.0
 
 
 def write_photos(folder: Path, images: int) -> float:
@@ -56,14 +52,9 @@ def write_photos(folder: Path, images: int) -> float:
     return mean(sizes)
 
 
-def speed(contender: str, folder: Path) -> float:
+def speed(name: str, folder: Path) -> float:
     """Return the images in a second of CPU time."""
-    command = [sys.executable, "-m", "scripts.bench.contenders.photos", contender, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])["images_per_s"]
+    return contender("photos", [name, str(folder)])["images_per_s"]
 
 
 def differences(folder: Path) -> list[float]:
@@ -71,7 +62,7 @@ def differences(folder: Path) -> list[float]:
     found = []
     for i, path in enumerate(sorted((folder / "train").rglob("*.jpg"))):
         box = random_box(WIDTH, HEIGHT, random.Random(i))
-        ours = resize(decode(str(path), lambda *_, box=box: box), SIZE, SIZE)
+        ours = resize(decode(read(str(path)), lambda *_, box=box: box), SIZE, SIZE)
         with Image.open(path) as image:
             left, top, width, height = box
             theirs = v2.functional.resized_crop(
@@ -86,27 +77,15 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     kilobytes = write_photos(folder, COUNT)
     values = take_turns({name: partial(speed, name, folder) for name in CONTENDERS}, rounds)
     per_image = differences(folder)
-    note = f"levels of 255, over {len(per_image)} crops; the same boxes and bilinear filter"
     what = f"of JPEGs of {WIDTH}x{HEIGHT}, {kilobytes:.0f} KB, on one core"
+    batches, full = f"normalised batches {what}", "libjpeg-turbo's full decode alone"
+    pixels = Figure(PART, f"mean pixel difference {what}", mean(per_image), min(per_image), max(per_image))
+    note = f"levels of 255, over {len(per_image)} crops; the same boxes and bilinear filter"
     return [
-        figure(
-            values, f"normalised batches {what}", "batches", "torchvision", ">= 2", "torchvision's ImageFolder"
+        speed_figure(
+            PART, batches, values, "batches", "torchvision", ">= 2", "torchvision's ImageFolder", "images/s"
         ),
-        figure(values, f"crops in uint8 {what}", "crops", "decode", ">= 1.2", "libjpeg-turbo's full decode alone"),
-        figure(values, f"normalised batches {what}", "batches", "decode", "", "libjpeg-turbo's full decode alone"),
-        Figure(
-            PART,
-            f"mean pixel difference {what}",
-            mean(per_image),
-            min(per_image),
-            max(per_image),
-            peer="torchvision on Pillow",
-            note=note,
-        ),
+        speed_figure(PART, f"crops in uint8 {what}", values, "crops", "decode", ">= 1.2", full, "images/s"),
+        speed_figure(PART, batches, values, "batches", "decode", "", full, "images/s"),
+        replace(pixels, peer="torchvision on Pillow", note=note),
     ]
-
-
-def figure(values: Rounds, name: str, ours: str, against: str, goal: str, peer: str) -> Figure:
-    """Return a ratio of speeds."""
-    note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} images/s"
-    return Figure(PART, name, *ratio(values, ours, against), goal, peer, note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,8 +12,8 @@ from pathlib import Path
 from statistics import median
 
 from scripts.bench.figures import Figure, ratio, take_turns
-from scripts.bench.programs import TIMEOUT_S, threads
-from scripts.local import ROOT
+from scripts.bench.programs import TIMEOUT_S, own_environment, threads
+from scripts.launch.command import ROOT
 
 PART = "launch"
 PROCESSES = 2
@@ -36,20 +35,19 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         return _seconds(command, lambda output: "first step" in _text(output))
 
     values = take_turns({"ours": ours, "bare": bare}, rounds)
-    middle, low, high = ratio(values, "ours", "bare")
     note = f"{median(values['ours']):.2f} s against {median(values['bare']):.2f} s, {PROCESSES} processes"
     peer = "torchrun of a script that imports torch"
-    return [Figure(PART, "make run RECIPE=ddp: time to the first step", middle, low, high, "<= 1.3", peer, note)]
+    name = "make run RECIPE=ddp: time to the first step"
+    return [Figure(PART, name, *ratio(values, "ours", "bare"), "<= 1.3", peer, note)]
 
 
 def _seconds(command: Sequence[str], is_reached: Callable[[Path], bool]) -> float:
     """Return how long a command took until its first step; wait for its end."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
     with tempfile.NamedTemporaryFile() as file:
         output = Path(file.name)
         begin = time.perf_counter()
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment | threads(PROCESSES), stdout=file, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=own_environment() | threads(PROCESSES), stdout=file, stderr=subprocess.STDOUT
         )
         while not is_reached(output):
             if (process.poll() is not None and not is_reached(output)) or time.perf_counter() > begin + TIMEOUT_S:

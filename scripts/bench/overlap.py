@@ -3,8 +3,8 @@
     python -m scripts.bench overlap
     python -m scripts.bench.overlap --rounds 3 --bucket-cap-mb 4    # a look at another size of buckets
 
-Two nodes with a network each (scripts/network.py, as root on Linux), one thread each, train resnet18 on images of
-32x32 by the ddp recipe's own train_one_epoch. Three things take turns in the same two processes:
+Two nodes with a network each (scripts/lab/network.py, as root on Linux), one thread each, train resnet18 on images
+of 32x32 by the ddp recipe's own loop. Three things take turns in the same two processes:
 
 compute         the same steps with the exchange of gradients switched off (no_sync), on both nodes at once: they
                 share the machine's memory and cache
@@ -23,31 +23,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.data import load_data
-from recipes.common.job import Job
-from recipes.common.models import build_model
-from recipes.common.optim import build_optimizer, build_scaler
-from recipes.common.parent import end_with_parent
+from recipes.common.loop import train_one_epoch
 from recipes.common.ranks import read_ranks
 from recipes.common.signals import Stop
 from recipes.common.world import World, join_world, leave_world
 from recipes.ddp import train
-from scripts import network
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
-from scripts.doctor.ranks import wait
-from scripts.local import ROOT, free_port, node_environment
+from scripts.bench.programs import in_namespaces
+from scripts.lab import network
 
 NODES, RATE = 2, "1gbit"
 STEPS = 4
@@ -73,12 +68,8 @@ class Trainer:
         words += ["--grad-compression", compression]
         words += [] if bucket_cap_mb is None else ["--bucket-cap-mb", str(bucket_cap_mb)]
         args = train.options(words)
-        stop = Stop()
-        data = load_data(args, world.device, stop.fail)
-        model = build_model(args, data)
-        self.world, self.ddp = world, train.wrap(model, args, world, data)
-        optimizer = build_optimizer(args, model.parameters())
-        self.job = Job(args, data, world.device, model, optimizer, build_scaler(args, world.device), stop)
+        self.job, self.technique = train.prepare(args, "ddp", world, Stop())
+        self.ddp = cast(DistributedDataParallel, self.technique.module)
         self.share = torch.arange(batch)
         self.run()  # the first backward puts the buckets together as they stay
         element = 2 if compression == "fp16" else 4
@@ -86,8 +77,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train an epoch of STEPS batches."""
-        train.train_one_epoch(self.job, self.ddp, self.world)
-        self.job.position.record_accuracy(0.0)
+        train_one_epoch(self.job, self.technique)
+        self.job.position.record_evaluation({}, 0.0)
 
     def compute(self) -> None:
         """Train without the exchange."""
@@ -142,7 +133,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
     )
     sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
     found = []
-    for share in args.shares:
+    for share in SHARES:
         batch = max(2, round(share * communication_s / sample_s))
         trainer = Trainer(world, batch, compression, args.bucket_cap_mb)
         contenders = {
@@ -157,40 +148,6 @@ def be_a_rank(args: argparse.Namespace) -> None:
     if world.rank == 0:
         args.result.write_text(json.dumps(found))
     leave_world(world)
-
-
-def start(net: network.Network, words: list[str]) -> None:
-    """Start a rank on each node and wait for both; raises RuntimeError with the words of one that fails."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
-        processes = []
-        for rank in range(NODES):
-            environment = node_environment(rank, NODES, 1, [], port) | {
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(NODES),
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": net.addresses[0],
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": "1",
-            }
-            command = net.inside(rank, [sys.executable, "-m", "scripts.bench.overlap", "--rank", *words])
-            with open(Path(folder) / f"{rank}.txt", "wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=end_with_parent,
-                )
-            processes.append(process)
-        wait(processes, TIMEOUT_S)
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                text = (Path(folder) / f"{rank}.txt").read_text(errors="replace").strip()
-                raise RuntimeError(f"rank {rank} ended with status {process.returncode}: {text[-400:]}")
 
 
 def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rounds: Rounds) -> Figure:
@@ -215,7 +172,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.overlap")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=sorted(PRECISIONS))
-    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--bucket-cap-mb", type=float)
     parser.add_argument("--rank", action="store_true")
     parser.add_argument("--result", type=Path)
@@ -238,9 +194,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for precision in [args.precision] if args.precision else PRECISIONS:
             result = Path(folder) / f"{precision}.json"
             own = ["--rounds", str(args.rounds), "--precision", precision, "--result", str(result)]
-            own += ["--shares", *map(str, args.shares)]
             own += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
-            start(net, own)
+            net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", "--rank", *own], NODES, 1, TIMEOUT_S)
             for row in json.loads(result.read_text()):
                 found.append(figure(precision, **row))
                 print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)
@@ -250,12 +205,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return the figures of this part; the work is done by processes in namespaces of their own."""
-    if reason := network.why_not() or ("" if network.can_narrow() else "the kernel has no tbf"):
+    if reason := network.why_not(narrow=True):
         return [unmeasured("overlap", f"step, ddp {name}", reason, "<= 1.15") for name in PRECISIONS]
-    result = folder / "overlap.json"
-    command = [sys.executable, "-m", "scripts.bench.overlap", "--rounds", str(rounds), "--result", str(result)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return [Figure(**row) for row in json.loads(result.read_text())]
+    return [Figure(**row) for row in in_namespaces("scripts.bench.overlap", rounds, folder / "overlap.json")]
 
 
 if __name__ == "__main__":

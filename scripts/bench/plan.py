@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median
 
 from scripts.bench.figures import Figure, unmeasured
-from scripts.local import ROOT
+from scripts.bench.programs import in_namespaces
 from scripts.plan.check import error_of, network
 
 MOST_ROUNDS = 3
@@ -22,18 +19,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return a figure for the step time of each point, and one for the bytes of all."""
     if reason := network.why_not():
         return [unmeasured("plan", "predicted step time", reason, STEP_GOAL)]
-    output = folder / "points.json"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.plan.check",
-        "--rounds",
-        str(min(rounds, MOST_ROUNDS)),
-        "--output",
-        str(output),
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    points = json.loads(output.read_text())
+    points = in_namespaces("scripts.plan.check", min(rounds, MOST_ROUNDS), folder / "points.json")
     figures = []
     for point in points:
         ratios = [max(1 + error, 1 / (1 + error)) for error in error_of(point)]

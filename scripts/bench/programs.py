@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.local import ROOT
+from scripts.launch.command import ROOT
+from scripts.launch.runs import read_losses
 
 TIMEOUT_S = 600.0
 
@@ -24,11 +25,9 @@ def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: fl
     Raises:
         RuntimeError: it failed or took too long; the message has its last lines.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    own = own_environment() | (env or {})
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment | (env or {}), capture_output=True, text=True, timeout=timeout_s
-        )
+        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(command)} took longer than {timeout_s:.0f} s") from None
     if done.returncode:
@@ -37,15 +36,26 @@ def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: fl
     return done.stdout
 
 
+def own_environment() -> dict[str, str]:
+    """Return this process's environment without what a make that called it has left there."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+
+
+def in_namespaces(module: str, rounds: int, result: Path, *words: str) -> Any:
+    """Return what a module of scripts writes to --result FILE as JSON, in namespaces of its own."""
+    command = [sys.executable, "-m", module, "--rounds", str(rounds), "--result", str(result), *words]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return json.loads(result.read_text())
+
+
 def recipe(name: str, folder: Path, options: Sequence[str], nodes: int = 1, processes: int = 1) -> dict[str, Any]:
     """Run a recipe as `make run` does; return its result.json, and the logged losses of its steps as "losses"."""
     run_name = f"{name}-{next(_numbers)}"
-    command = [sys.executable, "-m", "scripts.local", name, "--nodes", str(nodes)]
+    command = [sys.executable, "-m", "scripts.launch.local", name, "--nodes", str(nodes)]
     command += ["--nproc-per-node", str(processes), "--", "--runs-dir", str(folder), "--name", run_name]
     run([*command, "--no-tensorboard", *options])
-    lines = [json.loads(line) for line in (folder / run_name / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((folder / run_name / "result.json").read_text())
-    return {**result, "losses": [line["loss"] for line in lines if "loss" in line]}
+    return {**result, "losses": list(read_losses(folder / run_name).values())}
 
 
 def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -18,7 +17,7 @@ from recipes.common.data import load_data
 from recipes.common.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
-from scripts.bench.figures import Figure, Rounds, ratio, take_turns
+from scripts.bench.figures import Figure, Rounds, speed_figure, take_turns
 from scripts.bench.programs import contender, recipe
 
 PART = "small-data"
@@ -63,12 +62,10 @@ class Bench:
         self.losses: dict[str, list[float]] = {}
         """By contender, the losses of its last run, of every LOG_EVERY-th step."""
         write_data(self.data_dir)
-        words = recipe_words(self.data_dir)
-        args = options(words)
+        args = options(recipe_words(self.data_dir))
         data = load_data(args, torch.device("cpu"), on_bad_image=print)
         pixels = data.train.images.float()  # type: ignore[attr-defined]
         start = {
-            "options": words,
             "weights": [parameter.detach() for parameter in build_model(args, data).parameters()],
             "order": permutation(SAMPLES, args.seed, 0),
             "mean": float(pixels.mean()),
@@ -91,6 +88,11 @@ class Bench:
         self.losses[name] = result["losses"][LOG_EVERY - 1 :: LOG_EVERY]
         return result["samples_per_s"]
 
+    def bare(self, processes: int, *more: str, amp: str = "none") -> float:
+        """Run the recipe's own model on ready tensors and nothing else; return its samples/s."""
+        words = ["--steps", str(STEPS), *more, "--", *recipe_words(self.data_dir), "--amp", amp]
+        return 1000 * BATCH_SIZE / contender("bare_step", words, processes)["step_ms"]
+
     def best_workers(self, processes: int) -> int:
         """Return with how many workers the usual loop is fastest here."""
         choices = range(CORES // processes + 1)
@@ -102,15 +104,15 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
     """Return by name what runs each contender and returns its samples/s."""
     loading = ("--workers", str(workers))
     name = f"{processes}-"
-    exchange = {"bare and DDP": lambda: bench.other("bare", "bare", processes, "--exchange")}
+    exchange = {"bare and DDP": lambda: bench.bare(processes)}
     return {
         "ours": lambda: bench.ours(f"{name}ours", processes),
         "ours bf16": lambda: bench.ours(f"{name}ours-bf16", processes, "--amp", "bf16"),
         "plain": lambda: bench.other(f"{name}plain", "plain", processes, *loading),
         "lightning": lambda: bench.other("lightning", "with_lightning", processes, *loading),
         "accelerate": lambda: bench.other("accelerate", "with_accelerate", processes, *loading),
-        "bare": lambda: bench.other("bare", "bare", processes),
-        "bare bf16": lambda: bench.other("bare", "bare", processes, "--bf16"),
+        "bare": lambda: bench.bare(processes, "--alone"),
+        "bare bf16": lambda: bench.bare(processes, "--alone", amp="bf16"),
         **(exchange if processes > 1 else {}),
     }
 
@@ -138,24 +140,19 @@ def of(processes: int) -> str:
 def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
     """Return the ratios of speed."""
 
-    def figure(name: str, ours: str, against: str, goal: str, peer: str, is_time: bool = False) -> Figure:
-        pair = (against, ours) if is_time else (ours, against)
-        note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} samples/s"
-        return Figure(PART, f"{name}, {of(processes)}", *ratio(values, *pair), goal, peer, note)
+    def figure(name: str, ours: str, against: str, goal: str, peer: str) -> Figure:
+        return speed_figure(PART, f"{name}, {of(processes)}", values, ours, against, goal, peer)
 
-    exchange = "bare compute and DDP on ready tensors"
-    limit = (
-        [figure("LeNet fp32: time", "ours", "bare and DDP", "", exchange, is_time=True)] if processes > 1 else []
-    )
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{' and DDP' if processes > 1 else ''}"
+    bare, exchange = "bare compute on ready tensors", "bare compute and DDP on ready tensors"
     return [
         figure("LeNet fp32: samples/s", "ours", "plain", ">= 1.8", loop),
         figure("LeNet bf16: samples/s", "ours bf16", "plain", ">= 2.6", loop),
         figure("LeNet fp32: samples/s", "ours", "lightning", "", "Lightning"),
         figure("LeNet fp32: samples/s", "ours", "accelerate", "", "accelerate"),
-        figure("LeNet fp32: time", "ours", "bare", "<= 1.05", "bare compute on ready tensors", is_time=True),
-        figure("LeNet bf16: time", "ours bf16", "bare bf16", "<= 1.05", "bare compute on ready tensors", True),
-        *limit,
+        figure("LeNet fp32: time", "ours", "bare", "<= 1.05", bare),
+        figure("LeNet bf16: time", "ours bf16", "bare bf16", "<= 1.05", bare),
+        *([figure("LeNet fp32: samples/s", "ours", "bare and DDP", "", exchange)] if processes > 1 else []),
     ]
 
 
@@ -165,13 +162,5 @@ def difference(bench: Bench, name: str, what: str, goal: str) -> Figure:
     pairs = zip(bench.losses[name][:logged], bench.losses["1-plain"][:logged], strict=True)
     largest = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     note = f"of every {LOG_EVERY}th of the first {COMPARED} steps"
-    return Figure(
-        PART,
-        f"LeNet {what}: largest relative difference of the loss",
-        largest,
-        None,
-        None,
-        goal,
-        "usual loop",
-        note,
-    )
+    name = f"LeNet {what}: largest relative difference of the loss"
+    return Figure(PART, name, largest, goal=goal, peer="usual loop", note=note)

@@ -36,17 +36,11 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
         return contender("bare_step", ["--steps", str(STEPS), "--", *options, str(STEPS)], processes)["step_ms"]
 
     values = take_turns({"ours": ours, "bare": bare}, rounds)
-    middle, low, high = ratio(values, "ours", "bare")
-    return Figure(
-        PART,
-        f"{name}, {processes} process{'es' if processes > 1 else ''}: time of a step",
-        middle,
-        low,
-        high,
-        "<= 1.02",
-        "bare forward + backward + step" + (" under DDP" if processes > 1 else ""),
-        f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms (resnet18, batch {batch})",
-    )
+    times = f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms"
+    what = f"{name}, {processes} process{'es' if processes > 1 else ''}: time of a step"
+    peer = "bare forward + backward + step" + (" under DDP" if processes > 1 else "")
+    note = f"{times} (resnet18, batch {batch})"
+    return Figure(PART, what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note)
 
 
 def _batch_for(options: list[str], processes: int) -> int:

@@ -3,9 +3,9 @@
     python -m scripts.bench wire
     python -m scripts.bench.wire --rounds 1 --only ddp-fp32,scratch    # a look at some of it
 
-The recipes run as `make run` starts them, with a network for each node (scripts/network.py, as root on Linux). The
-model is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of real
-size after as little computing as can be.
+The recipes run as `make run` starts them, with a network for each node (scripts/lab/network.py, as root on Linux).
+The model is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of
+real size after as little computing as can be.
 
 Bytes are the difference of two runs that differ in --max-steps alone, read from the counters of each node's
 interface before and after: what a run sends once (the meeting, the first broadcast, the evaluation, the goodbye)
@@ -18,20 +18,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from scripts import network
+from scripts.bench import programs
 from scripts.bench.figures import Figure, table, unmeasured
-from scripts.local import ROOT
+from scripts.lab import network
+from scripts.launch.runs import read_metrics
 
 RATE, RATE_BITS = "1gbit", 1e9
 PACKET, DATA = 1514, 1448
@@ -44,24 +42,17 @@ LOG_EVERY = 4
 RUN_TIMEOUT_S = 300
 
 
-@dataclass(frozen=True)
-class Work:
-    """What all variants train."""
+MODEL, IMAGE_SIZE = "resnet18", 16
+GRADIENT_BYTES = 4 * 11_681_832
+"""Of resnet18 with 1,000 classes and the stem for small images, as recipes/common/models.py builds it."""
 
-    model: str = "resnet18"
-    image_size: int = 16
-    few: int = 12
-    more: int = 32
-    """Steps of the two runs. The few are left out of the time: warm-up, and PowerSGD's ten steps in fp32."""
-    gradient_bytes: int = 4 * 11_681_832
-    """Of resnet18 with 1,000 classes and the stem for small images, as recipes/common/models.py builds it."""
-
-    def ring_bytes(self, nodes: int) -> float:
-        """Return what a rank has to send at least for the sum of fp32 gradients: 2 (N-1)/N of their bytes."""
-        return 2 * (nodes - 1) / nodes * self.gradient_bytes
+FEW, MORE = 12, 32
+"""Steps of the two runs. The few are left out of the time: warm-up, and PowerSGD's ten steps in fp32."""
 
 
-WORK = Work()
+def ring_bytes(nodes: int, gradient_bytes: int = GRADIENT_BYTES) -> float:
+    """Return what a rank has to send at least for the sum of fp32 gradients: 2 (N-1)/N of their bytes."""
+    return 2 * (nodes - 1) / nodes * gradient_bytes
 
 
 @dataclass(frozen=True)
@@ -100,72 +91,50 @@ class Measured:
     step_s: list[float] = field(default_factory=list)
     """By round, the median over the run."""
 
-    def ratios(self, work: Work) -> list[list[float]]:
+    def ratios(self) -> list[list[float]]:
         """Return by round and node the bytes of a step over the ring limit."""
-        return [[sent / work.ring_bytes(self.nodes) for sent in nodes] for nodes in self.sent_bytes]
+        return [[sent / ring_bytes(self.nodes) for sent in nodes] for nodes in self.sent_bytes]
 
 
-def run(
-    work: Work, variant: Variant, net: network.Network, nodes: int, steps: int, runs: Path
-) -> tuple[list[int], float]:
+def run(variant: Variant, net: network.Network, nodes: int, steps: int, runs: Path) -> tuple[list[int], float]:
     """Run a recipe; return the bytes that each node has sent in all, and the median seconds of a step."""
     name = f"{variant.name}-{nodes}-{steps}"
-    words = ["--model", work.model, "--data", "synthetic", "--image-size", str(work.image_size)]
-    words += ["--num-samples", "1000"]
+    words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
     words += ["--global-batch-size", str(RANK_BATCH * nodes), "--max-steps", str(steps), "--device", "cpu"]
     words += ["--log-every", str(LOG_EVERY), "--no-tensorboard", "--runs-dir", str(runs), "--name", name]
     # An untrained model on noise, in halves: gentle steps, so that nothing overflows.
     words += ["--lr", "0.001", "--overwrite", *variant.options]
-    launch = [
-        sys.executable,
-        "-m",
-        "scripts.local",
-        variant.recipe,
-        "--nodes",
-        str(nodes),
-        "--nproc-per-node",
-        "1",
-    ]
     before = [net.sent_bytes(node) for node in range(nodes)]
-    done = subprocess.run(
-        [*launch, "--networks", net.option(), "--", *words],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")},
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-    )
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["without a word"]
-        raise RuntimeError(f"{variant.name} on {nodes} nodes ended with status {done.returncode}: {lines[-1]}")
+    launch = [sys.executable, "-m", "scripts.launch.local", variant.recipe, "--nodes", str(nodes)]
+    launch += ["--nproc-per-node", "1", "--networks", net.option(), "--"]
+    programs.run([*launch, *words], timeout_s=RUN_TIMEOUT_S)
     after = [net.sent_bytes(node) for node in range(nodes)]
-    logged = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    logged = read_metrics(runs / name)
     shutil.rmtree(runs / name)  # a checkpoint of 93 MB
-    speeds = [line["samples_per_s"] for line in logged if "loss" in line and line["step"] > work.few]
+    speeds = [line["samples_per_s"] for line in logged if "loss" in line and line["step"] > FEW]
     step_s = RANK_BATCH * nodes / median(speeds) if speeds else 0.0
     return [b - a for a, b in zip(before, after, strict=True)], step_s
 
 
-def wire(
-    work: Work, rounds: int, variants: Sequence[Variant], counts: Sequence[int], folder: Path
-) -> list[Measured]:
+def wire(rounds: int, variants: Sequence[Variant], folder: Path) -> list[Measured]:
     """Measure all variants on all numbers of nodes, in turns; call it within namespaces of its own."""
-    net = network.Network(max(counts))
-    for node in range(max(counts)):
+    net = network.Network(max(NODES))
+    for node in range(max(NODES)):
         net.narrow(node, RATE, burst="256kb")
-    found = {(v.name, nodes): Measured(v.name, nodes) for v in variants for nodes in counts}
+    found = {(v.name, nodes): Measured(v.name, nodes) for v in variants for nodes in NODES}
     bases: dict[tuple[str, int], list[int]] = {}
     for number in range(rounds):
-        for nodes in counts:
+        for nodes in NODES:
             for variant in variants if number == 0 else [v for v in variants if v.is_timed]:
                 key = (variant.name, nodes)
                 if number == 0:
-                    bases[key], _ = run(work, variant, net, nodes, work.few, folder)
-                sent, step_s = run(work, variant, net, nodes, work.more, folder)
-                steps = work.more - work.few
-                found[key].sent_bytes.append([(b - a) / steps for a, b in zip(bases[key], sent, strict=True)])
+                    bases[key], _ = run(variant, net, nodes, FEW, folder)
+                sent, step_s = run(variant, net, nodes, MORE, folder)
+                found[key].sent_bytes.append(
+                    [(b - a) / (MORE - FEW) for a, b in zip(bases[key], sent, strict=True)]
+                )
                 found[key].step_s.append(step_s)
-                share = max(found[key].ratios(work)[-1])
+                share = max(found[key].ratios()[-1])
                 print(
                     f"  {variant.name}, {nodes} nodes: {share:.4f} of the ring's bytes, {1e3 * step_s:.0f} ms",
                     flush=True,
@@ -187,7 +156,7 @@ def figures(found: Sequence[Measured], variants: Sequence[Variant]) -> list[Figu
 
 def bytes_figure(measured: Measured, variant: Variant) -> Figure:
     """Return the bytes of the node that sends most, over the ring limit."""
-    ratios = measured.ratios(WORK)
+    ratios = measured.ratios()
     most = [max(nodes) for nodes in ratios]
     share = median(most)
     return Figure(
@@ -198,13 +167,13 @@ def bytes_figure(measured: Measured, variant: Variant) -> Figure:
         max(most),
         variant.goal,
         "ring limit, fp32",
-        f"{share * WORK.ring_bytes(measured.nodes) / 1e6:.2f} MB per node and step",
+        f"{share * ring_bytes(measured.nodes) / 1e6:.2f} MB per node and step",
     )
 
 
 def time_figure(measured: Measured, variant: Variant) -> Figure:
     """Return the step's time over that which its bytes take on the link."""
-    data_bytes = WORK.ring_bytes(measured.nodes) / 4 * variant.bytes_per_parameter
+    data_bytes = ring_bytes(measured.nodes) / 4 * variant.bytes_per_parameter
     wire_s = data_bytes * PACKET / DATA * 8 / RATE_BITS
     name = f"step at 1 Gbit/s, {variant.name}, {measured.nodes} nodes"
     milliseconds = f"{1e3 * median(measured.step_s):.0f} ms a step"
@@ -227,13 +196,12 @@ def halves_figure(nodes: int, fp16: Measured, fp32: Measured) -> Figure:
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return the figures of this part; the work is done by a process in namespaces of its own."""
-    if reason := network.why_not() or ("" if network.can_narrow() else "the kernel has no tbf"):
+    if reason := network.why_not(narrow=True):
         return [unmeasured("wire", f"bytes sent, {variant.name}", reason, variant.goal) for variant in VARIANTS]
     variants = [v for v in VARIANTS if v.recipe != "horovod" or importlib.util.find_spec("horovod")]
-    result = folder / "wire.json"
-    words = ["--rounds", str(rounds), "--only", ",".join(v.name for v in variants), "--result", str(result)]
-    subprocess.run([sys.executable, "-m", "scripts.bench.wire", *words], cwd=ROOT, check=True)
-    found = [Measured(**row) for row in json.loads(result.read_text())]
+    only = ["--only", ",".join(v.name for v in variants)]
+    rows = programs.in_namespaces("scripts.bench.wire", rounds, folder / "wire.json", *only)
+    found = [Measured(**row) for row in rows]
     left_out = [v for v in VARIANTS if v not in variants]
     return [
         *figures(found, variants),
@@ -247,20 +215,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.wire")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default=",".join(variant.name for variant in VARIANTS))
-    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
     parser.add_argument("--result", type=Path)
-    for name in ("model", "image_size", "few", "more"):
-        default = getattr(WORK, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args(words)
     network.enter("scripts.bench.wire", words)
     variants = [variant for variant in VARIANTS if variant.name in args.only.split(",")]
     with tempfile.TemporaryDirectory(prefix="bench-wire-") as folder:
-        work = Work(args.model, args.image_size, args.few, args.more)
-        found = wire(work, args.rounds, variants, args.nodes, Path(folder))
-    if args.result:  # bytes: who reads them knows the model
-        rows: list[dict[str, Any]] = [asdict(measured) for measured in found]
-        args.result.write_text(json.dumps(rows))
+        found = wire(args.rounds, variants, Path(folder))
+    if args.result:
+        args.result.write_text(json.dumps([asdict(measured) for measured in found]))
     else:
         print(table(figures(found, variants)))
 

@@ -5,7 +5,7 @@
 
 Success: the last line of node 0 is `doctor: all is well on 2 nodes, 12 s`, and the status 0; it is 1 where
 something is wrong and 2 for bad usage. It takes two minutes at most from the moment that all nodes are there. Each
-wait has a bound. docs/doctor.md tells what each finding means.
+wait has a bound. docs/doctor.md explains each finding.
 
 It reads the node-level variables of scripts/launch.sh. RDZV_ID is also the job's word: who does not know it is not
 talked to. RDZV_TIMEOUT_S bounds the wait for the other nodes (60 s here).
@@ -21,19 +21,21 @@ import socket
 import sys
 import tempfile
 import time
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError, nearest
-from recipes.common.node import Node, read_master, read_number
-from recipes.common.options import Parser, one_of, positive_float, positive_int
-from scripts import local
+from recipes.common.errors import UserError
+from recipes.common.node import Node
+from recipes.common.options import one_of, positive_float, positive_int
 from scripts.doctor import folder, meeting, network, node, ranks, report
 from scripts.doctor.rules import Case, judge, tally
+from scripts.launch import local
+from scripts.launch.agent import read_node
+from scripts.launch.command import CommandParser, command, parse
 
 WAIT_S = 60
 """For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
@@ -48,8 +50,9 @@ EXAMINATION_S = 115.0
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
-    parser = Parser("python -m scripts.doctor", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.doctor", (__doc__ or "").split("\n")[0])
     parser.add_argument("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
+    parser.add_argument("--as-node", action="store_true", help=SUPPRESS)  # one of the N that --nodes starts
     parser.add_argument("--nproc-per-node", type=positive_int, metavar="P", help="with --nodes: processes a node")
     parser.add_argument(
         "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder to be shared"
@@ -66,23 +69,10 @@ def parse_args(argv: Sequence[str]) -> Namespace:
         metavar="S",
         help="longest time for the all-reduce checks",
     )
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    args = parse(parser, argv)
     if args.nproc_per_node and not args.nodes:
         raise UserError("--nproc-per-node belongs to --nodes; else NPROC_PER_NODE says it")
     return args
-
-
-def read_node() -> Node:
-    """Return what the node-level variables say; raises UserError for what makes no sense."""
-    nnodes = read_number("NNODES", 1, at_least=1)
-    node_rank = read_number("NODE_RANK", 0, at_least=0)
-    if node_rank >= nnodes:
-        raise UserError(f"NODE_RANK {node_rank} of NNODES {nnodes}: node ranks count from 0")
-    addr, port = read_master(nnodes)
-    nproc = read_number("NPROC_PER_NODE", 1, at_least=1)
-    return Node(nnodes, node_rank, nproc, addr, port, read_number("RDZV_TIMEOUT_S", WAIT_S, at_least=1))
 
 
 def say(text: str) -> None:
@@ -131,17 +121,8 @@ class Patient:
 
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return what this node's ranks of the doctor's own job have found."""
-        place, interface = self.place, self.facts["network"]["interface"]
-        address = (order["address"], order["port"])
-        return ranks.run_ranks(
-            place.nnodes,
-            place.node_rank,
-            place.nproc_per_node,
-            address,
-            interface,
-            self.args.device,
-            order["timeout_s"],
-        )
+        place = replace(self.place, master_addr=order["address"], master_port=order["port"])
+        return ranks.run_ranks(place, self.facts["network"]["interface"], self.args.device, order["timeout_s"])
 
     def close(self) -> None:
         """Stop answering."""
@@ -151,7 +132,7 @@ class Patient:
 
 
 def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
-    """Ask all nodes what there is to ask, and write it into the case; what cannot work is left out."""
+    """Ask all nodes for what the rules need, and write it into the case; what cannot work is left out."""
     deadline = time.monotonic() + EXAMINATION_S
 
     def ask(order: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
@@ -178,9 +159,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     if args.quick or not can_meet(case):
         return
     address = case.facts[0]["network"]["address"]
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
-        free.bind((address, 0))
-        port = free.getsockname()[1]
+    port = local.free_port(address)
     bound = min(args.timeout_s, deadline - time.monotonic() - 5)
     order = {"do": "ranks", "address": address, "port": port, "timeout_s": bound}
     case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S)
@@ -211,8 +190,8 @@ def lead(place: Node, args: Namespace, word: str) -> int:
         except (OSError, UserError) as error:
             why = getattr(error, "strerror", None) or error
             here = f"node 0 ({socket.gethostname()})"
-            mend = "choose another MASTER_PORT, or mend MASTER_ADDR"
-            say(f"error: {here} cannot listen at {case.master}: {why}; {mend}")
+            remedy = "choose another MASTER_PORT, or fix MASTER_ADDR"
+            say(f"error: {here} cannot listen at {case.master}: {why}; {remedy}")
             return 1
     examine(case, met, args)
     case.lost, case.refused = met.lost, sorted(met.refused)
@@ -292,7 +271,7 @@ def patience(wait_s: int) -> int:
 
 
 class LocalNodes(local.LocalJob):
-    """The doctor's nodes on this machine: node 0 says all there is to say."""
+    """The doctor's nodes on this machine: node 0 alone reports."""
 
     def report(self, failed: list[int]) -> int:
         """Return the worst status of the nodes."""
@@ -317,34 +296,18 @@ def run_local(args: Namespace, words: Sequence[str]) -> int:
         return job.wait()
 
 
-def without(words: Sequence[str], *flags: str) -> list[str]:
-    """Return the words without some flags and their values."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif not word.startswith(tuple(f"{flag}=" for flag in flags)):
-            kept.append(word)
-    return kept
-
-
-def main(argv: Sequence[str]) -> int:
+@command
+def main(argv: list[str]) -> int:
     """Return the exit status."""
     args = parse_args(argv)
-    if args.nodes:
-        return run_local(args, without(argv, "--nodes", "--nproc-per-node"))
-    place = read_node()
+    if args.nodes and not args.as_node:
+        return run_local(args, [*argv, "--as-node"])
+    place = read_node(WAIT_S)
     word = os.environ.get("RDZV_ID") or "none"
     return lead(place, args, word) if place.node_rank == 0 else follow(place, args, word)
 
 
 if __name__ == "__main__":
-    try:
-        status = main(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        status = USAGE_STATUS
+    status = main()
     sys.stdout.flush()
     os._exit(status)  # a look-up that never answers would keep its thread, and the thread the interpreter

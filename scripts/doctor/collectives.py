@@ -3,8 +3,8 @@
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
         python -m scripts.doctor.collectives --result result.json --device auto --timeout-s 30
 
-scripts/doctor/ranks.py starts it. The result file always says how far this rank has come: of a rank that hangs and
-is killed it is the last word.
+scripts/doctor/ranks.py starts it. The result file always says how far this rank has come: a rank that hangs
+and is killed has left it.
 """
 
 from __future__ import annotations
@@ -58,17 +58,22 @@ class Diary:
         temporary.replace(self.path)
 
 
+def pattern(numel: int, device: torch.device) -> torch.Tensor:
+    """Return small whole numbers, which float32 adds up exactly in any order: float32, shape (numel,)."""
+    return torch.arange(numel, device=device).remainder(7).add(1).to(torch.float32)
+
+
 def check_sum(world: TorchWorld, diary: Diary) -> None:
     """Compare an all-reduce with the sum that it has to be; call it on all ranks.
 
-    Element i of rank r is (r + 1) x (i mod 7 + 1): whole numbers, which float32 adds exactly in any order.
+    Rank r gives (r + 1) times the pattern.
     """
     size = world.ranks.world_size
-    pattern = torch.arange(SUM_ELEMENTS, device=world.device).remainder(7).add(1).to(torch.float32)
-    values = pattern * (world.ranks.rank + 1)
+    given = pattern(SUM_ELEMENTS, world.device)
+    values = given * (world.ranks.rank + 1)
     # Doctor: 4 MiB a rank, over the connections that gradients take.
     dist.all_reduce(values)
-    wrong = int((values != pattern * (size * (size + 1) // 2)).sum())
+    wrong = int((values != given * (size * (size + 1) // 2)).sum())
     diary.note(wrong_elements=wrong)
 
 
@@ -98,7 +103,7 @@ def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) ->
 
 
 class Links:
-    """The links of this rank's node, measured between the first ranks of nodes; every method wants all ranks."""
+    """The links of this rank's node, measured between the first ranks of nodes; all ranks call each method."""
 
     def __init__(self, world: TorchWorld, diary: Diary) -> None:
         self.ranks, self.diary = world.ranks, diary
@@ -110,12 +115,15 @@ class Links:
         self.found: dict[int, float] = {}
         """Gbit/s by the other node."""
 
-    def measure(self, pairs: list[tuple[int, int]], what: str) -> None:
-        """Measure some links at once, no two of the same node; the best that a link has shown counts."""
-        is_first = self.ranks.local_rank == 0
-        other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_first else None
+    def measure(self, pairs: list[tuple[int, int]], what: str, local_rank: int = 0) -> None:
+        """Measure some links at once, no two of the same node; the best that a link has shown counts.
+
+        The ranks of that local rank talk: a GPU's rail is its own.
+        """
+        is_mine = self.ranks.local_rank == local_rank
+        other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_mine else None
         self.diary.note(stage=what if other is None else f"{what}, with node {other}")
-        peer = None if other is None else other * self.ranks.local_world_size
+        peer = None if other is None else other * self.ranks.local_world_size + local_rank
         once = torch.zeros(1)
         if peer is not None:
             exchange(peer, self.data, self.into, 1)  # makes the connection
@@ -127,6 +135,9 @@ class Links:
             batches = BATCHES if repeats > 1 else 1  # a link that is as slow as that is known by one
             seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
             speed = self.data.nbytes * 8 / seconds / 1e9
+            if local_rank:
+                self.diary.note(rail_gbit_s={other: round(speed, 4)})
+                return
             self.found[other] = max(round(speed, 4), self.found.get(other, 0.0))
             self.diary.note(links_gbit_s=self.found)
 
@@ -150,6 +161,10 @@ def measure_links(world: TorchWorld, diary: Diary) -> None:
     links = Links(world, diary)
     for number, pairs in enumerate(rounds_of(links.nodes)[:MAX_ROUNDS]):
         links.measure(pairs, f"bandwidth, round {number + 1}")
+    if world.device.type == "cuda":  # on CPUs all ranks of a node share its interface
+        for local_rank in range(1, links.ranks.local_world_size):
+            for pairs in rounds_of(links.nodes)[: 1 + links.nodes % 2]:
+                links.measure(pairs, f"bandwidth, rail {local_rank}", local_rank)
     for _ in range(SECOND_LOOKS):
         for pair in links.slow()[:SECOND_LINKS]:
             links.measure([pair], "bandwidth, a second look")
@@ -169,7 +184,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         # rendezvous, process groups and connections, each with the bound
-        world = TorchWorld(args, ranks)  # type: ignore[arg-type]
+        world = TorchWorld(ranks, args.device, args.timeout_s)
         dist.barrier(group=world.control)
         diary.note(
             stage="the map of ranks", device=str(world.device), joined_s=round(time.monotonic() - started, 2)

@@ -268,7 +268,7 @@ class Meeting:
 
 
 def serve(channel: Channel, carry_out: Callable[[Answer], Answer], timeout_s: float) -> Answer:
-    """As a node, carry out node 0's orders until it says end; return its last word.
+    """As a node, carry out node 0's orders until it says end; return its last message.
 
     Raises:
         OSError: node 0 is lost.

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
-from scripts.interface import interface_to, resolve
-
-ROOT = Path(__file__).resolve().parents[2]
+from scripts.launch.command import ROOT
+from scripts.launch.cores import count_cores
+from scripts.launch.interface import interface_to, local_end, resolve
 
 TORCH_TIMEOUT_S = 60.0
 """The import of torch from a slow shared file system can take most of it."""
@@ -45,17 +46,19 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         "limits": limits,
         "disk": lambda: disks(runs_dir),
         "rdma": rdma_devices,
+        "rdma_gbit_s": rdma_rates,
+        "kernel_log": kernel_log.read,
         "revision": revision,
         "code": code_digest,
         "gpus": gpus,
     }
     facts |= {
-        # In Kubernetes a node is a pod, and what is to be mended is the machine that it is on.
+        # In Kubernetes a node is a pod, and what has to be fixed is the machine that it runs on.
         "host": socket.gethostname() + (f" on {os.environ['NODE_NAME']}" if os.environ.get("NODE_NAME") else ""),
         "names": sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "machine": machine_id(),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": count_cores(),
         "variables": {name: os.environ.get(name) for name in ("NNODES", "NPROC_PER_NODE", "FABRIC")},
     }
     for name, part in parts.items():
@@ -111,7 +114,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
     # An interface may hold several: the one that the kernel would send from.
-    own = own_address(family, target)
+    own = local_end(master_addr, family, target)
     state = psutil.net_if_stats()[chosen]
     return {
         "interface": chosen,
@@ -156,13 +159,6 @@ def interface_matches(wanted: str, name: str) -> bool:
     return any(name.startswith(prefix) for prefix in wanted.split(",") if prefix)
 
 
-def own_address(family: socket.AddressFamily, target: tuple[str, int]) -> str:
-    """Return the local end of the way to an address; nothing is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0].split("%")[0])
-
-
 def limits() -> Facts:
     """Return open files and locked memory as a process of this job has them; -1 is unlimited."""
     return {
@@ -187,9 +183,19 @@ def disks(runs_dir: Path) -> Facts:
 
 
 def rdma_devices() -> list[str]:
-    """Return the devices that want locked memory (SYSFS: as in scripts/fabric.sh)."""
+    """Return the devices that need locked memory (SYSFS: as in scripts/launch/fabric.sh)."""
     folder = Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def rdma_rates() -> dict[str, float]:
+    """Return the Gbit/s of each device's active port, as /sys has it: "400 Gb/sec (4X NDR)"."""
+    rates = {}
+    for name in rdma_devices():
+        for port in (Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband" / name / "ports").glob("*"):
+            if "ACTIVE" in (port / "state").read_text():
+                rates[name] = float((port / "rate").read_text().split()[0])
+    return rates
 
 
 def revision() -> str | None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from scripts.doctor import floors
+
 Facts = dict[str, Any]
 
 MIB = 1024 * 1024
@@ -109,13 +111,15 @@ class Case:
         """Return where a node's runs folder is."""
         return str((self.facts.get(rank, {}).get("disk") or {}).get("runs", "the runs folder"))
 
-    def error(self, nodes: Sequence[int], what: str, remedy: str) -> Finding:
-        """Return an error."""
-        return Finding("error", tuple(nodes), what, remedy)
+    def error(self, nodes: int | Sequence[int], what: str, remedy: str, severity: str = "error") -> Finding:
+        """Return an error: of one node, which it then names, or of several."""
+        if isinstance(nodes, int):
+            return Finding(severity, (nodes,), f"{self.name(nodes)}: {what}", remedy)
+        return Finding(severity, tuple(nodes), what, remedy)
 
-    def warning(self, nodes: Sequence[int], what: str, remedy: str) -> Finding:
+    def warning(self, nodes: int | Sequence[int], what: str, remedy: str) -> Finding:
         """Return a warning."""
-        return Finding("warning", tuple(nodes), what, remedy)
+        return self.error(nodes, what, remedy, "warning")
 
 
 Findings = Iterator[Finding]
@@ -145,7 +149,7 @@ def attendance(case: Case) -> Findings:
             )
     for order in case.skipped:
         yield case.error(
-            (), f"there was no time left to ask for {order}", "mend what took so long, and run it again"
+            (), f"there was no time left to ask for {order}", "fix what took so long, and run it again"
         )
     for rank, (order, why) in sorted(case.lost.items()):
         yield case.error(
@@ -164,7 +168,7 @@ def node_errors(case: Case) -> Findings:
     }
     for rank, errors in case.each("errors"):
         for part, why in errors.items():
-            yield case.error((rank,), f"{case.name(rank)}: {part}: {why}", remedies.get(part, "mend that"))
+            yield case.error(rank, f"{part}: {why}", remedies.get(part, "fix that"))
 
 
 def names(case: Case) -> Findings:
@@ -196,7 +200,7 @@ def names(case: Case) -> Findings:
             (rank, *viewers),
             f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
             f"which is no address of it ({case.network(rank)['address']} is)",
-            "mend DNS or /etc/hosts",
+            "fix DNS or /etc/hosts",
         )
 
 
@@ -206,11 +210,7 @@ def links_up(case: Case) -> Findings:
     for rank, network in case.each("network"):
         mtus.setdefault(network["mtu"], []).append(rank)
         if not network["is_up"]:
-            yield case.error(
-                (rank,),
-                f"{case.name(rank)}: {network['interface']} is down",
-                f"ip link set {network['interface']} up",
-            )
+            yield case.error(rank, f"{network['interface']} is down", f"ip link set {network['interface']} up")
     if len({case.machine(rank) for ranks in mtus.values() for rank in ranks}) < 2 or len(mtus) < 2:
         return
     usual = max(mtus, key=lambda mtu: (len(mtus[mtu]), mtu))
@@ -232,8 +232,8 @@ def ports(case: Case) -> Findings:
         for other, found in sorted(seen.items())
         if found["stage"] != "done"
     }
-    mend_path = "the path carries less than its MTU of {mtu}: lower that on all nodes, or mend what lies between"
-    mend_port = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
+    fix_path = "the path carries less than its MTU of {mtu}: lower that on all nodes, or fix what lies between"
+    fix_port = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
     # A node that is cut off from all others is one finding, not two with each of them.
     for rank in sorted(case.peers):
         others = [other for other in case.peers if other != rank]
@@ -249,7 +249,7 @@ def ports(case: Case) -> Findings:
             yield case.error(
                 (rank, *others),
                 f"{case.name(rank)} at {network['address']}: {way} all other nodes {what} ({why})",
-                mend_path.format(mtu=network["mtu"]) if is_large else mend_port,
+                fix_path.format(mtu=network["mtu"]) if is_large else fix_port,
             )
             broken = {pair: found for pair, found in broken.items() if pair not in mine}
     for (viewer, rank), found in broken.items():
@@ -257,11 +257,11 @@ def ports(case: Case) -> Findings:
         way = f"{case.name(viewer)} to {case.name(rank)} at {network['address']}"
         if found["stage"] == "large":
             what = f"{way}: small packets pass and large ones do not ({found['why']})"
-            yield case.error((viewer, rank), what, mend_path.format(mtu=network["mtu"]))
+            yield case.error((viewer, rank), what, fix_path.format(mtu=network["mtu"]))
         else:
             back = case.peers.get(rank, {}).get(str(viewer), {}).get("stage")
             both = "; the other way works" if back == "done" else ""
-            yield case.error((viewer, rank), f"{way}, port {found['port']}: {found['why']}{both}", mend_port)
+            yield case.error((viewer, rank), f"{way}, port {found['port']}: {found['why']}{both}", fix_port)
 
 
 def clocks(case: Case) -> Findings:
@@ -271,8 +271,8 @@ def clocks(case: Case) -> Findings:
         ahead = offset - middle
         if abs(ahead) - error > CLOCK_S:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} "
+                rank,
+                f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} "
                 f"{'most other nodes' if len(case.clocks) > 2 else 'node 0'}",
                 "start chrony or systemd-timesyncd there (chronyc makestep)",
             )
@@ -284,15 +284,15 @@ def limits(case: Case) -> Findings:
         files, locked = found["open_files"], found["locked_bytes"]
         if 0 <= files < OPEN_FILES:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: a process may open {files} files only",
+                rank,
+                f"a process may open {files} files only",
                 f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}",
             )
         rdma = case.facts[rank].get("rdma")
         if rdma and 0 <= locked < LOCKED_BYTES:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}",
+                rank,
+                f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}",
                 "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)",
             )
 
@@ -303,16 +303,16 @@ def disks(case: Case) -> Findings:
         shm = disk["shm_bytes"]
         if shm is not None and shm < SHM_BYTES:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: /dev/shm has {shm // MIB} MiB",
+                rank,
+                f"/dev/shm has {shm // MIB} MiB",
                 "docker run --shm-size 8g; in Kubernetes a Memory emptyDir; mount -o remount,size=8G /dev/shm",
             )
         for place, what in (("runs", "where records and checkpoints go"), ("tmp", "for temporary files")):
             free = disk[f"{place}_free_bytes"]
             if free < FREE_BYTES[place]:
                 yield case.error(
-                    (rank,),
-                    f"{case.name(rank)}: {disk[place]}, {what}, has {free // MIB} MiB free",
+                    rank,
+                    f"{disk[place]}, {what}, has {free // MIB} MiB free",
                     "make room, or choose " + ("another --runs-dir" if place == "runs" else "another TMPDIR"),
                 )
     for rank, written in sorted(case.written.items()):
@@ -321,7 +321,7 @@ def disks(case: Case) -> Findings:
             yield case.error(
                 (rank,),
                 f"{case.name(rank)} cannot write {place}: {written['error']}",
-                "make room, mend the folder's rights or its mount, or choose another --runs-dir",
+                "make room, fix the folder's permissions or its mount, or choose another --runs-dir",
             )
 
 
@@ -379,23 +379,15 @@ def torch_works(case: Case) -> Findings:
     speeds: dict[str, list[tuple[float, int, str]]] = {}
     for rank, torch in case.each("torch"):
         if "error" in torch:
-            yield case.error(
-                (rank,),
-                f"{case.name(rank)}: torch does not work: {torch['error']}",
-                "make setup there, or mend PYTHON",
-            )
+            yield case.error(rank, f"torch does not work: {torch['error']}", "make setup there, or fix PYTHON")
             continue
         if not torch["gloo"]:
-            yield case.error(
-                (rank,), f"{case.name(rank)}: torch has no gloo", "install torch from PyPI: make setup"
-            )
+            yield case.error(rank, "torch has no gloo", "install torch from PyPI: make setup")
         for device in torch["devices"]:
             if not device["is_right"]:
                 why = device.get("error") or "a product of matrices is wrong"
                 yield case.error(
-                    (rank,),
-                    f"{case.name(rank)}: {device['device']} ({device['name']}): {why}",
-                    "take the device out of service",
+                    rank, f"{device['device']} ({device['name']}): {why}", "take the device out of service"
                 )
             elif device["tflops"]:
                 speeds.setdefault(device["name"], []).append((device["tflops"], rank, device["device"]))
@@ -404,8 +396,8 @@ def torch_works(case: Case) -> Findings:
         for speed, rank, device in found:
             if speed < SLOW_GPU * usual:
                 yield case.error(
-                    (rank,),
-                    f"{case.name(rank)}: {device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}",
+                    rank,
+                    f"{device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}",
                     "see its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and who else uses it",
                 )
 
@@ -422,14 +414,14 @@ def gpus_visible(case: Case) -> Findings:
         nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none",
+                rank,
+                f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none",
                 f"is CUDA_VISIBLE_DEVICES empty, or the driver too old for CUDA {torch['cuda']}",
             )
         elif devices and len(devices) < nproc:
             yield case.error(
-                (rank,),
-                f"{case.name(rank)}: {nproc} processes for {len(devices)} GPUs: all would use the CPU",
+                rank,
+                f"{nproc} processes for {len(devices)} GPUs: all would use the CPU",
                 f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs",
             )
     if len(counts) > 1:
@@ -448,28 +440,19 @@ def gpu_health(case: Case) -> Findings:
     """What nvidia-smi says of ECC errors, throttling, and memory that somebody else holds."""
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
-            name = f"{case.name(rank)}: GPU {gpu.get('index')} ({gpu.get('name')})"
+            name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
             errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
             if errors.isdigit() and int(errors):
-                yield case.error(
-                    (rank,),
-                    f"{name} has {errors} uncorrected ECC errors",
-                    "reset it or replace it (nvidia-smi -q -d ECC)",
-                )
+                what = f"{name} has {errors} uncorrected ECC errors"
+                yield case.error(rank, what, "reset it or replace it (nvidia-smi -q -d ECC)")
             hot = [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]
             if hot:
-                yield case.error(
-                    (rank,),
-                    f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C",
-                    "see to its cooling and power (nvidia-smi -q -d PERFORMANCE)",
-                )
+                what = f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C"
+                yield case.error(rank, what, "see to its cooling and power (nvidia-smi -q -d PERFORMANCE)")
             used, total = gpu.get("memory.used", ""), gpu.get("memory.total", "")
             if used.isdigit() and total.isdigit() and int(used) > 0.1 * int(total):
-                yield case.warning(
-                    (rank,),
-                    f"{name}: {used} of {total} MiB are in use already",
-                    "see nvidia-smi for the processes that hold it",
-                )
+                what = f"{name}: {used} of {total} MiB are in use already"
+                yield case.warning(rank, what, "see nvidia-smi for the processes that hold it")
 
 
 def collectives(case: Case) -> Findings:
@@ -477,9 +460,7 @@ def collectives(case: Case) -> Findings:
     stuck: dict[tuple[str, str], list[int]] = {}
     for node, found in sorted(case.ranks.items()):
         if found.get("error"):
-            yield case.error(
-                (node,), f"{case.name(node)}: no ranks were started: {found['error']}", "mend that first"
-            )
+            yield case.error(node, f"no ranks were started: {found['error']}", "fix that first")
         for rank in found["ranks"]:
             if rank["stage"] != "done":
                 stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
@@ -501,14 +482,14 @@ def sums(case: Case) -> Findings:
     if everywhere:
         yield case.error(
             sorted(wrong),
-            "all nodes have got a wrong sum from the all-reduce: one of them sends wrong values",
+            "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values",
             "run the doctor on halves of the nodes until one is left, and take that out",
         )
     for node, ranks in sorted(wrong.items()):
         if ranks and not everywhere:
             yield case.error(
-                (node,),
-                f"{case.name(node)}: rank {', '.join(map(str, ranks))} has got a wrong sum from the all-reduce",
+                node,
+                f"rank {', '.join(map(str, ranks))} received an incorrect sum from the all-reduce",
                 "its memory, GPU or link is broken, or its torch is not that of the others: take it out",
             )
     maps = [rank["map"] for found in case.ranks.values() for rank in found["ranks"] if rank.get("map")]
@@ -574,8 +555,12 @@ RULES: tuple[Callable[[Case], Findings], ...] = (
     torch_works,
     gpus_visible,
     gpu_health,
+    floors.kernel_log,
+    floors.gpu_floors,
     collectives,
     sums,
+    floors.transport,
+    floors.rails,
     bandwidth,
 )
 

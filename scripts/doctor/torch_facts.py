@@ -12,18 +12,21 @@ import json
 import time
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 SIZE = 256
 """Of the product that is compared with the CPU's."""
 
 TIMED_SIZE, TIMED_REPEATS = 4096, 10
 """Of the products that are timed on a GPU: 10 x 2 x 4096^3 = 1.4 Tflop, a fraction of a second."""
 
+COPY_BYTES = 256 * 2**20
+"""Of one copy: 5 ms over PCIe 5, long beside the call."""
+
 
 def main() -> None:
     """Print the facts."""
-    import torch
-    import torch.distributed as dist
-
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
@@ -34,13 +37,16 @@ def main() -> None:
     count = torch.cuda.device_count()
     for device in [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]:
         facts["devices"].append(check_device(device))
+    if count > 1:
+        for index, found in enumerate(facts["devices"]):
+            following = torch.device("cuda", (index + 1) % count)
+            if "error" not in found:
+                found["peer_gb_s"] = round(copy_speed(torch.device("cuda", index), following), 1)
     print(json.dumps(facts))
 
 
-def check_device(device: Any) -> dict[str, Any]:
+def check_device(device: torch.device) -> dict[str, Any]:
     """Return a device's name, whether its product is right, and its speed (GPUs only)."""
-    import torch
-
     found: dict[str, Any] = {"device": str(device), "name": "cpu", "is_right": False, "tflops": None}
     try:
         if device.type == "cuda":
@@ -53,15 +59,15 @@ def check_device(device: Any) -> dict[str, Any]:
         found["is_right"] = bool((product.cpu().to(torch.int64) == expected).all())
         if device.type == "cuda":
             found["tflops"] = round(speed(device), 1)
+            found["to_device_gb_s"] = round(copy_speed(torch.device("cpu"), device), 1)
+            found["from_device_gb_s"] = round(copy_speed(device, torch.device("cpu")), 1)
     except RuntimeError as error:
         found["error"] = " ".join(str(error).split())[:300]
     return found
 
 
-def speed(device: Any) -> float:
+def speed(device: torch.device) -> float:
     """Return a GPU's 10^12 operations a second in bfloat16."""
-    import torch
-
     a = torch.ones(TIMED_SIZE, TIMED_SIZE, device=device, dtype=torch.bfloat16)
     a @ a
     torch.cuda.synchronize(device)
@@ -70,6 +76,25 @@ def speed(device: Any) -> float:
         a @ a
     torch.cuda.synchronize(device)
     return TIMED_REPEATS * 2 * TIMED_SIZE**3 / (time.perf_counter() - begin) / 1e12
+
+
+def copy_speed(source: torch.device, target: torch.device) -> float:
+    """Return the 10^9 bytes a second from a GPU to pinned memory, back, or to another GPU; the best of a few."""
+    data, into = (
+        torch.empty(COPY_BYTES, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+        for device in (source, target)
+    )
+    gpus = [device for device in (source, target) if device.type == "cuda"]
+    best = 0.0
+    for _ in range(4):  # the first one sets up the path
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        begin = time.perf_counter()
+        into.copy_(data, non_blocking=True)
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+        best = max(best, COPY_BYTES / (time.perf_counter() - begin) / 1e9)
+    return best
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 #   scripts/horovod/build.sh --if-missing                    nothing where it is built already, in no time
 #   WHEEL_DIR=/wheels scripts/horovod/build.sh               leave the wheel there, too
 #
-# The last line of a success: `horovod: ready: 0.28.1 for torch ... (gloo, mpi)`. Anything that the user must mend
+# The last line of a success: `horovod: ready: 0.28.1 for torch ... (gloo, mpi)`. Anything that the user must fix
 # ends in one line that says how, exit status 2. README.md beside this file lists the variables.
 set -euo pipefail
 
@@ -74,7 +74,7 @@ cuda_toolkit() {
     for home in "${HOROVOD_CUDA_HOME:-}" "${CUDA_HOME:-}" "$(dirname "$(dirname "$(command -v nvcc)")")" /usr/local/cuda; do
         if [[ -x $home/bin/nvcc && -e $home/include/cuda_runtime.h && -e $home/lib64/libcudart_static.a ]]; then
             [[ $("$home/bin/nvcc" --version) == *"release ${torch_cuda%%.*}."* ]] && printf '%s' "$home" && return
-            printf 'torch wants CUDA %s, the toolkit in %s is another' "$torch_cuda" "$home" && return 1
+            printf 'torch needs CUDA %s, the toolkit in %s is another' "$torch_cuda" "$home" && return 1
         fi
     done
     printf 'no whole CUDA toolkit (nvcc, cuda_runtime.h, libcudart_static.a)'

@@ -25,19 +25,16 @@ from typing import Any
 
 import torch
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import (
     Options,
-    Parser,
     non_negative_float,
     one_of,
     positive_float,
     positive_int,
 )
 from recipes.common.signals import vote_interval
-from scripts.compare import next_folder
-from scripts.local import ROOT, check_recipe
+from scripts.launch.command import ROOT, CommandParser, check_recipe, command, next_folder, table
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
 from scripts.plan.model import (
     ALGORITHMS,
@@ -49,10 +46,10 @@ from scripts.plan.model import (
     step,
     useful_share,
 )
-from scripts.plan.show import Row, plot, table
+from scripts.plan.show import COLUMNS, Row, plot
 from scripts.plan.workload import Kind, Workload, estimate_compute, kind_of, look_at, measure_compute
 
-RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "scratch")
+RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "scratch")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
 
 ONE_NODE = ("single", "dataparallel")
@@ -63,55 +60,57 @@ LINEAR_LIMIT, LARS_LIMIT = 8192, 32_768
 2017, https://arxiv.org/abs/1706.02677), by LARS (You et al. 2017, https://arxiv.org/abs/1708.03888)."""
 
 
-def build_own_parser() -> Parser:
+OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
+    "cluster": [
+        ("--nodes", positive_int, 16, "N", "nodes, up to which to plan"),
+        ("--gpus", positive_int, 8, "G", "GPUs of a node, a rank each"),
+        ("--fabric", one_of(*FABRICS), None, "NAME", f"between nodes: {', '.join(FABRICS)}"),
+        ("--alpha-us", non_negative_float, None, "US", "a hop's latency instead"),
+        ("--gbit", positive_float, None, "GBIT", "a port's rate instead"),
+        ("--ports", positive_int, None, "N", "of a node (the fabric's usual number)"),
+        ("--efficiency", positive_float, None, "X", "share of the rate that arrives"),
+        ("--intra", one_of(*INTRA), "nvlink", "NAME", f"in a node: {', '.join(INTRA)}"),
+        ("--algorithm", one_of("auto", *ALGORITHMS), "auto", "NAME", f"auto, {', '.join(ALGORITHMS)}"),
+    ],
+    "what a rank computes": [
+        (
+            "--local-batch-size",
+            positive_int,
+            128,
+            "N",
+            "samples of a rank and step; those that --compute-ms is for",
+        ),
+        ("--compute-ms", positive_float, None, "MS", "of a step without exchange, known"),
+        ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
+        ("--utilisation", positive_float, 0.15, "X", "of the GPU's peak"),
+    ],
+    "data": [
+        ("--num-classes", positive_int, None, "N", "instead of the data set's"),
+        ("--samples", positive_int, None, "N", "of an epoch, instead of the data set's"),
+        ("--images-per-s", positive_float, None, "X", "that a node can decode"),
+        ("--storage-gb-s", positive_float, None, "X", "that all nodes together can read"),
+    ],
+    "failures and money": [
+        ("--mtbf-gpu-hours", positive_float, 50_000.0, "H", "GPU hours between failures that end a job"),
+        ("--restart-s", non_negative_float, 300.0, "S", "until steps go on"),
+        ("--checkpoint-gb-s", positive_float, 1.0, "X", "to write them"),
+        ("--copy-gb-s", positive_float, 5.0, "X", "copied while steps wait"),
+        ("--price", non_negative_float, 2.5, "X", "of a GPU hour"),
+        ("--output", Path, None, "DIR", "where the plan goes (runs/plan-001)"),
+    ],
+}
+"""By group: flag, type, default, what stands for the value, help."""
+
+
+def build_own_parser() -> CommandParser:
     """Return the parser of the plan's own options."""
-    parser = Parser("python -m scripts.plan", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.plan", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
-    group = parser.add_argument_group("cluster")
-    group.add_argument("--nodes", type=positive_int, default=16, metavar="N", help="nodes, up to which to plan")
-    group.add_argument("--gpus", type=positive_int, default=8, metavar="G", help="GPUs of a node, a rank each")
-    group.add_argument("--fabric", type=one_of(*FABRICS), help=f"between nodes: {', '.join(FABRICS)}")
-    group.add_argument("--alpha-us", type=non_negative_float, metavar="US", help="a hop's latency instead")
-    group.add_argument("--gbit", type=positive_float, metavar="GBIT", help="a port's rate instead")
-    group.add_argument("--ports", type=positive_int, metavar="N", help="of a node (the fabric's usual number)")
-    group.add_argument("--efficiency", type=positive_float, metavar="X", help="share of the rate that arrives")
-    group.add_argument("--intra", type=one_of(*INTRA), default="nvlink", help=f"in a node: {', '.join(INTRA)}")
-    words = ("auto", *ALGORITHMS)
-    group.add_argument("--algorithm", type=one_of(*words), default="auto", help=f"one of {', '.join(words)}")
-    group = parser.add_argument_group("what a rank computes")
-    group.add_argument(
-        "--local-batch-size",
-        type=positive_int,
-        default=128,
-        metavar="N",
-        help="samples of a rank and step; with --global-batch-size: those that --compute-ms is for",
-    )
-    group.add_argument("--compute-ms", type=positive_float, metavar="MS", help="of a step without exchange, known")
-    group.add_argument("--measure", action="store_true", help="measure it here, on one device")
-    group.add_argument("--gpu-type", type=one_of(*GPUS), default="h100", help=f"else estimate: {', '.join(GPUS)}")
-    group.add_argument("--utilisation", type=positive_float, default=0.15, metavar="X", help="of the GPU's peak")
-    group = parser.add_argument_group("data")
-    group.add_argument("--num-classes", type=positive_int, metavar="N", help="instead of the data set's")
-    group.add_argument("--samples", type=positive_int, metavar="N", help="of an epoch, instead of the data set's")
-    group.add_argument("--images-per-s", type=positive_float, metavar="X", help="that a node can decode")
-    group.add_argument("--storage-gb-s", type=positive_float, metavar="X", help="that all nodes together can read")
-    group = parser.add_argument_group("failures and money")
-    group.add_argument(
-        "--mtbf-gpu-hours",
-        type=positive_float,
-        default=50_000.0,
-        metavar="H",
-        help="GPU hours between failures that end a job",
-    )
-    group.add_argument(
-        "--restart-s", type=non_negative_float, default=300.0, metavar="S", help="until steps go on"
-    )
-    group.add_argument("--checkpoint-gb-s", type=positive_float, default=1.0, metavar="X", help="to write them")
-    group.add_argument(
-        "--copy-gb-s", type=positive_float, default=5.0, metavar="X", help="copied while steps wait"
-    )
-    group.add_argument("--price", type=non_negative_float, default=2.5, metavar="X", help="of a GPU hour")
-    group.add_argument("--output", type=Path, metavar="DIR", help="where the plan goes (runs/plan-001)")
+    parser.add_argument("--measure", action="store_true", help="measure what a rank computes here, on one device")
+    for title, own in OWN_OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for flag, convert, default, metavar, text in own:
+            group.add_argument(flag, type=convert, default=default, metavar=metavar, help=text)
     return parser
 
 
@@ -123,7 +122,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     if recipe not in RECIPES:
         raise UserError(f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can")
     if args.nodes > MOST_NODES:
-        raise UserError(f"NODES wants at most {MOST_NODES}, got {args.nodes}")
+        raise UserError(f"NODES: at most {MOST_NODES}, got {args.nodes}")
     if args.nodes > 1 and recipe in ONE_NODE:
         raise UserError(f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp")
     if recipe == "single" and args.gpus > 1:
@@ -150,7 +149,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
 
 def cluster_of(args: Namespace, nodes: int) -> Cluster:
     """Return a cluster of so many nodes."""
-    fabric = FABRICS[args.fabric] if args.fabric else Fabric(args.alpha_us, args.gbit, False, 1.0, "as given")
+    fabric = FABRICS[args.fabric] if args.fabric else Fabric(args.alpha_us, args.gbit, False, 1.0)
     given = {"alpha_us": args.alpha_us, "gbit": args.gbit, "share": args.efficiency}
     fabric = replace(fabric, **{name: value for name, value in given.items() if value is not None})
     return Cluster(nodes, args.gpus, network(fabric, args.gpus, args.ports), INTRA[args.intra])
@@ -171,6 +170,9 @@ def method_of(args: Namespace, options: Options) -> Method:
         allreduce=getattr(options, "allreduce", "ring"),
         piece_bytes=getattr(options, "piece_kib", 1024) * 1024,
         zero=getattr(options, "zero", False),
+        gathers=1 + getattr(options, "reshard_after_forward", True),
+        gathered_share=0.5 if options.amp == "bf16" else 1.0,
+        replicas=getattr(options, "replicas", 1),
         algorithm=args.algorithm,
     )
 
@@ -201,7 +203,7 @@ def plan_row(
     own = compute.scaled(local / args.local_batch_size)
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
     read_s = global_batch * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
-    control = CONTROL_ALPHA_US * 1e-6 if args.recipe in ("ddp", "spawn", "apex", "scratch") else 0.0
+    control = CONTROL_ALPHA_US * 1e-6 if args.recipe in ("ddp", "spawn", "apex", "fsdp", "scratch") else 0.0
     found = step(
         workload.gradients, own, cluster, method_of(args, options), control, input_s=max(decode_s, read_s)
     )
@@ -321,23 +323,19 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     return plan, lines, args.output
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plan, print, write; return the exit status."""
-    try:
-        plan, lines, folder = make_plan(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_STATUS
+@command
+def main(argv: list[str]) -> None:
+    """Plan, print, write."""
+    plan, lines, folder = make_plan(argv)
     folder = folder or next_folder("plan")
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(plan["rows"])
+    text = table(COLUMNS, plan["rows"])
     (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
     (folder / "table.md").write_text(f"{text}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
     plot(plan["rows"], f"{plan['recipe']} {plan['model']}, {plan['fabric']['name']}", folder / "plan.png")
     print("\n".join([*lines, "", text, ""]))
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     print(f"wrote {shown}/plan.json, table.md and plan.png")
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,28 +13,22 @@ Exit status 0; 1: a run failed; 2: bad usage, or no root.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError, nearest
-from recipes.common.options import Parser, non_negative_float, positive_int
-from scripts import network
-from scripts.local import free_port, refuse
+from recipes.common.errors import UserError
+from recipes.common.options import non_negative_float, positive_int
+from scripts.lab import network
+from scripts.launch.command import CommandParser, command, parse
 from scripts.plan.model import Cluster, Compute, Link, Method, step
-from scripts.plan.ranks import rank_main, run_probe, run_recipe
 
 MODULE = "scripts.plan.check"
 
@@ -46,100 +40,49 @@ MODEL = "squeezenet1_1"
 
 IMAGE_SIZE, LOCAL_BATCH, BUCKET_MB = 64, 4, 1.0
 
-RUN_S = 4.0
-"""About how long the steps of a point take."""
-
 MOST_LOAD = 0.95
-TIMEOUT_S = 170.0
+TIMEOUT_S = 300.0
 
 
-def words_of_recipe(args: Namespace, nodes: int, steps: int, folder: Path) -> list[str]:
+def words_of_recipe(args: Namespace, nodes: int, folder: Path) -> list[str]:
     """Return the ddp recipe's options: the same samples a rank at any number of nodes."""
-    words = [
-        "--data",
-        "synthetic",
-        "--image-size",
-        str(IMAGE_SIZE),
-        "--num-samples",
-        "1000",
-        "--model",
-        args.model,
-    ]
-    words += ["--global-batch-size", str(nodes * LOCAL_BATCH), "--bucket-cap-mb", str(BUCKET_MB)]
-    words += ["--max-steps", str(steps), "--no-tensorboard", "--log-every", "1000", "--device", "cpu"]
-    return [*words, "--runs-dir", str(folder), "--name", "run", "--overwrite", "--no-async-checkpoints"]
+    words = ["--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
+    words += ["--model", args.model, "--bucket-cap-mb", str(BUCKET_MB)]
+    words += ["--global-batch-size", str(nodes * LOCAL_BATCH), "--no-tensorboard", "--log-every", "1000"]
+    return [*words, "--device", "cpu", "--runs-dir", str(folder), "--overwrite", "--no-async-checkpoints"]
 
 
-class Bench:
-    """The nodes, and processes in them from a fork server that has torch imported."""
-
-    def __init__(self, nodes: int, model: str, folder: Path) -> None:
-        from recipes.common.models import OWN_MODELS
-
-        self.network, self.folder = network.Network(nodes), folder
-        self.context = multiprocessing.get_context("forkserver")
-        own = [] if model in OWN_MODELS else ["torchvision.models"]
-        self.context.set_forkserver_preload(["recipes.ddp.train", "scripts.plan.ranks", *own])
-
-    @contextlib.contextmanager
-    def links(self, nodes: int, mbit: float) -> Iterator[None]:
-        """Let the nodes' links carry no more than this; 0: as much as they can."""
-        limited = range(nodes if mbit else 0)
+def run_point(
+    net: network.Network, nodes: int, mbit: float, args: Namespace, gradient_bytes: int, folder: Path
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return what a prediction may know, and by compression a real step's time and the first node's bytes."""
+    kinds = args.compression if nodes > 1 else ["none"]
+    request = {
+        "options": words_of_recipe(args, nodes, folder),
+        "compression": kinds,
+        "steps": args.steps,
+        "local_batch_size": LOCAL_BATCH,
+        "bucket_bytes": int(BUCKET_MB * 2**20),
+        "gradient_bytes": gradient_bytes,
+        "result": str(folder / "probe.json"),
+    }
+    limited = range(nodes if mbit else 0)
+    for node in limited:
+        net.narrow(node, f"{mbit:g}mbit")
+    threads = max(1, len(os.sched_getaffinity(0)) // nodes)
+    try:
+        net.run_ranks([sys.executable, "-m", "scripts.plan.ranks", json.dumps(request)], nodes, threads, TIMEOUT_S)
+    finally:
         for node in limited:
-            self.network.narrow(node, f"{mbit:g}mbit")
-        try:
-            yield
-        finally:
-            for node in limited:
-                self.network.mend(node)
-
-    def ranks(self, nodes: int, action: Callable[..., None], words: list[Any]) -> None:
-        """Run an action on so many nodes, a rank each, to its end; raises RuntimeError where one fails."""
-        cores = len(os.sched_getaffinity(0))
-        shared = {
-            "WORLD_SIZE": str(nodes),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        shared |= {"MASTER_ADDR": self.network.addresses[0], "MASTER_PORT": str(free_port())}
-        processes: list[BaseProcess] = []
-        for rank in range(nodes):
-            output = self.folder / f"rank-{rank}.txt"
-            place, own = self.network.names[rank], {**shared, "RANK": str(rank)}
-            arguments = (action, words, place, own, output, max(1, cores // nodes))
-            processes.append(self.context.Process(target=rank_main, args=arguments))
-            processes[-1].start()
-        deadline = time.monotonic() + TIMEOUT_S
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for rank, process in enumerate(processes):
-            if process.exitcode != 0:
-                for other in processes:
-                    other.kill()
-                said = (self.folder / f"rank-{rank}.txt").read_text(errors="replace").strip()
-                raise RuntimeError(f"rank {rank} of {nodes} ended with {process.exitcode}: {said[-600:]}")
-
-    def probe(self, nodes: int, mbit: float, args: Namespace) -> dict[str, float]:
-        """Return what a prediction for so many nodes and such links may know."""
-        result = self.folder / "probe.json"
-        words = words_of_recipe(args, nodes, 1, self.folder)
-        with self.links(nodes, mbit):
-            self.ranks(nodes, run_probe, [words, LOCAL_BATCH, int(BUCKET_MB * 2**20), str(result)])
-        found: dict[str, float] = json.loads(result.read_text())
-        return found
-
-    def recipe(
-        self, nodes: int, mbit: float, steps: int, args: Namespace, extra: Sequence[str]
-    ) -> dict[str, float]:
-        """Return a real run's step time and the bytes that its first node has sent in a step."""
-        with self.links(nodes, mbit):
-            self.ranks(nodes, run_recipe, [[*words_of_recipe(args, nodes, steps, self.folder), *extra]])
-        result = json.loads((self.folder / "run" / "result.json").read_text())
+            net.restore(node)
+    # A limited link cuts what it sends into packets before it is counted, an unlimited one after that.
+    headless = PACKET_SHARE if mbit else 1.0
+    real = {}
+    for kind in kinds:
+        result = json.loads((folder / kind / "result.json").read_text())
         step_s = nodes * LOCAL_BATCH / result["samples_per_s"]
-        # A limited link cuts what it sends into packets before it is counted, an unlimited one after that.
-        headless = PACKET_SHARE if mbit else 1.0
-        return {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"] * headless}
+        real[kind] = {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"] * headless}
+    return json.loads((folder / "probe.json").read_text()), real
 
 
 def predict(probe: dict[str, float], gradients: Sequence[Any], nodes: int, compression: str) -> dict[str, float]:
@@ -166,7 +109,7 @@ def predict(probe: dict[str, float], gradients: Sequence[Any], nodes: int, compr
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
-    parser = Parser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
+    parser = CommandParser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
     parser.add_argument("--nodes", type=positive_int, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument(
         "--mbit", type=non_negative_float, nargs="+", default=[100, 300, 1000], metavar="X", help="0: no limit"
@@ -175,12 +118,10 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--model", default=MODEL, help="of the recipe's")
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="medians are over them")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="of a run (about four seconds of them)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="all figures, as JSON")
-    args, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="all figures, as JSON")
+    args = parse(parser, argv)
     if max(args.nodes) > 64:
-        raise UserError(f"--nodes wants at most 64 on one machine, got {max(args.nodes)}")
+        raise UserError(f"--nodes: at most 64 on one machine, got {max(args.nodes)}")
     return args
 
 
@@ -189,18 +130,16 @@ def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     from recipes.ddp import train
     from scripts.plan.workload import kind_of, look_at
 
-    options = train.options(words_of_recipe(args, 1, 1, folder))
+    options = train.options(words_of_recipe(args, 1, folder))
     gradients = look_at(options, kind_of(options, 1000, 1000)).gradients
-    bench = Bench(max(args.nodes), args.model, folder)
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients)
+    net = network.Network(max(args.nodes))
     points: dict[tuple[int, float, str], dict[str, Any]] = {}
     for _ in range(args.rounds):
         for nodes in args.nodes:
             for mbit in args.mbit if nodes > 1 else [0.0]:
-                probe = bench.probe(nodes, mbit, args)
-                for kind in args.compression if nodes > 1 else ["none"]:
-                    expected = predict(probe, gradients, nodes, kind)
-                    steps = args.steps or min(40, max(6, round(RUN_S / expected["step_s"])))
-                    real = bench.recipe(nodes, mbit, steps, args, ["--grad-compression", kind])
+                probe, runs = run_point(net, nodes, mbit, args, gradient_bytes, folder)
+                for kind, real in runs.items():
                     new = {
                         "nodes": nodes,
                         "mbit": mbit,
@@ -210,7 +149,7 @@ def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
                         "probes": [],
                     }
                     point = points.setdefault((nodes, mbit, kind), new)
-                    point["predicted"].append(expected)
+                    point["predicted"].append(predict(probe, gradients, nodes, kind))
                     point["real"].append(real)
                     point["probes"].append(probe)
                     print(line_of(point), flush=True)
@@ -235,16 +174,12 @@ def line_of(point: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(words: list[str]) -> int:
     """Measure every point and say how far off the plan is."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = parse_args(words)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_STATUS
+    args = parse_args(words)
     if reason := network.why_not():
-        refuse(f"the plan cannot be checked here: {reason}")
+        raise UserError(f"the plan cannot be checked here: {reason}")
     network.enter(MODULE, words)
     with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
         try:
@@ -252,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    if args.output:
-        args.output.write_text(json.dumps(points, indent=2) + "\n")
+    if args.result:
+        args.result.write_text(json.dumps(points, indent=2) + "\n")
     print("\n".join(["", *(line_of(point) for point in points)]))
     worst = max(abs(median(error_of(point))) for point in points)
     print(f"largest error of a step time: {worst:.1%}")

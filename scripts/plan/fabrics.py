@@ -29,22 +29,22 @@ class Fabric:
     per_gpu: bool
     """Whether each GPU usually has a port of its own; else a node has one."""
     share: float
-    what: str
+    """Of the rate, that arrives."""
 
 
 FABRICS = {
-    "ib-400": Fabric(14.0, 400, True, RDMA_SHARE, "InfiniBand NDR, a port for each GPU"),
-    "ib-200": Fabric(14.0, 200, True, RDMA_SHARE, "InfiniBand HDR, a port for each GPU"),
-    "ib-100": Fabric(14.0, 100, False, RDMA_SHARE, "InfiniBand EDR, a port for each node"),
-    "roce-400": Fabric(14.0, 400, True, RDMA_SHARE, "RDMA over Ethernet, a port for each GPU"),
-    "roce-200": Fabric(14.0, 200, True, RDMA_SHARE, "RDMA over Ethernet, a port for each GPU"),
-    "roce-100": Fabric(14.0, 100, False, RDMA_SHARE, "RDMA over Ethernet, a port for each node"),
-    "efa-400": Fabric(30.0, 400, False, RDMA_SHARE, "EFA of p4d instances, 400 Gbit/s for each node"),
-    "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE, "EFA of p5 instances, 3,200 Gbit/s for each node"),
-    "tcp-100": Fabric(50.0, 100, False, TCP_SHARE, "TCP over Ethernet, a port for each node"),
-    "tcp-25": Fabric(50.0, 25, False, TCP_SHARE, "TCP over Ethernet, a port for each node"),
-    "tcp-10": Fabric(50.0, 10, False, TCP_SHARE, "TCP over Ethernet, a port for each node"),
-    "tcp-1": Fabric(50.0, 1, False, TCP_SHARE, "TCP over Ethernet, a port for each node"),
+    "ib-400": Fabric(14.0, 400, True, RDMA_SHARE),  # InfiniBand NDR, a port for each GPU
+    "ib-200": Fabric(14.0, 200, True, RDMA_SHARE),  # InfiniBand HDR, a port for each GPU
+    "ib-100": Fabric(14.0, 100, False, RDMA_SHARE),  # InfiniBand EDR, a port for each node
+    "roce-400": Fabric(14.0, 400, True, RDMA_SHARE),  # RDMA over Ethernet, a port for each GPU
+    "roce-200": Fabric(14.0, 200, True, RDMA_SHARE),  # RDMA over Ethernet, a port for each GPU
+    "roce-100": Fabric(14.0, 100, False, RDMA_SHARE),  # RDMA over Ethernet, a port for each node
+    "efa-400": Fabric(30.0, 400, False, RDMA_SHARE),  # EFA of p4d instances, 400 Gbit/s for each node
+    "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE),  # EFA of p5 instances, 3,200 Gbit/s for each node
+    "tcp-100": Fabric(50.0, 100, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
+    "tcp-25": Fabric(50.0, 25, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
+    "tcp-10": Fabric(50.0, 10, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
+    "tcp-1": Fabric(50.0, 1, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
 }
 
 CONTROL_ALPHA_US = 50.0

@@ -219,7 +219,7 @@ class Compute:
     backward_s: float
     optimizer_s: float = 0.0
     load: float = 0.0
-    """The share of the device that an exchange under way takes from computing: cores that both want, say."""
+    """The share of the device that an exchange under way takes from computing: cores that both need, say."""
 
     @property
     def total_s(self) -> float:
@@ -299,6 +299,12 @@ class Method:
     """Of scratch: ring or naive."""
     piece_bytes: int = 2**20
     zero: bool = False
+    gathers: int = 2
+    """All-gathers of the weights that fsdp makes in a step."""
+    gathered_share: float = 1.0
+    """Of the fp32 weights' bytes: 0.5 for bf16."""
+    replicas: int = 1
+    """Of fsdp: copies of the model, each in shards."""
     algorithm: str = "auto"
 
     @property
@@ -320,7 +326,7 @@ class Step:
     sent_bytes_per_node: float
     """To other nodes; the busiest node's, where they differ."""
     limit: str
-    """compute, exchange, vote or input: what to mend first."""
+    """compute, exchange, vote or input: what to improve first."""
 
 
 def step(
@@ -386,6 +392,8 @@ def _exchange(
     if method.recipe == "scratch":
         exchange_s, sent = _by_hand(whole, cluster, method)
         return computed_s + exchange_s, exchange_s, sent
+    if method.recipe == "fsdp":
+        return _by_shards(gradients, compute, cluster, method)
     if method.recipe == "horovod":
         messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
         single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
@@ -401,6 +409,34 @@ def _exchange(
             end_s = computed_s + sum(cost(message.nbytes) for message in messages)
     sent = sum(sent_per_node(message.nbytes, cluster, method.algorithm) for message in messages)
     return end_s, sum(cost(message.nbytes) for message in messages), sent
+
+
+def _by_shards(
+    gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
+) -> tuple[float, float, float]:
+    """Return the same for fsdp: half an all-reduce for each gather and reduce-scatter of a block.
+
+    Blocks are taken to be as large as DDP's buckets. The next block's weights arrive while one computes; the first
+    block's are waited for, and the last block's gradients.
+    """
+    replicas = min(method.replicas, cluster.ranks)
+    nodes = max(1, cluster.nodes // replicas)
+    within = replace(cluster, nodes=nodes, gpus=max(1, cluster.ranks // replicas // nodes))
+    sizes = [message.nbytes for message in ddp_buckets(gradients, method.bucket_bytes)]
+    gathers = [all_reduce_s(method.gathered_share * size, within, "ring") / 2 for size in sizes]
+    scatters = [all_reduce_s(size, within, "ring") / 2 for size in sizes]
+    whole, sent, copies_s = sum(sizes), 0.0, 0.0
+    sent += (method.gathers * method.gathered_share + 1) * sent_per_node(whole, within, "ring") / 2
+    if replicas > 1:
+        # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
+        apart = min(cluster.nodes, replicas)
+        across = replace(cluster, nodes=apart, gpus=max(1, replicas // apart))
+        copies_s = all_reduce_s(whole / nodes, across, method.algorithm)
+        sent += sent_per_node(whole / nodes, across, method.algorithm)
+    exchange_s = method.gathers * sum(gathers) + sum(scatters) + copies_s
+    forward_s = max(compute.forward_s, sum(gathers))
+    backward_s = max(compute.backward_s, (method.gathers - 1) * sum(gathers) + sum(scatters) + copies_s)
+    return gathers[-1] + forward_s + backward_s + scatters[-1], exchange_s, sent
 
 
 def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, float]:
@@ -420,11 +456,6 @@ def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, flo
 
 
 # ---- failures
-
-
-def young_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the time of work between checkpoints that loses least, to first order: sqrt(2 cost MTBF)."""
-    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:

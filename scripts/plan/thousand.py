@@ -36,15 +36,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.common import world
-from recipes.common.entry import USAGE_STATUS
-from recipes.common.errors import UserError, nearest
+from recipes.common import loop, world
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import averages, peak_memory_bytes
-from recipes.common.options import Parser, one_of, positive_int
+from recipes.common.options import one_of, positive_int
 from recipes.common.places import Place
+from recipes.common.watch import Watch
 from recipes.ddp import train
-from scripts.local import ROOT
+from scripts.launch.command import ROOT, Column, CommandParser, command, parse, table
 
 LOCAL_BATCH = 2
 STEPS = 8
@@ -63,7 +63,7 @@ class Collectives(TorchDispatchMode):
     """Counts the collectives that are begun, whoever begins them, and the bytes of their tensors.
 
     Of an all-gather these are the bytes that arrive, of all others those that are given. What torch's fake group
-    returns for an all-reduce has no result, which DDP wants: it gets one, the tensors as they are.
+    returns for an all-reduce has no result, which DDP expects: it gets one, the tensors as they are.
     """
 
     def __init__(self) -> None:
@@ -81,30 +81,6 @@ class Collectives(TorchDispatchMode):
             future.set_result(list(result[0]))
             return result[0], _create_work_from_future(future).boxed()
         return result
-
-
-class SharedNotes:
-    """The store of a job of which only this rank is there."""
-
-    def __init__(self, *_: object) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        """Keep a value."""
-        self.values[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        """Return a value."""
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        return all(key in self.values for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Count."""
-        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
-        return int(self.values[key])
 
 
 @dataclass
@@ -165,11 +141,11 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
         patch.object(dist, "new_group", fake_group),
         patch.object(world.World, "gather_objects", fake_gather),
         patch.object(dist, "TCPStore", lambda *_, **__: None),
-        patch.object(dist, "PrefixStore", SharedNotes),
-        patch.object(train, "averages", lambda totals, _: averages(totals, int(totals[2] + totals[4]))),
+        patch.object(dist, "PrefixStore", lambda *_: dist.HashStore()),
         patch.object(Job, "count_step", note_step),
+        patch.object(Watch, "leave", Watch.close),  # no other rank ever leaves
         # The samples of the others are evaluated by nobody.
-        patch.object(train, "averages", lambda totals, _: averages(totals, int(totals[2] + totals[4]))),
+        patch.object(loop, "averages", lambda totals, task, _: averages(totals, task, int(totals[0] + totals[1]))),
     ):
         yield
 
@@ -216,52 +192,36 @@ def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, A
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; what follows -- is the recipe's. Raises UserError."""
-    own, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = Parser("python -m scripts.plan.thousand", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.plan.thousand", (__doc__ or "").split("\n")[0])
     parser.add_argument("--world-size", type=positive_int, default=1024, metavar="N", help="the largest one")
     parser.add_argument("--recipe", type=one_of("ddp"), default="ddp", help="ddp is the one that can be")
     parser.add_argument("--only", action="store_true", help="that one alone, in this process, as JSON")
-    args, unknown = parser.parse_known_args(list(own))
-    if unknown:
-        raise UserError(f"unknown option {unknown[0]}{nearest(unknown[0], parser.flags())}; --help lists all")
+    args = parse(parser, argv)
     if args.world_size > MOST_RANKS:
-        raise UserError(f"REHEARSE wants at most {MOST_RANKS} ranks, got {args.world_size}")
-    args.options = list(options)
+        raise UserError(f"REHEARSE: at most {MOST_RANKS} ranks, got {args.world_size}")
     if train.options(args.options).zero:
         raise UserError("--zero cannot be rehearsed: a checkpoint collects shards of ranks that are not there")
     return args
 
 
-COLUMNS = {
-    "ranks": lambda one: f"{one['world_size']:,}",
-    "ms, the fastest step": lambda one: f"{1e3 * one['step_s']:.1f}",
-    "peak memory, MB": lambda one: f"{one['peak_memory_bytes'] / 1e6:,.0f}",
-    "collectives a step": lambda one: str(one["step_collectives"]),
-    "bytes a step": lambda one: f"{one['step_bytes']:,}",
-    f"votes in {STEPS} steps": lambda one: str(one["votes"]),
-    "other collectives": lambda one: str(one["other_collectives"]),
-    "other bytes": lambda one: f"{one['other_bytes']:,}",
-    "config.json, bytes": lambda one: f"{one['config_bytes']:,}",
-    "lines printed": lambda one: str(one["printed_lines"]),
-}
+COLUMNS = (
+    Column("ranks", "world_size", "{:,}"),
+    Column("ms, the fastest step", "step_s", "{:.1f}", 1e3),
+    Column("peak memory, MB", "peak_memory_bytes", "{:,.0f}", 1e-6),
+    Column("collectives a step", "step_collectives"),
+    Column("bytes a step", "step_bytes", "{:,}"),
+    Column(f"votes in {STEPS} steps", "votes"),
+    Column("other collectives", "other_collectives"),
+    Column("other bytes", "other_bytes", "{:,}"),
+    Column("config.json, bytes", "config_bytes", "{:,}"),
+    Column("lines printed", "printed_lines"),
+)
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return a row for each world size."""
-    rows = [list(COLUMNS), *([show(one) for show in COLUMNS.values()] for one in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    lines = ["| " + " | ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(1, "| " + " | ".join("-" * (width - 1) + ":" for width in widths) + " |")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: list[str]) -> int:
     """Rehearse at 1, 64 and the largest world size, a process for each; print what is seen."""
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE_STATUS
+    args = parse_args(argv)
     if args.only:
         torch.set_num_threads(1)  # a LeNet's step on two images is too short for more
         with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -275,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: world size {world_size} ended with status {done.returncode}", file=sys.stderr)
             return 1
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    print(table(found))
+    print(table(COLUMNS, found))
     kinds = ", ".join(f"{number} x {name} of {nbytes:,} bytes" for name, nbytes, number in found[-1]["step_kinds"])
     print(f"a step of {found[-1]['world_size']:,} ranks: {kinds}")
     return 0

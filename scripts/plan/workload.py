@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from recipes.common.models import build_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options
 from scripts.plan.model import Compute, Gradient, optimizer_bytes
+
+BLOCK_BYTES = 25 * 2**20
 
 SAMPLES = 2
 """A batch of one has no statistics for batch norm."""
@@ -57,7 +58,7 @@ def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind
 def data_of(kind: Kind) -> Data:
     """Return a data set without samples: what a model has to fit."""
     nothing = cast(Any, None)
-    return Data(nothing, nothing, kind.channels, kind.image_size, kind.num_classes)
+    return Data.of_images(nothing, nothing, kind.channels, kind.image_size, kind.num_classes)
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,16 @@ class Workload:
         half = args.amp != "none"
         passes = getattr(args, "accumulate_steps", 1)
         kept = self.activation_bytes_per_sample * local_batch_size / passes * (0.5 if half else 1.0)
+        shards = max(1, ranks // getattr(args, "replicas", ranks))  # of fsdp; others hold weights whole
+        is_resharded = getattr(args, "reshard_after_forward", False)
+        # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
+        gathered = min(self.parameter_bytes, 2 * BLOCK_BYTES) if is_resharded else self.parameter_bytes
         return {
-            "weights": self.parameter_bytes + self.buffer_bytes,
-            "gradients": self.parameter_bytes,
-            "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else 1),
-            "half_weights": self.parameter_bytes / 2 if half else 0,
+            "weights": self.parameter_bytes / shards + self.buffer_bytes,
+            "gradients": self.parameter_bytes / shards,
+            "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else shards),
+            "gathered_weights": gathered * (0.5 if half else 1.0) if shards > 1 else 0,
+            "half_weights": self.parameter_bytes / 2 if half and shards == 1 else 0,
             "activations": kept,
         }
 
@@ -165,38 +171,45 @@ def _flops_of(name: str, root: str, flops: dict[str, float]) -> float:
     return flops.get(f"{root}.{name}" if name else root, 0.0)
 
 
+class TimedStep:
+    """A step of one process on random images, without data or exchange."""
+
+    def __init__(self, args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.model = build_model(args, data_of(kind)).to(device).train()
+        self.optimizer = build_optimizer(args, self.model.parameters())
+        images = torch.randn((local_batch_size, kind.channels, kind.image_size, kind.image_size), device=device)
+        self.images = images.contiguous(memory_format=torch.channels_last) if args.channels_last else images
+        self.labels = torch.arange(local_batch_size, device=device) % kind.num_classes
+
+    def now(self) -> float:
+        """Return the time, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def __call__(self) -> tuple[float, float, float]:
+        """Do a step; return the seconds of forward, backward and optimizer."""
+        begin = self.now()
+        with autocast(self.args, self.device):
+            loss = cross_entropy(self.model(self.images), self.labels)
+        computed = self.now()
+        loss.backward()
+        ready = self.now()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return computed - begin, ready - computed, self.now() - ready
+
+
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
     """Return the median times of a few steps of one process on this device, on random images."""
-    model = build_model(args, data_of(kind)).to(device).train()
-    optimizer = build_optimizer(args, model.parameters())
-    shape = (local_batch_size, kind.channels, kind.image_size, kind.image_size)
-    images = torch.randn(shape, device=device)
-    if args.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.arange(local_batch_size, device=device) % kind.num_classes
-
-    def forward() -> Tensor:
-        with autocast(args, device):
-            return cross_entropy(model(images), labels)
-
+    step = TimedStep(args, kind, local_batch_size, device)
     times: list[tuple[float, float, float]] = []
     began_at = time.perf_counter()
     while len(times) < 5 or (len(times) < 20 and time.perf_counter() < began_at + 10):
-        loss, forward_s = _timed(forward, device)
-        _, backward_s = _timed(loss.backward, device)
-        _, optimizer_s = _timed(lambda: (optimizer.step(), optimizer.zero_grad()), device)
-        times.append((forward_s, backward_s, optimizer_s))
+        times.append(step())
     del times[:2]  # caches warm up
     return Compute(*(statistics.median(values) for values in zip(*times, strict=True)))
-
-
-def _timed(action: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Return what an action gives, and its seconds."""
-    begin = time.perf_counter()
-    result = action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result, time.perf_counter() - begin
 
 
 def estimate_compute(workload: Workload, local_batch_size: int, tflops: float, utilisation: float) -> float:

@@ -19,7 +19,7 @@ FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that scripts/slurm_cluster.sh keeps in a folder."""
+    """A cluster that scripts/lab/slurm_cluster.sh keeps in a folder."""
 
     folder: Path
 
@@ -31,12 +31,12 @@ class Cluster:
     def script(
         self, *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run scripts/slurm_cluster.sh."""
+        """Run scripts/lab/slurm_cluster.sh."""
         # What a launcher or a user around the tests has set must not reach the jobs.
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         own |= {"SLURM_CLUSTER_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
         own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **(env or {})}
-        command = [str(ROOT / "scripts/slurm_cluster.sh"), *words]
+        command = [str(ROOT / "scripts/lab/slurm_cluster.sh"), *words]
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     def run(self, *words: str, cwd: Path = ROOT, **env: str) -> str:
@@ -50,6 +50,8 @@ class Cluster:
         words = ["sbatch", "--parsable", *flags, str(ROOT / "slurm" / file)]
         own = ["--runs-dir", str(folder), *([] if file.startswith("doctor") else ["--no-tensorboard"])]
         device = ["--device", "cpu"]  # Slurm counts GPUs here that no machine has
+        if "SCRIPT" in env:
+            own, device, env = [], [], {"RUNS_DIR": str(folder), **env}
         number = self.run(*words, *options, *device, *own, cwd=folder, **env).strip()
         return Job(self, number, folder)
 

@@ -32,7 +32,7 @@ def cluster():
     up = cluster.script("up", "3", env={"SLURMD_TIMEOUT_S": "6", "KILL_WAIT_S": "5"})
     assert up.returncode == 0, up.stderr
     # A test worker that is killed ends no fixture: then this does.
-    wait = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 1; done; exec scripts/slurm_cluster.sh down"
+    wait = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 1; done; exec scripts/lab/slurm_cluster.sh down"
     env = {**os.environ, "SLURM_CLUSTER_DIR": str(cluster.folder)}
     watch = subprocess.Popen(["bash", "-c", wait], cwd=ROOT, env=env, start_new_session=True)
     yield cluster

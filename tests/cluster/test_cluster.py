@@ -28,7 +28,7 @@ def test_down_leaves_nothing(tmp_path_factory):
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
     # A job under way, and a command that runs inside from outside.
     cluster.run("sbatch", "--wrap", "sleep 1000", cwd=cluster.folder)
-    command = [str(ROOT / "scripts/slurm_cluster.sh"), "run", "srun", "sleep", "1000"]
+    command = [str(ROOT / "scripts/lab/slurm_cluster.sh"), "run", "srun", "sleep", "1000"]
     outside = subprocess.Popen(command, env={**os.environ, "SLURM_CLUSTER_DIR": str(cluster.folder)})
     wait_until(lambda: len(cluster.run("squeue", "-h", "-t", "R").splitlines()) == 2, 30, "two jobs")
 
@@ -69,7 +69,7 @@ def test_plain_commands_work_in_the_shell_that_sources_it(cluster, tmp_path):
 def test_a_number_of_nodes(tmp_path, nodes):
     result = Cluster(tmp_path / "c").script("up", nodes)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: NODES wants a whole number from 1 to 99")
+    assert result.stderr.startswith("error: NODES expects a whole number from 1 to 99")
 
 
 def test_a_user_without_root_is_told():
@@ -78,9 +78,9 @@ def test_a_user_without_root_is_told():
     )
     with tempfile.TemporaryDirectory() as folder:  # where anybody may look
         Path(folder).chmod(0o755)
-        script = shutil.copy(ROOT / "scripts/slurm_cluster.sh", folder)
+        script = shutil.copy(ROOT / "scripts/lab/slurm_cluster.sh", folder)
         result = subprocess.run([*as_nobody, script, "up"], cwd=folder, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: a test cluster wants root: namespaces and slurmd do\n",
+        "error: a test cluster needs root: namespaces and slurmd do\n",
     )

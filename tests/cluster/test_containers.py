@@ -77,7 +77,7 @@ def image(recipe):
     with alone("image"):
         # Without changes it takes no time: the engine has all layers.
         environment = {**os.environ, "TAG": TAG, "BASE_IMAGE": base_image()}
-        build = [ROOT / "scripts/image.sh", "build", recipe]
+        build = [ROOT / "docker/image.sh", "build", recipe]
         done = subprocess.run(build, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.fullmatch(rf"image: {PREFIX}{recipe}:{TAG}, \d+ MB, revision \S+", done.stdout.splitlines()[-1])
@@ -104,11 +104,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run_nodes(image, recipe, nodes, folder, name, *options, processes=1):
+def run_nodes(image, recipe, nodes, folder, name, *options, processes=1, start_in=ROOT):
     """Start a job as `make run WITH=docker` does."""
     words = [recipe, "--nodes", str(nodes), "--nproc-per-node", str(processes), "--"]
     words += words_for(folder, name, *options)
-    return Command(sys.executable, "-m", "scripts.compose", *words, IMAGE=image, OMP_NUM_THREADS="1")
+    start = ("env", "-C", str(start_in), f"PYTHONPATH={ROOT}", sys.executable, "-m", "docker.compose")
+    return Command(*start, *words, IMAGE=image, OMP_NUM_THREADS="1")
 
 
 def left():
@@ -145,8 +146,12 @@ def containers_of(command):
 
 @pytest.mark.timeout(1500)
 def test_two_containers_give_the_losses_of_single(ddp_image, folder):
+    """And they find a model of the caller's own, which is LeNet here."""
     options = ("--epochs", "2")
-    command = run_nodes(ddp_image, "ddp", 2, folder, "two", *options, processes=2)
+    (folder / "mine.py").write_text("from helper import LeNet\n\ndef net(data):\n    return LeNet(1, 8, 10)\n")
+    (folder / "helper.py").write_text("from recipes.common.models import LeNet\n")
+    mine = ("--model", "mine:net")
+    command = run_nodes(ddp_image, "ddp", 2, folder, "two", *options, *mine, processes=2, start_in=folder)
     done = command.wait(timeout_s=120, gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert re.match(r"result recipe=ddp world_size=4 test_accuracy=0\.\d{4} ", done.stdout.splitlines()[-1])
@@ -160,6 +165,25 @@ def test_two_containers_give_the_losses_of_single(ddp_image, folder):
         "inspect", "--format", '{{index .Config.Labels "org.opencontainers.image.revision"}}', ddp_image
     )
     assert config["revision"] == revision
+    assert left() == []
+
+
+@pytest.mark.timeout(1500)
+def test_a_script_has_the_same_paths_in_containers(ddp_image, folder):
+    """spawn's launcher starts one process a node, and needs no torch."""
+    (folder / "helper.py").write_text("names = ('NODE_RANK', 'NNODES', 'RUN_DIR', 'RESUME')\n")
+    (folder / "train.py").write_text(
+        "import os, helper, pathlib, sys\n"
+        "seen = repr((sys.argv[1:], os.getcwd(), [os.environ[name] for name in helper.names]))\n"
+        "(pathlib.Path(os.environ['RUN_DIR']) / os.environ['NODE_RANK']).write_text(seen)\n"
+    )
+    words = ["spawn", "--nodes", "2", "--nproc-per-node", "1", "--name", "mine", "--", "--out={run_dir}"]
+    env = {"IMAGE": ddp_image, "SCRIPT": str(folder / "train.py"), "WORKDIR": str(folder), "RUNS_DIR": str(folder)}
+    done = Command(sys.executable, "-m", "docker.compose", *words, **env).wait(timeout_s=120, gone_within_s=15)
+    assert done.status == 0, done.stdout + done.stderr
+    for rank in "01":
+        seen = (["--out=/runs/mine"], str(folder), [rank, "2", "/runs/mine", "none"])
+        assert (folder / "mine" / rank).read_text() == repr(seen)
     assert left() == []
 
 
@@ -270,13 +294,13 @@ def test_refusals(ddp_image, folder):
         (
             {"IMAGE": ddp_image},
             ["ddp", "--", "--name", "a/b"],
-            "NAME wants a plain name, without folders, got 'a/b'",
+            "NAME expects a plain name, without folders, got 'a/b'",
         ),
         ({"IMAGE": ddp_image}, ["single", "--nodes", "2"], "single is one process; "),
     ):
         words += [] if "--" in words else ["--"]
         words += ["--runs-dir", str(folder / "runs")]
-        done = Command(sys.executable, "-m", "scripts.compose", *words, **env).wait(timeout_s=60)
+        done = Command(sys.executable, "-m", "docker.compose", *words, **env).wait(timeout_s=60)
         assert (done.status, done.stdout) == (2, ""), done.stderr
         assert done.stderr.startswith(f"error: {message}")
         assert done.stderr.count("\n") == 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import need_horovod, need_horovod_with_mpi
 from tests.images import make_images
-from tests.support import ROOT, accuracies, is_equal, losses, train, wait_until, weights
+from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ SETTINGS = (
 )
 """Few steps at a rate that lets rounding stay small."""
 
-ENDLESS = ("--epochs", "100000")
+ENDLESS = ("--epochs", "100000", "--data", "tests.slow_data:images")
 
 FILES = {
     "ddp": ("ddp.sbatch", {}),
@@ -30,6 +30,8 @@ FILES = {
     "horovod-gloo": ("horovod.sbatch", {"START": "gloo"}),
     "horovod-mpirun": ("horovod.sbatch", {"START": "mpirun"}),
     "apex": ("apex.sbatch", {}),
+    "fsdp": ("fsdp.sbatch", {}),
+    "tensor": ("tensor.sbatch", {}),
     "pipeline": ("pipeline.sbatch", {}),
 }
 
@@ -57,14 +59,24 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
 
 
+ONE_PER_NODE = ("apex", "fsdp", "tensor", "pipeline", "horovod-mpirun")
+"""Where another file starts its ranks in the same way: ddp.sbatch, and tests/parallel/test_mpirun.py."""
+
+
 class TestNumbers:
     @pytest.mark.parametrize("name", FILES)
     def test_every_file_has_the_losses_of_single_and_the_same_map(self, cluster, tmp_path, single, name):
-        job = submit(cluster, tmp_path, name, *SETTINGS, flags=())
-        assert re.match(r"result recipe=\w+ world_size=4 test_accuracy=0\.\d+ samples_per_s=\d+$", job.complete())
+        per_node, ranks = 2, ["ranks 0-1 on n1", "ranks 2-3 on n2"]
+        if name in ONE_PER_NODE:
+            per_node, ranks = 1, ["rank 0 on n1", "rank 1 on n2"]
+        job = submit(cluster, tmp_path, name, *SETTINGS, flags=(f"--gpus-per-node={per_node}",))
+        result, _, record = job.complete().partition(" record=")
+        figures = rf"result recipe=\w+ world_size={2 * per_node} test_accuracy=0\.\d+ samples_per_s=\d+"
+        assert re.fullmatch(figures, result)
+        assert record == str(job.run)
         assert losses(job.run) == pytest.approx(losses(single), rel=1e-4)
         assert accuracies(job.run) == accuracies(single)
-        assert job.ranks() == ["ranks 0-1 on n1", "ranks 2-3 on n2"]
+        assert job.ranks() == ranks
         logs = sorted(path.name for path in (job.run / "slurm").glob("*.txt"))
         assert logs == ["n1.txt", "n2.txt"]
         for node in ("n1", "n2"):
@@ -72,8 +84,8 @@ class TestNumbers:
             assert log.count(f"{node}: fabric tcp (no RDMA device), n1 by eth0:") == 1
 
     def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, single):
-        job = submit(cluster, tmp_path, "ddp-srun", *SETTINGS, flags=("--nodes=3",))
-        assert " world_size=6 " in job.complete()
+        job = submit(cluster, tmp_path, "ddp-srun", *SETTINGS, flags=("--nodes=1",))
+        assert " world_size=2 " in job.complete(), "the file's two GPUs of one node"
         assert losses(job.run) == pytest.approx(losses(single), rel=1e-4)
 
     @pytest.mark.parametrize(
@@ -86,18 +98,6 @@ class TestNumbers:
     def test_a_cluster_without_gpus_needs_a_flag(self, cluster, tmp_path, flags, world_size):
         job = submit(cluster, tmp_path, "ddp", "--max-steps", "2", flags=flags)
         assert f" world_size={world_size} " in job.complete()
-
-    def test_a_sweep_gives_a_run_for_each_point(self, cluster, tmp_path):
-        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02"}
-        array = cluster.submit(
-            tmp_path, "array.sbatch", "--max-steps", "3", flags=("--array=0-1", "--gpus-per-node=1"), **env
-        )
-        rates = []
-        for index in range(2):
-            job = type(array)(cluster, f"{array.number}_{index}", tmp_path)
-            assert " world_size=1 " in job.complete()
-            rates.append(json.loads((job.run / "config.json").read_text())["options"]["lr"])
-        assert rates == [0.01, 0.02]
 
     def test_the_doctors_job_maps_the_nodes(self, cluster, tmp_path):
         flags = ("--nodes=3",)
@@ -130,19 +130,34 @@ def undisturbed(tmp_path_factory):
     """Return a function: the weights after a recipe's run on so many nodes that nothing has disturbed."""
 
     @functools.cache
-    def weights_of(recipe, nodes):
+    def weights_of(recipe, nodes, *words):
         folder = tmp_path_factory.mktemp("undisturbed")
-        return weights(train(recipe, folder, nodes, *LONG, nodes=nodes))
+        return weights(train(recipe, folder, nodes, *words, nodes=nodes))
 
     return weights_of
 
 
-LONG = ("--epochs", "10", "--checkpoint-every", "5", "--deterministic", "--seed", "2")
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Return options by which each rank has a worker that decodes images."""
+    folder = make_images(tmp_path_factory.mktemp("images"))
+    words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1")
+    return (*words, "--global-batch-size", "8", "--epochs", "60", *OFTEN)
+
+
+OFTEN = ("--checkpoint-every", "5", "--deterministic", "--seed", "2")
+LONG = ("--epochs", "10", *OFTEN)
 
 
 def near_the_limit(cluster, job):
     """Send what Slurm sends a while before the time limit (--signal=B:USR1@120)."""
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+
+
+def wait_for_epoch_of_resumed(job):
+    """Wait until the job has started again and finished an epoch since."""
+    job.wait_for_text("resumed from")
+    wait_until(lambda: "epoch " in job.text.partition("resumed from")[2], TIMEOUT_S, lambda: job.text)
 
 
 def requeued_by_hand(cluster, job):
@@ -154,18 +169,9 @@ def preempted(cluster, job):
 
 
 class TestRequeue:
-    @pytest.mark.parametrize(
-        ("name", "disturb"),
-        [
-            ("ddp", near_the_limit),
-            ("spawn", near_the_limit),
-            ("ddp", requeued_by_hand),
-            ("ddp-srun", preempted),
-        ],
-    )
-    def test_a_job_goes_on_and_ends_like_an_undisturbed_one(self, cluster, tmp_path, undisturbed, name, disturb):
-        nodes = 3 if disturb is preempted else 2
-        job = submit(cluster, tmp_path, name, *LONG, flags=(f"--nodes={nodes}", "--gpus-per-node=1"))
+    def check(self, cluster, folder, name, nodes, words, disturb, expected):
+        """Disturb a job; assert that it goes on and ends with the expected weights."""
+        job = submit(cluster, folder, name, *words, flags=(f"--nodes={nodes}", "--gpus-per-node=1"))
         job.wait_for_text("epoch 2 ")
         disturb(cluster, job)
         assert job.complete().startswith("result ")
@@ -173,30 +179,40 @@ class TestRequeue:
         launches = json.loads((job.run / "config.json").read_text())["launches"]
         assert launches[0]["step"] == 0 < launches[1]["step"]
         assert "could not be requeued" not in job.text
-        assert is_equal(weights(job.run), undisturbed(name.removesuffix("-srun"), nodes))
+        assert is_equal(weights(job.run), expected)
+        return job
 
-    def test_the_time_limit_itself(self, cluster, tmp_path):
-        # Slurm counts time limits in minutes and may send the signal up to a minute early.
-        job = submit(cluster, tmp_path, "ddp", *ENDLESS, flags=("--time=2", "--signal=B:USR1@30", "--nodes=1"))
-        job.wait_for_text("resumed from", timeout_s=240)
-        assert "got USR1: ranks write a checkpoint" in job.text
-        cluster.run("scancel", job.number)
-        assert job.wait() == "CANCELLED"
+    @pytest.mark.parametrize(
+        ("name", "nodes", "disturb"), [("ddp", 2, requeued_by_hand), ("ddp-srun", 3, preempted)]
+    )
+    def test_a_job_goes_on_and_ends_like_an_undisturbed_one(
+        self, cluster, tmp_path, undisturbed, name, nodes, disturb
+    ):
+        self.check(cluster, tmp_path, name, nodes, LONG, disturb, undisturbed("ddp", nodes, *LONG))
 
     @pytest.mark.parametrize("name", ["ddp", "spawn"])
-    def test_workers_of_image_folders_outlive_it(self, cluster, tmp_path, name):
-        """Slurm sends the signal to them, too."""
-        folder = make_images(tmp_path / "images")
-        words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1")
-        job = submit(cluster, tmp_path, name, *words, "--global-batch-size", "8", "--epochs", "60")
-        job.wait_for_text("epoch 2 ")
-        near_the_limit(cluster, job)
-        assert job.complete().startswith("result ")
-        assert job.field("Restarts") == "1"
+    def test_near_the_time_limit_and_with_workers(self, cluster, tmp_path, undisturbed, images, name):
+        """Slurm sends the signal to processes that decode images, too: they outlive it."""
+        job = self.check(cluster, tmp_path, name, 2, images, near_the_limit, undisturbed(name, 2, *images))
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
         logs = [path.read_text() for path in (job.run / "slurm").glob("*.txt")]
         assert not re.search("Traceback|[Ww]arning", "".join(logs)), logs
+
+    def test_the_time_limit_itself_and_only_so_often(self, cluster, tmp_path):
+        flags = ("--time=30", "--signal=B:USR1@30", "--nodes=1", "--gpus-per-node=1")
+        flags += ("--export=ALL,MAX_REQUEUES=1",)
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS, flags=flags)
+        job.wait_for_text("epoch 2 ")
+        # Slurm counts time limits in minutes and may send the signal up to a minute early.
+        hours, minutes, _ = map(int, job.field("RunTime").split(":"))
+        cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={60 * hours + minutes + 2}")
+        wait_for_epoch_of_resumed(job)
+        assert "got USR1: ranks write a checkpoint" in job.text
+        near_the_limit(cluster, job)
+        assert job.wait() == "FAILED"
+        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=1\); to go on: sbatch .* --resume auto"
+        assert re.match(words, job.text.splitlines()[-1])
 
     def test_horovod_goes_on_too(self, cluster, tmp_path):
         job = submit(cluster, tmp_path, "horovod-mpirun", "--epochs", "10")
@@ -206,43 +222,37 @@ class TestRequeue:
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
 
-    def test_only_so_often(self, cluster, tmp_path):
-        job = submit(
-            cluster, tmp_path, "ddp", *ENDLESS, flags=("--gpus-per-node=1", "--export=ALL,MAX_REQUEUES=0")
-        )
-        job.wait_for_text("epoch 2 ")
-        near_the_limit(cluster, job)
-        assert job.wait() == "FAILED"
-        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=0\); to go on: sbatch .* --resume auto"
-        assert re.match(words, job.text.splitlines()[-1])
-
-    def test_one_task_of_an_array_is_requeued_alone(self, cluster, tmp_path):
+    def test_a_sweep_gives_a_run_for_each_point_and_one_task_is_requeued_alone(self, cluster, tmp_path):
         env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02"}
         array = cluster.submit(
             tmp_path, "array.sbatch", "--epochs", "30", flags=("--array=0-1", "--gpus-per-node=1"), **env
         )
         tasks = [type(array)(cluster, f"{array.number}_{index}", tmp_path) for index in range(2)]
-        for task in tasks:
-            task.wait_for_text("epoch 2 ")
+        tasks[0].wait_for_text(", start 1: ")
+        tasks[1].wait_for_text("epoch 2 ")  # the last: it may end soon
         near_the_limit(cluster, tasks[1])  # its number is the array's own
-        assert [task.complete().split()[0] for task in tasks] == ["result"] * 2
-        assert [task.field("Restarts") for task in tasks] == ["0", "1"]
+        for task, rate, restarts in zip(tasks, (0.01, 0.02), "01", strict=True):
+            assert re.match("result .* world_size=1 ", task.complete()), task.text
+            assert json.loads((task.run / "config.json").read_text())["options"]["lr"] == rate
+            assert task.field("Restarts") == restarts
 
-    def test_a_node_without_slurmd_is_left_out(self, cluster, tmp_path):
-        job = submit(cluster, tmp_path, "ddp", *ENDLESS, "--checkpoint-every", "50")
+    def test_a_node_without_slurmd_is_left_out_and_scancel_leaves_a_checkpoint(self, cluster, tmp_path):
+        job = submit(cluster, tmp_path, "ddp", *ENDLESS, "--checkpoint-every", "4")
         job.wait_for_text("epoch 2 ")
         assert job.ranks() == ["rank 0 on n1", "rank 1 on n2"]
         try:
             [slurmd] = cluster.processes("slurmd -D -N n2")
             slurmd.kill()
-            job.wait_for_text("resumed from")
+            wait_for_epoch_of_resumed(job)
             assert job.ranks() == ["rank 0 on n1", "rank 1 on n3"]
         finally:
             cluster.run("scancel", job.number)
             cluster.script("restart", "n2")
         assert job.wait() == "CANCELLED"
+        assert "stopped by SIGTERM: wrote" in (job.run / "slurm/n1.txt").read_text()
+        assert weights(job.run)
         is_idle = lambda: cluster.run("sinfo", "-h", "-n", "n2", "-p", "main", "-o", "%T").strip() == "idle"  # noqa: E731
-        wait_until(is_idle, 30, "n2 idle again")
+        wait_until(is_idle, TIMEOUT_S, "n2 idle again")
 
 
 class TestEnds:
@@ -257,22 +267,14 @@ class TestEnds:
         assert job.wait(20) == "FAILED"
         assert re.search(r"^error: job \d+ ended with status \d+; all nodes' logs are in ", job.text, re.MULTILINE)
 
-    def test_scancel_leaves_a_checkpoint(self, cluster, tmp_path):
-        job = submit(cluster, tmp_path, "ddp", *ENDLESS)
-        job.wait_for_text("epoch 2 ")
-        cluster.run("scancel", job.number)
-        assert job.wait() == "CANCELLED"
-        assert "stopped by SIGTERM: wrote" in (job.run / "slurm/n1.txt").read_text()
-        assert weights(job.run)
-
     @pytest.mark.parametrize(
         ("options", "env", "words"),
         [
             (("--lr", "x"), {}, "--lr"),
             (("--data", "imagefolder", "--data-dir", "/nowhere"), {}, "cannot read /nowhere/train"),
             ((), {"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in"),
-            ((), {"FABRIC": "efb"}, "FABRIC wants auto, ib, roce, efa or tcp, got 'efb'"),
-            ((), {"START": "ssh"}, "START wants pmix, gloo or mpirun, got 'ssh'"),
+            ((), {"FABRIC": "efb"}, "FABRIC expects auto, ib, roce, efa or tcp, got 'efb'"),
+            ((), {"START": "ssh"}, "START expects pmix, gloo or mpirun, got 'ssh'"),
             ((), {"CONTAINER_IMAGE": "ddp.sqsh"}, "CONTAINER_IMAGE is set, but srun has no --container-image"),
         ],
     )
@@ -292,7 +294,7 @@ class TestEnds:
         python = tmp_path / "python"
         python.write_text(
             f"""#!/bin/bash
-            if [[ $* != *scripts.agent* ]]; then exec {sys.executable} "$@"; fi
+            if [[ $* != *scripts.launch.agent* ]]; then exec {sys.executable} "$@"; fi
             if [[ $SLURM_NODEID == 0 ]]; then sleep 2; exit 2; fi
             trap "" TERM # as a node that is slow to end: it is ended by KILL
             while :; do sleep 1; done
@@ -313,6 +315,75 @@ class TestEnds:
         result = cluster.script("run", "sbatch", flag, str(ROOT / "slurm/ddp.sbatch"), cwd=tmp_path)
         assert result.returncode == 1
         assert words in result.stderr
+
+
+SHOW = """
+import os, pathlib, socket, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", "RESUME")
+text = " ".join(os.environ.get(name, "-") for name in names)
+print(text, socket.gethostname(), os.getcwd(), *sys.argv[1:], flush=True)
+"""
+
+SAVES = f"""{SHOW}
+import signal, time
+run_dir = pathlib.Path(os.environ["RUN_DIR"])
+if os.environ["RESUME"] == "auto":
+    print("resumed after", sorted(path.name for path in run_dir.glob("saved-*")), flush=True)
+    sys.exit()
+def save(number, frame):
+    (run_dir / f"saved-{{os.environ['RANK']}}").touch()
+    sys.exit()
+signal.signal(signal.SIGUSR1, save)
+print("trains", flush=True)
+time.sleep(100)
+"""
+
+
+class TestYourOwn:
+    """A script in the recipe's place; most start without torch."""
+
+    def submit(self, cluster, folder, file, source, *options, **env):
+        (folder / "train.py").write_text(source)
+        env = {"PYTHON": sys.executable, "SCRIPT": "train.py", **env}
+        return cluster.submit(folder, file, *options, flags=("--gpus-per-node=1",), **env)
+
+    @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch", "spawn.sbatch"])
+    def test_it_runs_on_all_nodes_from_the_folder_of_sbatch(self, cluster, tmp_path, file):
+        job = self.submit(cluster, tmp_path, file, SHOW, "--lr", "0.1", "--out={run_dir}")
+        assert job.wait() == "COMPLETED", job.text
+        assert job.run == tmp_path / f"train-job{job.number}"
+        for rank, host in (("0", "n1"), ("1", "n2")):
+            last = (job.run / f"slurm/{host}.txt").read_text().splitlines()[-1]
+            node_rank = "-" if file == "ddp-srun.sbatch" else rank
+            ranks = "- - - -" if file == "spawn.sbatch" else f"{rank} 0 2 1"
+            end = f"n1 {node_rank} none {host} {tmp_path} --lr 0.1 --out={job.run}"
+            assert last == f"{ranks} {end}", job.text
+
+    def test_one_that_saves_is_requeued_and_told_to_resume(self, cluster, tmp_path):
+        job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", SAVES)
+        job.wait_for_text("trains")
+        other = job.run / "slurm/n2.txt"  # its rank may start later
+        wait_until(lambda: other.exists() and "trains" in other.read_text(), TIMEOUT_S, "rank 1 trains")
+        near_the_limit(cluster, job)
+        assert job.wait() == "COMPLETED", job.text
+        assert job.field("Restarts") == "1"
+        assert "resumed after ['saved-0', 'saved-1']" in job.text
+
+    @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch"])
+    def test_one_that_has_written_nothing_is_stopped_and_not_requeued(self, cluster, tmp_path, file):
+        job = self.submit(cluster, tmp_path, file, 'import time; print("trains", flush=True); time.sleep(100)')
+        job.wait_for_text("trains")
+        near_the_limit(cluster, job)
+        assert job.wait(30) == "FAILED"
+        assert job.field("Restarts") == "0"
+        assert f"its time is up, and it has written nothing to {job.run} since its start" in job.text
+
+    def test_what_cannot_run_is_one_line_and_status_2(self, cluster, tmp_path):
+        job = self.submit(cluster, tmp_path, "ddp.sbatch", "if then\n")
+        assert job.wait() == "FAILED"
+        assert job.field("ExitCode") == "2:0"
+        [line] = job.text.splitlines()
+        assert line.startswith(f"error: SCRIPT {tmp_path}/train.py is not Python: ")
 
 
 class TestContainers:
@@ -351,6 +422,6 @@ class TestContainers:
         assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
 
     def test_all_of_an_elastic_job_runs_in_pyxiss_containers(self, cluster, tmp_path):
-        """The coordinator too: the host's Python may be too old for it."""
+        """The store too: the host may have no torch."""
         text = self.complete(cluster, tmp_path, "srun", self.PYXIS, "ddp-elastic.sbatch")
-        assert text.count("srun --container-image=/images/ddp.sif\n") >= 3, "two nodes and the coordinator"
+        assert text.count("srun --container-image=/images/ddp.sif\n") >= 2, "two nodes and the store"

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import (
     ROOT,
+    TIMEOUT_S,
     Command,
     is_equal,
     losses,
@@ -43,16 +44,16 @@ def submit(cluster):
 @pytest.fixture
 def submitted(submit):
     """Return a function that submits a job and follows it to its end."""
-    return lambda *arguments: submit(*arguments).wait(timeout_s=90, gone_within_s=15)
+    return lambda *arguments: submit(*arguments).wait(gone_within_s=15)
 
 
 def job_id(command):
-    wait_until(lambda: "\njob " in f"\n{command.text}", 60, "a job's number")
+    wait_until(lambda: "\njob " in f"\n{command.text}", TIMEOUT_S, "a job's number")
     return re.search(r"^job (\d+):", command.text, re.MULTILINE)[1]
 
 
 def wait_for_log(command, step, run):
-    wait_until(lambda: (run / "metrics.jsonl").exists(), 60, lambda: f"{run}\n{command.text}")
+    wait_until(lambda: (run / "metrics.jsonl").exists(), TIMEOUT_S, lambda: f"{run}\n{command.text}")
     command.wait_for_step(run, step)
 
 
@@ -114,7 +115,7 @@ def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster,
     cluster.run(
         "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     )
-    done = command.wait(timeout_s=90, gone_within_s=15)
+    done = command.wait(gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGUSR1: wrote" in done.stdout
     assert ": requeued, start 2" in done.stdout
@@ -129,7 +130,7 @@ def test_a_job_that_an_operator_requeues_goes_on(cluster, submit, tmp_path, undi
     command = submit("ddp", "--nodes", "2", "--time", "5", "--", *words_for(tmp_path, run.name, *LONG))
     wait_for_log(command, 60, run)
     cluster.run("scontrol", "requeue", job_id(command))
-    done = command.wait(timeout_s=90, gone_within_s=15)
+    done = command.wait(gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGTERM: wrote" in done.stdout
     check_resumed(run, undisturbed)
@@ -144,7 +145,7 @@ def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
     command = submit(*shape, "--", *words)
     wait_for_log(command, 60, run)
     cluster.run("scancel", "--signal=USR1", job_id(command))
-    done = command.wait(timeout_s=60, gone_within_s=15)
+    done = command.wait(gone_within_s=15)
     assert done.status == 1
     assert "error: the job was stopped before its end, and --max-requeues allows no more" in done.stdout
     assert re.fullmatch(r"error: job \d+ ended before the run was complete \(FAILED\); all .*", *done.errors)
@@ -159,7 +160,7 @@ def test_a_cancelled_job_writes_a_checkpoint(cluster, submit, tmp_path):
     command = submit("single", "--time", "5", "--", *words_for(tmp_path, run.name, "--epochs", "400"))
     wait_for_log(command, 20, run)
     cluster.run("scancel", job_id(command))
-    done = command.wait(timeout_s=60, gone_within_s=15)
+    done = command.wait(gone_within_s=15)
     assert done.status == 1
     assert "stopped by SIGTERM: wrote" in done.stdout
     assert "(CANCELLED)" in done.errors[0]
@@ -185,12 +186,13 @@ def test_a_sweep_is_an_array_with_a_table_at_its_end(submitted, tmp_path):
     options = words_for(tmp_path, "grid", "--epochs", "1")
     done = submitted("single", "--time", "5", "--sweep", "lr=0.02,0.05", "--", *options)
     assert done.status == 0, done.stdout + done.stderr
-    table = [line.split() for line in done.stdout.splitlines()[-3:]]
+    table = [line.replace("|", " ").split() for line in done.stdout.splitlines()[-4:]]
+    del table[1]  # Markdown's rule
     assert table[0] == ["run", "lr", "world_size", "test_accuracy", "samples_per_s"]
     for row, value in zip(table[1:], ("0.02", "0.05"), strict=True):
         run = tmp_path / row[0]
         assert row[:3] == [f"grid-lr{value}", value, "1"]
-        assert row[3] == f"{json.loads((run / 'result.json').read_text())['test_accuracy']:.4f}"
+        assert row[3] == f"{json.loads((run / 'result.json').read_text())['test_accuracy']:.4g}"
         assert json.loads((run / "config.json").read_text())["options"]["lr"] == float(value)
     alone = run_ranks("single", words_for(tmp_path, "alone", "--epochs", "1", "--lr", "0.05"), 1, tmp_path / "out")
     assert alone.statuses == [0]
@@ -200,11 +202,7 @@ def test_a_sweep_is_an_array_with_a_table_at_its_end(submitted, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--partition", "nope"], "error: Slurm shows no time limit: Partition nope not found; sinfo "),
-        (
-            ["--partition", "nope", "--time", "5"],
-            "error: Slurm refuses the job: invalid partition specified: nope; ",
-        ),
+        (["--partition", "nope"], "error: Slurm refuses the job: invalid partition specified: nope; "),
         (["--nodes", "50"], "error: Slurm refuses the job: allocation failure: "),
         (["--gpus-per-node", "50"], "error: Slurm refuses the job: allocation failure: "),
     ],

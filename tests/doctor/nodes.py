@@ -1,7 +1,7 @@
 """Nodes with a network, host name, mounts and limits of their own, on this machine, to plant faults in.
 
 Each node is a network namespace on a bridge; its process also has its own UTS and mount namespace. All are in one
-PID namespace: when its first process is killed, the kernel kills every other one. It wants root and iproute2.
+PID namespace: when its first process is killed, the kernel kills every other one. It needs root and iproute2.
 """
 
 import json

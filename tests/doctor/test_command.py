@@ -13,7 +13,7 @@ import time
 import pytest
 
 from scripts.doctor import meeting, network
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.support import Command
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def test_two_nodes_of_this_machine(tmp_path):
 @pytest.mark.parametrize(
     ("words", "env", "said"),
     [
-        (("--nodes", "0"), {}, "--nodes: wants a whole number of at least 1, got '0'"),
+        (("--nodes", "0"), {}, "NODES expects a whole number of at least 1, got '0'"),
         (("--node", "1"), {}, "unknown option --node; did you mean '--nodes'?"),
         (("--nproc-per-node", "2"), {}, "--nproc-per-node belongs to --nodes; else NPROC_PER_NODE says it"),
         ((), {"NNODES": "2"}, "NNODES is 2 and MASTER_ADDR is not set"),

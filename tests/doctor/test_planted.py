@@ -135,7 +135,7 @@ def test_a_node_that_does_not_find_node_0_says_so_by_the_shared_folder():
     report = examine(2, "--quick", planted={1: "export MASTER_ADDR=nowhere"}, wait_s=3)
     assert report.rules() == [("attendance", 1)]
     assert "node 1 never came to n0:29500; it says: n1 cannot resolve nowhere" in report.findings[0]
-    assert "mend DNS or /etc/hosts" in report.findings[0]
+    assert "fix DNS or /etc/hosts" in report.findings[0]
     assert "error: node 1 (n1): n1 cannot resolve nowhere" in report.outputs[1]
 
 
@@ -179,6 +179,6 @@ def test_a_narrow_link_and_a_wrong_sum():
     assert [rule for rule in report.rules() if rule != ("bandwidth", 0, 1)] == [("bandwidth", 2), ("sums", 1)]
     assert line_about(report, "slow").startswith("error: node 2 (n2) is slow: at best 0.")
     assert "see its cable, port, duplex (ethtool)" in line_about(report, "slow")
-    assert "node 1 (n1): rank 1 has got a wrong sum from the all-reduce" in line_about(report, "sum")
+    assert "node 1 (n1): rank 1 received an incorrect sum from the all-reduce" in line_about(report, "sum")
     assert report.content["probe"]["sum"] == 6
     assert set(report.content["links_gbit_s"]) == {"0-1", "0-2", "1-2"}

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 
-from scripts.doctor import collectives, meeting, node, report
+from scripts.doctor import collectives, kernel_log, meeting, node, report
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 
 GIB = 2**30
@@ -139,7 +139,7 @@ FAULTS = {
     ),
     "names, wrong": (
         lambda case: case.peers[0]["1"].update(names={"n1": ["10.0.0.77"]}),
-        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is no address of it (10.0.0.1 is); mend DNS",
+        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is no address of it (10.0.0.1 is); fix DNS",
     ),
     "links_up": (
         set_in("network", "mtu", value=1500),
@@ -170,7 +170,7 @@ FAULTS = {
     ),
     "disks, readonly": (
         lambda case: case.written.update({1: {"error": "Read-only file system"}}),
-        "node 1 (n1) cannot write /runs: Read-only file system; make room, mend",
+        "node 1 (n1) cannot write /runs: Read-only file system; make room, fix",
     ),
     "shared_folder": (
         lambda case: case.seen.update({1: [1]}),
@@ -202,16 +202,16 @@ FAULTS = {
         "node 1 (n1): a rank did not get past all-reduce: it did not come to an end; ",
     ),
     "collectives, fabric": (
-        lambda case: case.ranks.update({1: {"error": "FABRIC wants auto", "ranks": []}}),
-        "node 1 (n1): no ranks were started: FABRIC wants auto; mend that first",
+        lambda case: case.ranks.update({1: {"error": "FABRIC expects auto", "ranks": []}}),
+        "node 1 (n1): no ranks were started: FABRIC expects auto; fix that first",
     ),
     "sums": (
         lambda case: case.ranks[1]["ranks"][0].update(wrong_elements=7),
-        "node 1 (n1): rank 1 has got a wrong sum from the all-reduce; its memory",
+        "node 1 (n1): rank 1 received an incorrect sum from the all-reduce; its memory",
     ),
     "sums, everywhere": (
         lambda case: [found["ranks"][0].update(wrong_elements=7) for found in case.ranks.values()],
-        "all nodes have got a wrong sum from the all-reduce: one of them sends wrong values; run the",
+        "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values; run the",
     ),
     "sums, two groups": (
         lambda case: case.ranks[1]["ranks"][0].update(map={"world_size": 3, "sum": 3, "ranks": []}),
@@ -259,6 +259,136 @@ GPU_FAULTS = {
 }
 
 
+SXM = "NVIDIA H100 80GB HBM3"
+FULL_SPEED = {"name": SXM, "tflops": 700.0, "to_device_gb_s": 54.0, "from_device_gb_s": 53.0, "peer_gb_s": 370.0}
+
+
+def fleet(nodes=2, **slow):
+    """Return healthy nodes of two H100 each, with rails of 400 Gbit/s; all have the slow values alike."""
+    case = healthy(nodes, gpus=2)
+    for rank, one in case.facts.items():
+        one["rdma_gbit_s"] = {"mlx5_0": 400.0, "mlx5_1": 400.0}
+        for device in one["torch"]["devices"]:
+            device.update({**FULL_SPEED, **slow})
+        (first,) = case.ranks[rank]["ranks"]
+        first.update(device="cuda:0", network="IB", links_gbit_s={str(b): 380.0 for b in case.facts if b != rank})
+        second = {**first, "local_rank": 1, "device": "cuda:1", "map": None, "rail_gbit_s": {str(1 - rank): 379.0}}
+        case.ranks[rank]["ranks"].append({key: second[key] for key in second if key != "links_gbit_s"})
+    return case
+
+
+def set_ranks(case, **values):
+    for found in case.ranks.values():
+        for rank in found["ranks"]:
+            rank.update({key: value for key, value in values.items() if key in rank})
+
+
+def xid(number, count=1, device="PCI:0000:3b:00"):
+    return lambda case: case.facts[1].update(kernel_log=[{"device": device, "xid": number, "count": count}])
+
+
+UNIFORM_FAULTS = {
+    "gpu_floors, matmul": (
+        lambda: fleet(tflops=300.0),
+        "cuda:0 (NVIDIA H100 80GB HBM3) does 300 Tflop/s in bfloat16, at least 450 are expected; see its clocks",
+    ),
+    "gpu_floors, pcie": (
+        lambda: fleet(to_device_gb_s=26.0),
+        "does 26 GB/s from the host, at least 40 are expected; see the PCIe link",
+    ),
+    "gpu_floors, back": (lambda: fleet(from_device_gb_s=25.0), "does 25 GB/s to the host, at least 40 are"),
+    "gpu_floors, nvlink": (
+        lambda: fleet(peer_gb_s=40.0),
+        "does 40 GB/s to the next GPU, at least 200 are expected; see nvidia-smi nvlink",
+    ),
+    "rails": (
+        lambda: planted(
+            lambda case: set_ranks(case, links_gbit_s={"0": 20.0, "1": 20.0}, rail_gbit_s={"0": 19.0, "1": 19.0})
+        ),
+        "node 1 (n1): rails of local rank 0, 1 at 20 Gbit/s, at least 200 are expected; see the transport",
+    ),
+    "rails, one": (
+        lambda: planted(lambda case: set_ranks(case, rail_gbit_s={"0": 90.0, "1": 90.0})),
+        "node 0 (n0): the rail of local rank 1 at 90 Gbit/s, at least 200 are expected",
+    ),
+    "transport": (
+        lambda: planted(
+            lambda case: (
+                set_ranks(case, network="Socket"),
+                [one["variables"].update(FABRIC="ib") for one in case.facts.values()],
+            )
+        ),
+        "node 0 (n0): FABRIC=ib, and NCCL uses Socket, which is TCP; see docs/site.md",
+    ),
+    "transport, auto": (
+        lambda: planted(lambda case: set_ranks(case, network="Socket")),
+        "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP",
+    ),
+    "kernel_log, bus": (
+        lambda: planted(xid(79)),
+        "GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and switch it off",
+    ),
+    "kernel_log, ecc": (
+        lambda: planted(xid(95, 3)),
+        "Xid 95 3 times in a day: uncontained ECC error; drain the node and reset",
+    ),
+    "kernel_log, nvlink": (lambda: planted(xid(74)), "NVLink error; drain the node and have the board"),
+    "kernel_log, remap": (
+        lambda: planted(xid(63)),
+        "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once in a day",
+    ),
+    "kernel_log, memory": (
+        lambda: planted(xid(0, device="memory")),
+        "uncorrected errors of its main memory once in a day",
+    ),
+}
+
+
+def planted(plant):
+    case = fleet()
+    plant(case)
+    return case
+
+
+@pytest.mark.parametrize("name", UNIFORM_FAULTS)
+def test_a_fault_that_all_nodes_share_is_below_a_floor(name):
+    """On two nodes, where nothing is slower than its like."""
+    make, words = UNIFORM_FAULTS[name]
+    findings = judge(make())
+    assert {finding.rule for finding in findings} == {name.split(",")[0]}
+    assert any(words in str(finding) for finding in findings), [str(finding) for finding in findings]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_nodes_at_full_speed_are_above_all_floors(nodes):
+    assert judge(fleet(nodes)) == []
+
+
+def test_a_board_without_nvlink_has_no_floor_for_it():
+    assert judge(fleet(name="NVIDIA H100 PCIe", tflops=500.0, peer_gb_s=40.0)) == []
+    assert judge(fleet(name="NVIDIA T4", tflops=20.0, to_device_gb_s=6.0, peer_gb_s=5.0)) == []
+
+
+KMSG = """6,1000,5000000;NVRM: loading NVIDIA UNIX Open Kernel Module
+3,1001,99000000000;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+3,1002,99000000100,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.
+3,1003,99000000200;NVRM: Xid (PCI:0000:5e:00): 31, pid=77, name=python, MMU Fault: ENGINE GRAPHICS
+3,1004,99000000300;EDAC MC0: 1 UE memory read error on CPU_SrcID#0 (channel:0 slot:0)
+6,1005,99000000400;EDAC MC0: 0 CE
+3,1006,1000000;NVRM: Xid (PCI:0000:af:00): 48, pid=1, DBE of last week
+ SUBSYSTEM=pci
+"""
+
+
+def test_the_kernels_log_of_the_last_day_is_read():
+    """What a program's own mistake causes, and what is older, is left out."""
+    assert kernel_log.parse(KMSG, uptime_s=100_000) == [
+        {"device": "PCI:0000:3b:00", "xid": 79, "count": 2},
+        {"device": "memory", "xid": 0, "count": 1},
+    ]
+    assert kernel_log.read("/nowhere/kmsg") is None
+
+
 @pytest.mark.parametrize("gpus", [0, 2])
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])
 def test_healthy_nodes_have_no_findings(nodes, gpus):
@@ -281,7 +411,9 @@ def test_a_fault_is_named_with_its_remedy(name, gpus):
 
 
 def test_every_rule_is_tested():
-    assert {rule.__name__ for rule in RULES} == {name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS]}
+    assert {rule.__name__ for rule in RULES} == {
+        name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS, *UNIFORM_FAULTS]
+    }
 
 
 def test_a_node_that_is_cut_off_is_one_finding():

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from scripts.k8s import pod_templates
+from k8s.manifest import pod_templates
 from tests.conftest import require
 
 KUBERNETES = "1.32"
@@ -38,7 +38,7 @@ SUFFIXES = {"": 0, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 def needs_validator() -> None:
     """Skip the test without kubernetes-validate."""
     found = importlib.util.find_spec("kubernetes_validate")
-    require("kubernetes-validate", found, "it is not installed", "run `scripts/setup.sh dev`")
+    require("kubernetes-validate", found, "it is not installed", "run `scripts/dev/setup.sh dev`")
 
 
 def needs_crds() -> None:

@@ -7,6 +7,7 @@ command on this machine with exactly that environment; only addresses, ports and
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.k8s import load, pod_templates
+from k8s.manifest import load, pod_templates
+from tests.k8s.schemas import quantity
 from tests.support import ROOT, Command
 
 Document = dict[str, Any]
@@ -27,7 +29,6 @@ CONFIG = {
 }
 """What the ConfigMaps of k8s/cluster.yaml hold."""
 
-JOB_SECRET = "5d2c0f1b7c1e4e0c9a53c1b1f2a3d4e5"
 JOB_UID = "8f6c1e0a-5f0e-4d5e-9c55-0c5ad1b6c1d5"
 
 
@@ -49,6 +50,9 @@ class Pod:
         names = [variable["name"] for variable in container.get("env", [])]
         assert len(names) == len(set(names)), f"{names}: a variable twice"
         self.env = {}
+        for source in container.get("envFrom", []):
+            name = source["configMapRef"]["name"]
+            self.env |= {key: value for (owner, key), value in CONFIG.items() if owner == name}
         for variable in container.get("env", []):  # $(NAME) sees what stands before it, and nothing injected
             self.env[variable["name"]] = expand(self._value(variable), self.env)
         self.env.update(self.injected)
@@ -61,11 +65,11 @@ class Pod:
             assert isinstance(variable["value"], str), f"{variable}: the value of a variable is a string"
             return variable["value"]
         source = variable["valueFrom"]
-        if "secretKeyRef" in source:
-            assert source["secretKeyRef"] == {"name": self.labels["app.kubernetes.io/instance"], "key": "RDZV_ID"}
-            return JOB_SECRET
         if "configMapKeyRef" in source:
             return str(CONFIG[source["configMapKeyRef"]["name"], source["configMapKeyRef"]["key"]])
+        if "resourceFieldRef" in source:  # whole cores, rounded up: the divisor is 1
+            assert source["resourceFieldRef"] == {"resource": "requests.cpu"}
+            return str(math.ceil(quantity(self.spec["containers"][0]["resources"]["requests"]["cpu"])))
         path = source["fieldRef"]["fieldPath"]
         if label := re.fullmatch(r"metadata\.labels\['(.+)'\]", path):
             return self.labels[label[1]]
@@ -149,7 +153,7 @@ def pods_of_pytorchjob(documents: list[Document]) -> Iterator[Pod]:
                 injected |= {"PET_NNODES": str(total), "PET_NODE_RANK": str(rank)}
                 injected["WORLD_SIZE"] = str(total * int(spec.get("nprocPerNode", "1")))
             elif not elastic:
-                injected |= {"PET_NNODES": str(total), "PET_NODE_RANK": "0"}  # every pod is node 0 then
+                injected["PET_NNODES"] = str(total)  # and no rank: torchrun's default makes every pod node 0
             if elastic:
                 injected |= {
                     "PET_RDZV_ENDPOINT": f"{name}-worker-0:{port}",

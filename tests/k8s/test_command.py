@@ -5,11 +5,15 @@ import os
 import signal
 import sys
 import time
+import types
 
 import pytest
 import yaml
 
-from scripts.k8s import KINDS, job_state
+from k8s import apply
+from k8s.apply import job_state
+from k8s.manifest import KINDS
+from recipes.common.errors import UserError
 from tests.conftest import require
 from tests.support import ROOT, Command, run_command
 
@@ -52,13 +56,13 @@ def pods(*items):
 
 
 class Played:
-    """A run of scripts.k8s against recorded answers."""
+    """A run of k8s.apply against recorded answers."""
 
     def __init__(self, folder, play, *argv):
         self.calls_file = folder / "calls.jsonl"
         (folder / "play.json").write_text(json.dumps(play))
         self.command = Command(
-            *(sys.executable, "-m", "scripts.k8s", *argv),
+            *(sys.executable, "-m", "k8s.apply", *argv),
             KUBECTL=str(ROOT / "tests" / "stand_in" / "kubectl"),
             STAND_IN_PLAY=str(folder / "play.json"),
             STAND_IN_CALLS=str(self.calls_file),
@@ -66,7 +70,7 @@ class Played:
         )
 
     def wait(self):
-        return self.command.wait(30)
+        return self.command.wait()
 
     @property
     def calls(self):
@@ -157,14 +161,14 @@ REMOVES = "; make k8s-delete NAME=ddp removes the job"
     ("found", "expected"),
     [
         (
-            pod(waiting("ImagePullBackOff")),
+            pod(waiting("ImagePullBackOff", 'Back-off pulling image "r/ddp:1": ErrImagePull: r/ddp:1: not found')),
             "ddp-0-abcde cannot get the image r/ddp:1 (ImagePullBackOff); make it (docker/), push it, name it by "
-            f"IMAGE=; a private registry wants an imagePullSecret{REMOVES}",
+            f"IMAGE=; a private registry requires an imagePullSecret{REMOVES}",
         ),
         (
-            pod(waiting("ErrImagePull"), index=1),
+            pod(waiting("ErrImagePull", "manifest for r/ddp:1 not found"), index=1),
             "ddp-1-abcde cannot get the image r/ddp:1 (ErrImagePull); make it (docker/), push it, name it by "
-            f"IMAGE=; a private registry wants an imagePullSecret{REMOVES}",
+            f"IMAGE=; a private registry requires an imagePullSecret{REMOVES}",
         ),
         (pod(CONFIG_GONE), f'ddp-0-abcde: configmap "cluster-recipes" not found{ONCE}{REMOVES}'),
         (
@@ -197,7 +201,7 @@ def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
         ),
         (
             'pods "ddp-0" is forbidden: violates PodSecurity "restricted:latest": ...',
-            "k8s/README.md tells which operator needs what under the restricted standard",
+            "remove that field, or use a namespace of a weaker standard",
         ),
     ],
 )
@@ -218,7 +222,8 @@ def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
 def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
     play = success()
     play["get jobs.batch ddp"] = [job()]
-    play["get pods"] = [pods(pod(RUNNING)), pods(pod(RUNNING), pod(waiting("ErrImagePull"), 1))]
+    gone = pod(waiting("ErrImagePull", "r/ddp:1: not found"), 1)
+    play["get pods"] = [pods(pod(RUNNING)), pods(pod(RUNNING), gone)]
     play["logs"] = [{"out": "node 0 waits\n", "sleep_s": 60}]
     begin = time.monotonic()
     result = Played(tmp_path, play, "ddp").wait()
@@ -300,18 +305,6 @@ def test_delete_takes_all_kinds_and_no_volume(tmp_path):
     assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
 
 
-def test_delete_without_permission_for_secrets_deletes_the_rest(tmp_path):
-    forbidden = {"err": 'Error from server (Forbidden): secrets is forbidden: User "u" ...\n', "status": 1}
-    play = {
-        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
-        "delete secrets": [forbidden],
-        "delete": [{}],
-    }
-    result = Played(tmp_path, play, "--delete", "mine").wait()
-    assert (result.status, result.stdout) == (0, 'job.batch "mine" deleted\n')
-    assert result.stderr == "no permission to delete secrets: that of an elastic job would stay\n"
-
-
 def test_delete_of_what_is_not_there(tmp_path):
     result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
     assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")
@@ -320,28 +313,27 @@ def test_delete_of_what_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["dpp"], "RECIPE wants one of"),
-        (["ddp", "--kind", "pytorch"], "got 'pytorch'; did you mean 'pytorchjob'?"),
-        (["ddp", "--nodes", "0"], "NODES wants a whole number from 1 to 1024, got '0'"),
-        (["ddp", "--gpus", "two"], "GPUS wants a whole number from 0 to 1024, got 'two'"),
-        (["ddp", "--fabric", "wifi"], "FABRIC wants one of auto, ib, roce, efa, tcp, got 'wifi'"),
-        (["ddp", "--name", "My_Job"], "NAME wants at most 40 small letters, digits and '-', the first a letter"),
+        (["dpp"], "RECIPE: invalid choice 'dpp'; did you mean 'ddp'? (choose from apex, "),
+        (["ddp", "--kind", "pytorch"], "KIND: invalid choice 'pytorch'; did you mean 'pytorchjob'?"),
+        (["ddp", "--nodes", "0"], "NODES expects a whole number from 1 to 1024, got '0'"),
+        (["ddp", "--gpus", "two"], "GPUS expects a whole number from 0 to 1024, got 'two'"),
+        (["ddp", "--fabric", "wifi"], "FABRIC: invalid choice 'wifi' (choose from auto, ib, roce, efa, tcp)"),
+        (["ddp", "--name", "My_Job"], "NAME expects at most 40 small letters, digits and '-', the first a letter"),
         (["ddp", "--kind", "mpijob"], "KIND=mpijob runs horovod, not ddp"),
         (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
         (["single", "--kind", "pytorchjob-elastic"], "goes on with fewer nodes, which single cannot"),
         (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
-        (["ddp", "--kind", "pytorchjob", "--nodes", "1"], "KIND=pytorchjob has a Master and at least one Worker"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(argv, words):
-    result = run_command(sys.executable, "-m", "scripts.k8s", *argv, KUBECTL="no-such-kubectl")
+    result = run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl")
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr
     assert words in result.errors[0]
 
 
 def test_without_kubectl():
-    result = run_command(sys.executable, "-m", "scripts.k8s", "ddp", KUBECTL="no-such-kubectl")
+    result = run_command(sys.executable, "-m", "k8s.apply", "ddp", KUBECTL="no-such-kubectl")
     expected = "error: no-such-kubectl is not there; install kubectl, or set KUBECTL to where it is\n"
     assert (result.status, result.stderr) == (2, expected)
 
@@ -361,7 +353,7 @@ def test_render_prints_what_would_be_created():
         "--",
         "--lr=1",
     ]
-    result = run_command(sys.executable, "-m", "scripts.k8s", *argv, KUBECTL="no-such-kubectl")
+    result = run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl")
     assert (result.status, result.stderr) == (0, "")
     (jobset,) = yaml.safe_load_all(result.stdout)
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -378,6 +370,88 @@ def test_render_prints_what_would_be_created():
         "--lr=1",
     ]
     assert {"name": "MASTER_ADDR", "value": "mine-node-0-0.mine"} in container["env"]
+
+
+BUSY = [
+    waiting("ErrImagePull", "failed to pull and unpack image: toomanyrequests"),
+    waiting("ImagePullBackOff", 'Back-off pulling image "r/ddp:1"'),
+    waiting("CreateContainerConfigError", "failed to sync configmap cache: timed out waiting for the condition"),
+    waiting("CreateContainerError", "context deadline exceeded"),
+]
+GONE = [
+    waiting("ErrImagePull", "r/ddp:1: not found"),
+    waiting("InvalidImageName"),
+    waiting("CreateContainerConfigError", 'configmap "cluster-recipes" not found'),
+]
+
+
+def watch(monkeypatch, *answers):
+    """Return a Watch of a job whose cluster gives these answers, one a call."""
+    left = list(answers)
+    cluster = types.SimpleNamespace(get=lambda *words: left.pop(0))
+    monkeypatch.setattr(apply.time, "sleep", lambda _: None)
+    return apply.Watch(cluster, apply.Request("indexed-job", "ddp", "ddp", nodes=2), 900)
+
+
+@pytest.mark.parametrize("state", BUSY)
+def test_what_the_kubelet_tries_again_is_waited_for_a_while(monkeypatch, state):
+    now = [0.0]
+    monkeypatch.setattr(apply.time, "monotonic", lambda: now[0])
+    watching = watch(monkeypatch)
+    for now[0] in (0, 60, 119):
+        assert "ddp-0-abcde" in watching.check_pods([pod(state)], is_late=False)
+    now[0] = 130
+    watching.check_pods([pod(RUNNING)], is_late=False)
+    watching.check_pods([pod(state)], is_late=False)  # anew: another 120 s
+    now[0] = 251
+    with pytest.raises(UserError, match="ddp-0-abcde"):
+        watching.check_pods([pod(state)], is_late=False)
+
+
+@pytest.mark.parametrize("state", GONE)
+def test_what_is_not_there_is_final_at_once(monkeypatch, state):
+    with pytest.raises(UserError, match="ddp-0-abcde"):
+        watch(monkeypatch).check_pods([pod(state)], is_late=False)
+
+
+def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, capsys):
+    """Of 30 min that pass in Kueue's queue none counts: the 900 s for node 0 begin when the job is admitted."""
+    now = iter(range(0, 100_000, 60))
+    monkeypatch.setattr(apply.time, "monotonic", lambda: float(next(now)))
+    queued = [answer for _ in range(30) for answer in (job("Suspended")["out"], pods()["out"])]
+    watching = watch(monkeypatch, *queued, job()["out"], pods(pod(RUNNING))["out"])
+    assert watching.wait_for_head("")["metadata"]["name"] == "ddp-0-abcde"
+    assert capsys.readouterr().out == "the job ddp is suspended: it waits in its queue (Ctrl-C leaves it there)\n"
+
+
+def test_a_job_that_is_deleted_while_followed_is_one_line(monkeypatch):
+    def get(*words):
+        raise UserError('kubectl get jobs.batch ddp: (NotFound): jobs.batch "ddp" not found')
+
+    watching = watch(monkeypatch)
+    watching.cluster.get = get
+    with pytest.raises(UserError, match="the job ddp has been deleted while it was followed"):
+        watching.wait_for_head("")
+
+
+def test_pods_killed_for_their_memory_are_named():
+    first, second, well = (
+        pod({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
+        pod(RUNNING, 1),
+        pod(RUNNING, 2),
+    )
+    second["status"]["containerStatuses"][0]["lastState"] = {
+        "terminated": {"exitCode": 137, "reason": "OOMKilled"}
+    }
+    assert apply.killed_for_memory([first, second, well]) == (
+        "ddp-0-abcde, ddp-1-abcde: OOMKilled; a larger memory limit in the manifest, or fewer --workers"
+    )
+    assert apply.killed_for_memory([well]) == ""
+
+
+def test_a_job_that_was_edited_is_to_be_deleted_first():
+    said = 'The Job "ddp" is invalid: spec.template: Invalid value: ...: field is immutable'
+    assert apply.explain(said).endswith("delete the job first, make k8s-delete NAME=...")
 
 
 def test_the_state_of_a_job():
@@ -401,16 +475,16 @@ def test_in_a_real_cluster(kind):
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
     name = f"e2e-{kind}"
     options = [] if recipe == "probe" else ["--max-steps=2", "--overwrite", "--resume=none"]
-    nodes = "1" if recipe == "probe" else "2"  # the doctor wants a machine for each
+    nodes = "1" if recipe == "probe" else "2"  # the doctor needs a machine for each
     argv = [recipe, "--kind", kind, "--nodes", nodes, "--gpus", os.environ.get("K8S_GPUS", "0"), "--name", name]
     try:
-        result = run_command(sys.executable, "-m", "scripts.k8s", *argv, "--", *options, timeout_s=1100)
+        result = run_command(sys.executable, "-m", "k8s.apply", *argv, "--", *options, timeout_s=1100)
     finally:
-        run_command(sys.executable, "-m", "scripts.k8s", "--delete", name)
+        run_command(sys.executable, "-m", "k8s.apply", "--delete", name)
     if "is not installed" in result.stderr:
         pytest.skip(result.stderr.strip())
     assert result.status == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith(
-        'probe {"world_size": 2' if recipe == "probe" else f"result recipe={recipe} world_size=2"
+        "doctor: all is well on 1 node" if recipe == "probe" else f"result recipe={recipe} world_size=2"
     )

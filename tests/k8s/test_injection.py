@@ -7,26 +7,30 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from k8s.manifest import KINDS, Request, load, render
+from recipes.common.errors import UserError
 from scripts.doctor import __main__ as doctor
-from scripts.k8s import KINDS, Request, load, render
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.conftest import need_horovod_with_mpi, require
 from tests.k8s import simulation
-from tests.support import ROOT, last_step, losses, train
+from tests.support import ROOT, TIMEOUT_S, last_step, losses, train, wait_until
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds in which scripts/launch.sh starts every node."""
 
 FAKE_PYTHON = """#!/usr/bin/env python3
 import json, os, sys
-if sys.argv[1:3] == ["-m", "scripts.interface"]:
+if sys.argv[1:3] == ["-m", "scripts.launch.interface"]:
     print("lo")
+elif sys.argv[1:3] == ["-m", "scripts.launch.cores"]:
+    print(8)
 else:
     print("launcher", json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
 """
@@ -120,12 +124,12 @@ def test_without_its_service_a_job_has_no_names(fake_python):
         check_nodes("indexed-job", documents, nodes=2, nproc=1, python=fake_python)
 
 
-def test_workers_without_a_master_would_all_be_node_0(fake_python):
+def test_workers_that_relied_on_the_operator_would_have_no_rank(fake_python):
     documents = load("pytorchjob.yaml")
-    groups = documents[0]["spec"]["pytorchReplicaSpecs"]
-    groups["Worker"]["replicas"] = 2
-    del groups["Master"]
-    with pytest.raises((AssertionError, KeyError)):
+    (template,) = simulation.pod_templates(documents)
+    container = template["spec"]["containers"][0]
+    container["env"] = [one for one in container["env"] if one["name"] != "NODE_RANK"]
+    with pytest.raises(KeyError, match="NODE_RANK"):
         check_nodes("pytorchjob", documents, nodes=2, nproc=1, python=fake_python)
 
 
@@ -138,7 +142,7 @@ def test_the_job_tells_its_store_from_that_of_an_older_job(fake_python):
 def test_the_fabric_comes_from_the_configmap_or_from_the_command(fake_python):
     for kind in STATIC:
         recipe = "probe" if kind == "doctor" else "ddp"
-        for fabric, expected in ((None, "auto"), ("ib", "ib")):
+        for fabric, expected in ((None, "auto"), ("tcp", "tcp")):
             documents = render(Request(kind, recipe, "x", nodes=2, fabric=fabric))
             envs = [what_starts(pod, fake_python)["env"] for pod in simulation.pods(kind, documents)]
             assert [env["FABRIC"] for env in envs] == [expected] * 2
@@ -212,15 +216,20 @@ def start(kind, documents, folder, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
 def test_the_pods_train_as_one_world(kind, tmp_path):
+    """A drained node below has those of an Indexed Job; a JobSet's have the same variables from its controller."""
     results = wait_for(start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2"))
+    assert_one_world(results, tmp_path / "ddp")
+    assert last_step(tmp_path / "ddp") <= 2
+
+
+def assert_one_world(results, run):
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
     assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
     assert "result" not in results[1].stdout
-    launches = json.loads((tmp_path / "ddp" / "config.json").read_text())["launches"]
+    launches = json.loads((run / "config.json").read_text())["launches"]
     assert [launch["world_size"] for launch in launches] == [2]
-    assert last_step(tmp_path / "ddp") <= 2
 
 
 @pytest.mark.slow
@@ -259,9 +268,9 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     """Of two pods one is killed for good: the other goes on from the checkpoint and ends the run."""
     documents = load("pytorchjob-elastic.yaml")
     documents[0]["spec"]["elasticPolicy"]["maxReplicas"] = 2
-    words = ("--log-every=1", "--checkpoint-every=10", "--epochs=12", "--lr=0.0005")
+    words = ("--log-every=1", "--checkpoint-every=10", "--max-steps=80", "--lr=0.0005")
     pods = start("pytorchjob-elastic", documents, tmp_path, *words)
-    pods[0].wait_for_step(tmp_path / "ddp-elastic", 30)
+    pods[0].wait_for_step(tmp_path / "ddp-elastic", 22)
     pods[1].kill()
     result = pods[0].wait(gone_within_s=15)
     assert result.status == 0, result.stdout + result.stderr
@@ -269,7 +278,7 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     launches = json.loads((tmp_path / "ddp-elastic/config.json").read_text())["launches"]
     assert [launch["world_size"] for launch in launches] == [2, 1]
     assert launches[1]["step"] >= 20
-    whole = train("single", tmp_path / "whole", 1, "--epochs=12", "--lr=0.0005")
+    whole = train("single", tmp_path / "whole", 1, "--max-steps=80", "--lr=0.0005")
     assert losses(tmp_path / "ddp-elastic") == pytest.approx(losses(whole), rel=1e-4)
 
 
@@ -279,8 +288,8 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     documents = render(
         Request("indexed-job", "ddp", "mine", nodes=2, options=["--log-every", "1", "--epochs", "3"])
     )
-    whole = start("indexed-job", documents, tmp_path / "whole")
-    assert [result.status for result in wait_for(whole)] == [0, 0]
+    whole = tmp_path / "whole" / "mine"
+    assert_one_world(wait_for(start("indexed-job", documents, whole.parent)), whole)
 
     pods = start("indexed-job", documents, tmp_path)
     pods[0].wait_for_step(tmp_path / "mine", 5)
@@ -288,14 +297,67 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     first.send_signal(signal.SIGTERM)
     results = wait_for(pods)
     assert [result.status for result in results] == [143, 143]
-    assert "go on with --name mine --resume auto" in results[0].stdout
+    assert "resume with --name mine --resume auto" in results[0].stdout
     assert all(result.stdout.endswith("so that a restart goes on\n") for result in results)
-    assert last_step(tmp_path / "mine") < last_step(tmp_path / "whole" / "mine")
+    assert last_step(tmp_path / "mine") < last_step(whole)
 
     results = wait_for(start("indexed-job", documents, tmp_path))
     assert [result.status for result in results] == [0, 0]
     assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
-    assert losses(tmp_path / "mine") == losses(tmp_path / "whole" / "mine")
+    assert losses(tmp_path / "mine") == losses(whole)
+
+
+SCRIPT = """
+import json, os, pathlib, signal, sys, time
+run_dir = pathlib.Path(os.environ["RUN_DIR"])
+seen = [sys.argv[1:], os.getcwd(), os.environ["NODE_RANK"], os.environ["NNODES"], os.environ["RESUME"]]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+(run_dir / f"seen-{os.environ['NODE_RANK']}").write_text(json.dumps(seen))
+while "--wait" in sys.argv:
+    time.sleep(0.1)
+"""
+
+
+def script_job(folder, *options):
+    """Start two pods of a script on the volume of data; its launcher needs no torch."""
+    (folder / "train.py").write_text(SCRIPT)
+    request = Request("indexed-job", "spawn", "mine", nodes=2, gpus=0, options=options, script="/data/train.py")
+    return start("indexed-job", render(request), folder)
+
+
+def test_a_script_from_a_volume_runs_in_its_runs_folder(tmp_path):
+    results = wait_for(script_job(tmp_path, "--out={run_dir}"))
+    assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
+    run = tmp_path / "mine"
+    for rank in ("0", "1"):
+        argv = [f"--out={run}", "--device=cpu"]  # the last one is start()'s
+        assert json.loads((run / f"seen-{rank}").read_text()) == [argv, str(run), rank, "2", "auto"]
+
+
+def test_a_stopped_script_ends_with_the_status_that_does_not_count(tmp_path):
+    pods = script_job(tmp_path, "--wait")
+    wait_until(lambda: len(list(tmp_path.glob("mine/seen-*"))) == 2, TIMEOUT_S, "both scripts")
+    for pod in pods:
+        pod.process.send_signal(signal.SIGTERM)
+    results = wait_for(pods)
+    assert [result.status for result in results] == [143, 143], [result.stderr for result in results]
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
+def test_a_script_gets_its_own_options_alone_in_every_kind(kind):
+    request = Request(kind, "ddp", "mine", nodes=2, gpus=0, options=["--lr", "1"], script="/data/train.py")
+    for pod in simulation.pods(kind, render(request)):
+        assert pod.words[-3:] == ["ddp", "--lr", "1"]
+        assert pod.env["SCRIPT"] == "/data/train.py"
+        assert pod.env["RUN_DIR"] == pod.env["WORKDIR"] == "/runs/mine"
+
+
+def test_a_script_that_no_pod_has_is_refused():
+    with pytest.raises(UserError, match=r"my/train.py is not in the image; .*: /data/train.py$"):
+        render(Request("indexed-job", "ddp", "mine", nodes=2, script="my/train.py"))
+    with pytest.raises(UserError, match="KIND=mpijob is for recipes; "):
+        render(Request("mpijob", "horovod", "mine", nodes=2, script="/data/train.py"))
+    render(Request("indexed-job", "ddp", "mine", nodes=2, script="recipes/ddp/minimal.py"))
 
 
 @pytest.mark.slow
@@ -322,6 +384,84 @@ def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
     ]
 
 
+FAKE_MPIRUN = """#!/usr/bin/env bash
+echo "mpirun $*"
+"""
+
+
+@pytest.fixture
+def mpi_launcher(tmp_path):
+    """Return the launcher of the file with a mpirun that prints its arguments; the run on its volume has ended."""
+    launcher = simulation.pods("mpijob", load("mpijob.yaml"))[0]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/mpirun").write_text(FAKE_MPIRUN)
+    (tmp_path / "bin/mpirun").chmod(0o755)
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.1 slots=1\n")
+    launcher.env["OMPI_MCA_orte_default_hostfile"] = str(tmp_path / "hosts")
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod/config.json").touch()
+    (tmp_path / "horovod/result.json").touch()
+    os.utime(tmp_path / "horovod/result.json", (4e9, 4e9))  # after the launcher's start, however slow the machine
+    return launcher
+
+
+def start_launcher(launcher, folder, port, **env):
+    path = f"{folder}/bin:/usr/bin:/bin"
+    return simulation.run(launcher, {"/runs": str(folder), "/2222": f"/{port}"}, PATH=path, **env)
+
+
+def test_the_launcher_waits_for_every_worker_and_passes_on_what_networks_need(mpi_launcher, tmp_path):
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    env = {"NCCL_IB_HCA": "=mlx5_0", "FI_PROVIDER": "efa", "LD_LIBRARY_PATH": "/nccl", "OTHER": "1"}
+    result = start_launcher(mpi_launcher, tmp_path, port, **env).wait()
+    assert result.status == 0, result.stderr
+    passed = set(re.findall(r"-x (\w+)", result.stdout))
+    assert {"NCCL_IB_HCA", "FI_PROVIDER", "LD_LIBRARY_PATH", "FABRIC"} <= passed
+    assert "OTHER" not in passed
+    server.close()
+    result = start_launcher(mpi_launcher, tmp_path, port, RDZV_TIMEOUT_S="1").wait()
+    assert result.status == 1
+    assert result.errors == ["error: 127.0.0.1:2222 does not answer within 1 s; see that worker's log"]
+    assert "mpirun" not in result.stdout
+
+
+def test_a_launcher_whose_run_was_stopped_by_a_worker_fails(mpi_launcher, tmp_path):
+    """mpirun ends with 0 when all ranks have left with a checkpoint; the record has no result."""
+    (tmp_path / "horovod/result.json").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = start_launcher(mpi_launcher, tmp_path, server.getsockname()[1]).wait()
+    assert result.status == 143, result.stderr
+
+
+FAKE_RANK = """import pathlib, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: (pathlib.Path(sys.argv[1]).write_text("USR1"), sys.exit(0)))
+pathlib.Path(sys.argv[2]).touch()
+signal.pause()
+"""
+
+
+def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
+    """TERM to the worker is USR1 to the rank below its sshd; then sshd ends, and the worker."""
+    (tmp_path / "recipes/horovod").mkdir(parents=True)
+    (tmp_path / "recipes/horovod/train.py").write_text(FAKE_RANK)
+    sshd = tmp_path / "sshd"
+    rank = (
+        f"cd {tmp_path}; python -m recipes.horovod.train {tmp_path}/seen {tmp_path}/ready --name x & exec sleep 60"
+    )
+    sshd.write_text(f"#!/usr/bin/env bash\n{rank}\n")
+    sshd.chmod(0o755)
+    worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
+    command = simulation.run(worker, {"/usr/sbin/sshd": str(sshd)})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    command.process.terminate()
+    command.wait()
+    assert (tmp_path / "seen").read_text() == "USR1"
+
+
 class TestMpiJob:
     @pytest.fixture(autouse=True)
     def _needs(self):
@@ -338,6 +478,8 @@ class TestMpiJob:
         launcher.env["OMPI_MCA_orte_default_hostfile"] = str(hosts)
         launcher.env["MASTER_ADDR"] = "127.0.0.1"
         replaced = {"/runs": str(folder), "/data": str(folder), "/opt/cluster-recipes": str(simulation.ROOT)}
+        self.sshd = socket.create_server(("127.0.0.1", 0))  # it answers; mpirun itself starts its processes here
+        replaced["/2222"] = f"/{self.sshd.getsockname()[1]}"
         as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(folder)}
         return simulation.run(launcher, replaced, **as_root)
 
@@ -352,7 +494,7 @@ class TestMpiJob:
         launcher.process.terminate()
         result = launcher.wait()
         assert result.status == 143, result.stderr
-        assert "go on with --name mine --resume auto" in result.stdout
+        assert "resume with --name mine --resume auto" in result.stdout
 
     def test_a_refusal_keeps_its_status(self, tmp_path):
         assert self.launch(tmp_path, "--global-batch-size", "1").wait().status == 2

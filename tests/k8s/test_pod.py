@@ -9,8 +9,8 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.common.node import Node
-from scripts import agent, finished, interface
-from scripts.local import free_port
+from scripts.launch import agent, interface, stopped_status
+from scripts.launch.local import free_port
 from tests.support import Command, last_step, run_command, words_for
 
 
@@ -25,21 +25,21 @@ from tests.support import Command, last_step, run_command, words_for
     ],
 )
 def test_the_last_value_of_an_option_counts(words, value):
-    assert finished.option("--name", "none", words) == value
+    assert stopped_status.option("--name", "none", words) == value
 
 
 def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     options = ["--runs-dir", str(tmp_path), "--name", "mine"]
-    assert finished.has_finished(options, 0) is None, "no record here"
-    assert finished.has_finished(options[:2], 0) is None, "no name"
+    assert stopped_status.has_finished(options, 0) is None, "no record here"
+    assert stopped_status.has_finished(options[:2], 0) is None, "no name"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").touch()
-    assert finished.has_finished(options, 0) is False
+    assert stopped_status.has_finished(options, 0) is False
     result = tmp_path / "mine" / "result.json"
     result.touch()
     os.utime(result, (1000, 1000))
-    assert finished.has_finished(options, 999) is True
-    assert finished.has_finished(options, 1001) is False, "of an earlier start"
+    assert stopped_status.has_finished(options, 999) is True
+    assert stopped_status.has_finished(options, 1001) is False, "of an earlier start"
 
 
 @pytest.mark.slow
@@ -71,13 +71,16 @@ def test_statuses_pass_through(tmp_path):
     result = run_command("scripts/launch.sh", "single", STOPPED_STATUS="soon", **env)
     assert (result.status, result.errors) == (
         2,
-        ["error: STOPPED_STATUS wants a whole number of at least 1, got 'soon'"],
+        ["error: STOPPED_STATUS expects a whole number of at least 1, got 'soon'"],
     )
 
 
 def test_a_process_that_is_killed_counts_as_128_and_more():
-    assert finished.run(["bash", "-c", "kill -KILL $$"], dict(os.environ)) == (137, False)
-    assert finished.run(["bash", "-c", "kill -TERM $PPID; exec sleep 60"], dict(os.environ)) == (143, True)
+    assert stopped_status.run(["bash", "-c", "kill -KILL $$"], dict(os.environ)) == (137, [])
+    assert stopped_status.run(["bash", "-c", "kill -TERM $PPID; exec sleep 60"], dict(os.environ)) == (
+        143,
+        [signal.SIGTERM],
+    )
 
 
 def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
@@ -91,14 +94,16 @@ def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", later)
     monkeypatch.setattr(interface.time, "sleep", lambda _: None)
-    with pytest.raises(UserError, match=r"cannot resolve ddp-0.ddp \(Name or service not known\); mend DNS"):
+    with pytest.raises(UserError, match=r"cannot resolve ddp-0.ddp \(Name or service not known\); fix DNS"):
         interface.resolve("ddp-0.ddp", timeout_s=0)
     assert len(answers) == 1
     assert interface.resolve("ddp-0.ddp", timeout_s=60)[1] == ("127.0.0.1", 9)
 
 
 def test_the_wait_for_a_name_has_a_bound():
-    result = run_command(sys.executable, "-m", "scripts.interface", "no-such-host.invalid", RDZV_TIMEOUT_S="1")
+    result = run_command(
+        sys.executable, "-m", "scripts.launch.interface", "no-such-host.invalid", RDZV_TIMEOUT_S="1"
+    )
     assert result.status == 2
     assert "cannot resolve no-such-host.invalid within 1 s" in result.errors[0]
 

@@ -11,7 +11,8 @@ import weakref
 import pytest
 import torch
 
-from recipes.common import agreement, entry, imagefolder
+from recipes.common import agreement, entry, loop
+from recipes.common.data import imagefolder
 from recipes.common.job import Job
 from tests.conftest import need_horovod
 from tests.images import make_images
@@ -56,7 +57,7 @@ def see_one_gpu():
 def test_a_node_without_a_gpu_among_others_that_have_one(tmp_path, recipe):
     """The one would exchange gradients through gloo, the others through NCCL, and all would wait for ever."""
     argv = ["--timeout-s", "20"]
-    line = refusal(Ranks(recipe, argv, 2, tmp_path, nodes=2, setup=see_a_gpu_on_rank_0).wait(60))
+    line = refusal(Ranks(recipe, argv, 2, tmp_path, nodes=2, setup=see_a_gpu_on_rank_0).wait())
     assert line.startswith("error: rank 0 on ")
     assert " has a GPU, rank 1 on " in line
     assert line.endswith("make GPUs visible on every node, or use --device cpu on all")
@@ -65,7 +66,7 @@ def test_a_node_without_a_gpu_among_others_that_have_one(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
 def test_fewer_gpus_than_processes(tmp_path, recipe):
     """A job that could use GPUs does not train on CPUs unasked."""
-    line = refusal(Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, setup=see_one_gpu).wait(60))
+    line = refusal(Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, setup=see_one_gpu).wait())
     assert line.startswith("error: --device auto: 2 processes on ")
     assert line.endswith(
         " need a GPU each, 1 visible; start at most 1 on each node (NPROC_PER_NODE) or use --device cpu"
@@ -194,9 +195,8 @@ def test_an_image_that_a_rank_lacks(images, tmp_path):
 
 
 def lose_a_sample():
-    recipe = importlib.import_module("recipes.ddp.train")
-    shard = recipe.shard
-    recipe.shard = lambda *args: shard(*args)[1:] if my_rank() == 1 else shard(*args)
+    shard = loop.shard
+    loop.shard = lambda *args: shard(*args)[1:] if my_rank() == 1 else shard(*args)
 
 
 def test_an_evaluation_that_leaves_a_sample_out_fails(tmp_path):

@@ -19,12 +19,13 @@ import pytest
 import torch
 
 from recipes.apex import train as recipe
+from recipes.common import job
 from recipes.common.checkpoint import CheckpointFolder
 from recipes.common.data import load_data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.models import build_model
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests import support
 from tests.support import largest_difference, losses, newest_checkpoint, run_ranks, train, weights
 
@@ -175,7 +176,7 @@ def use_plain_torch():
 
 def spoil_gradients(only=None):
     """Let every loss, or the so manieth only, be finite and have nan for a gradient."""
-    original, calls = recipe.cross_entropy, itertools.count(1)
+    original, calls = job.Job.loss, itertools.count(1)
 
     def spoilt(*args, **kwargs):
         loss = original(*args, **kwargs)
@@ -183,7 +184,7 @@ def spoil_gradients(only=None):
         loss.register_hook(lambda gradient: gradient * factor)
         return loss
 
-    recipe.cross_entropy = spoilt
+    job.Job.loss = spoilt
 
 
 def spoil_stand_in():
@@ -230,7 +231,7 @@ def train_changed(change, folder, name, world_size, *argv, status=0):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_apex_is_called_as_it_wants_to_be(apex, tmp_path, level):
+def test_apex_is_called_as_it_expects(apex, tmp_path, level):
     words = ("--opt-level", level, "--accumulate-steps", "2", *STEPS)
     run, events = train_changed(use_stand_in, tmp_path, "whole", 2, *words)
     assert "by apex.amp" in (tmp_path / "rank0.txt").read_text()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError
-from scripts.commbench import rank
+from scripts.bench.commbench import rank
 from tests.conftest import need_horovod, need_mpi
 from tests.support import run_command
 
@@ -20,11 +20,19 @@ SMALL = ("--sizes", "4,12k", "--seconds", "0.01", "--link-gbit", "10")
 def measure(folder, nodes, *words):
     """Run it; return its report."""
     result = run_command(
-        sys.executable, "-m", "scripts.commbench", *words, "--nodes", str(nodes), "--runs-dir", str(folder), *SMALL
+        sys.executable,
+        "-m",
+        "scripts.bench.commbench",
+        *words,
+        "--nodes",
+        str(nodes),
+        "--runs-dir",
+        str(folder),
+        *SMALL,
     )
     assert result.status == 0, result.stdout + result.stderr
     report = json.loads((folder / "commbench-001/commbench.json").read_text())
-    assert len(result.stdout.splitlines()) == len(report["rows"]) + 2
+    assert len(result.stdout.splitlines()) == len(report["rows"]) + 3  # header, rule, last line
     return report
 
 

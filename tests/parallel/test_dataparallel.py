@@ -77,7 +77,7 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     """Each GPU does not make a process of its own; these two are not there, so that the CPU does the work."""
     options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.local", "dataparallel", "--", *options],
+        [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
         capture_output=True,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from scripts import network
+from scripts.lab import network
 from tests.support import Command
 
 pytestmark = pytest.mark.slow

@@ -1,14 +1,27 @@
 """An elastic job: nodes are lost and come back, and the curve is that of an undisturbed run."""
 
 import json
-import random
+import os
+import re
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.support import Command, assert_same_curve, last_step, newest_checkpoint, train, words_for
+from tests.support import (
+    ROOT,
+    TIMEOUT_S,
+    Command,
+    Interrupt,
+    Ranks,
+    assert_same_curve,
+    last_step,
+    newest_checkpoint,
+    wait_until,
+    words_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -16,51 +29,97 @@ GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu",
 """A rate at which a difference in the last bit stays one for hundreds of steps (at 0.002 some seeds do not)."""
 
 OFTEN = ("--checkpoint-every", "20")
-STEPS = 600
 
 
 def elastic(nodes, min_nodes, max_restarts, *options, **env):
     counts = ("--nodes", str(nodes), "--min-nodes", str(min_nodes), "--max-restarts", str(max_restarts))
-    return Command(sys.executable, "-m", "scripts.local", "ddp", *counts, "--", *options, **env)
+    return Command(sys.executable, "-m", "scripts.launch.local", "ddp", *counts, "--", *options, **env)
 
 
-def launches(run):
+def launches(run, key="world_size"):
     path = run / "config.json"
-    return json.loads(path.read_text())["launches"] if path.exists() else []
+    return [launch[key] for launch in json.loads(path.read_text())["launches"]] if path.exists() else []
 
 
-def node_of(job, number, text="-m scripts.elastic.node"):
-    """Return the process of a node, or one below it."""
-    [process] = [p for p in job.find(text) if p.environ().get("NODE_RANK") == str(number)]
+def process_of(job, node, module="rejoin"):
+    """Return a node's process of a module of scripts/launch."""
+    [process] = [
+        one for one in job.find(f"-m scripts.launch.{module} ") if one.environ()["NODE_RANK"] == str(node)
+    ]
     return process
 
 
-def test_a_node_is_lost_and_comes_back(tmp_path):
-    chance = random.Random(0)
-    job = elastic(3, 2, 3, *words_for(tmp_path, "e", *GENTLE, *OFTEN, "--max-steps", str(STEPS)))
+def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
+    """Node 0 is lost with all that runs there, and comes back later; then node 1 stops, and stays so."""
+    job = elastic(3, 2, 3, *words_for(tmp_path, "e", *GENTLE, *OFTEN))
     run = tmp_path / "e"
-    job.wait_for_step(run, chance.randrange(30, 150))
-    node_of(job, chance.randrange(3)).kill()
-    killed_at = time.monotonic()
-    while "elastic: round 1 ended: lost node " not in job.text:
-        assert time.monotonic() < killed_at + 15, job.text
-        time.sleep(0.05)
+    job.wait_for_step(run, 30)
+    node = process_of(job, 0)
+    command, environment = node.cmdline(), node.environ()
+    node.kill()
+    wait_until(lambda: launches(run) == [3, 2], TIMEOUT_S, lambda: job.text)
+    assert launches(run, "step")[1] >= 20
+    environment["LAUNCHER_PID"] = str(os.getpid())
+    returned = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: launches(run) == [3, 2, 3], TIMEOUT_S, lambda: job.text)
+        assert newest_checkpoint(run)["position"]["step"] >= launches(run, "step")[2], "no step was done twice"
+        job.wait_for_step(run, launches(run, "step")[2] + 1)
+        stopped = [one for one in job.processes() if one.environ().get("NODE_RANK") == "1"]
+        stopped_at = time.monotonic()
+        for process in stopped:
+            process.suspend()
+        wait_until(lambda: "silent for 7 s" in job.text, 20, lambda: job.text)
+        assert time.monotonic() - stopped_at > 4, "a pause is no loss"
+        wait_until(lambda: launches(run) == [3, 2, 3, 2], TIMEOUT_S, lambda: job.text)
+        for process in stopped:
+            process.kill()
+        job.wait_for_step(run, launches(run, "step")[3] + 10)
+        job.process.send_signal(signal.SIGTERM)
+        returned.send_signal(signal.SIGTERM)
+        result = job.wait()
+        assert result.status == 0, result.stderr
+        assert result.errors == []
+        assert returned.wait(10) == 0
+    finally:
+        returned.kill()
+    stop = Interrupt(signal.SIGTERM, last_step(run))
+    words = words_for(tmp_path, "whole", *GENTLE)
+    assert Ranks("ddp", words, 2, tmp_path / "output", interrupt=stop).wait().statuses == [0, 0]
+    assert_same_curve(run, tmp_path / "whole")
+
+
+def test_a_rank_that_is_killed_and_a_signal_that_ends_it_with_a_checkpoint(tmp_path):
+    run = tmp_path / "s"
+    job = elastic(2, 1, 1, *words_for(tmp_path, "s", *GENTLE, *OFTEN, "--max-steps", "100000"))
+    job.wait_for_step(run, 25)
+    rank = job.find("-m recipes.ddp.train ")[0]
+    rank.kill()
+    wait_until(lambda: launches(run) == [2, 2], TIMEOUT_S, lambda: job.text)
+    assert launches(run, "step")[1] >= 20
+    job.wait_for_step(run, launches(run, "step")[1] + 1)
+    job.process.send_signal(signal.SIGTERM)
     result = job.wait()
     assert result.status == 0, result.stderr
     assert result.errors == []
-    assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=3 ")
-    assert [launch["world_size"] for launch in launches(run)] == [3, 2, 3]
-    whole = train("ddp", tmp_path / "whole", 3, *GENTLE, "--max-steps", str(STEPS))
-    assert_same_curve(run, whole)
+    assert "was killed by SIGKILL; restart 1 of at most 1" in result.stderr
+    assert re.search("^stopped by .*: wrote ", result.stdout, re.MULTILINE)
+    assert last_step(run) == newest_checkpoint(run)["position"]["step"]
+    assert launches(run) == [2, 2]
 
 
-def test_a_signal_to_the_launcher_ends_it_with_a_checkpoint(tmp_path):
-    job = elastic(2, 1, 3, *words_for(tmp_path, "s", *GENTLE, "--max-steps", "100000"))
-    job.wait_for_step(tmp_path / "s", 5)
-    job.process.send_signal(signal.SIGTERM)
-    result = job.wait(timeout_s=60)
-    assert result.status == 0, result.stderr
-    assert result.errors == []
-    assert "stopped by SIGTERM: wrote " in result.stdout
-    assert last_step(tmp_path / "s") == newest_checkpoint(tmp_path / "s")["position"]["step"]
-    assert [launch["world_size"] for launch in launches(tmp_path / "s")] == [2]
+def test_ranks_that_fail_again_and_again_end_the_job_and_so_does_a_refusal(tmp_path):
+    """At once: torchrun would start refused ranks again."""
+    words = words_for(tmp_path, "f", *GENTLE, "--max-steps", "100000")
+    job = elastic(2, 1, 0, *words)
+    job.wait_for_step(tmp_path / "f", 5)
+    job.find("-m recipes.ddp.train ")[0].kill()
+    result = job.wait()
+    assert result.status == 1, result.stderr
+    assert "was killed by SIGKILL" in result.stderr
+    begun = time.monotonic()
+    result = elastic(2, 1, 3, *words, "--global-batch-size", "0").wait()
+    assert result.status == 2, result.stderr
+    assert time.monotonic() - begun < 60
+    assert [line for line in result.stderr.splitlines() if "error: " in line and "--global-batch-size" in line]
+    assert "restart" not in result.stderr

@@ -9,7 +9,7 @@ import pytest
 from recipes.common.watch import HANG_STATUS
 from tests.support import Interrupt, Ranks, local, train, words_for
 
-TIMEOUT_S = 2
+TIMEOUT_S = 4
 WORDS = ("--timeout-s", str(TIMEOUT_S), "--epochs", "1000", "--device", "cpu")
 STEP = 7
 
@@ -47,7 +47,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path, nodes, nproc_per_nod
     assert f"error: rank {victim} on " in lines[0]
     assert " does not answer, last seen " in lines[0]
     assert re.search(
-        r'waited [23] s in "(gradients|stop vote|metrics|evaluation|agreement)" after step \d+', lines[0]
+        r'waited [45] s in "(gradients|stop vote|metrics|evaluation|agreement)" after step \d+', lines[0]
     )
     assert "Traceback" not in result.stderr
 
@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_p
     lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
     assert len(lines) == 1, outputs
     assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"gradients\" ", lines[0])
-    assert re.search(r'; ranks 0, 2 waited 2 s in "metrics" after step 7; ', lines[0])
+    assert re.search(r'; ranks 0, 2 waited 4 s in "metrics" after step 7; ', lines[0])
     assert "time.sleep(interrupt.sleep_s)" in (run / "hang" / "rank-1.txt").read_text()
     assert_reported(run, lines[0], None, [0, 1, 2])
 
@@ -108,7 +108,7 @@ def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     late = Interrupt(signal.SIGCONT, 0, [1], sleep_s=0.1)
     argv = ("--max-steps", "70", "--straggler-window-s", "2", "--device", "cpu")
     words = words_for(tmp_path, "slow", *argv)
-    outcome = Ranks(recipe, words, 3, tmp_path / "output", interrupt=late).wait(60)
+    outcome = Ranks(recipe, words, 3, tmp_path / "output", interrupt=late).wait()
     assert outcome.statuses == [0, 0, 0], outcome.text
     pattern = r"^warning: rank (\d) on \S+ is slow: of a step of (\d+) ms it works (\d+) ms by itself, the others "
     said = re.findall(pattern, outcome.outputs[0], re.MULTILINE)

@@ -10,12 +10,14 @@ import psutil
 import pytest
 from PIL import Image
 
+from recipes.common.data.shards import pack
 from tests.images import CLASSES, VAL, make_images
 from tests.support import (
     TIMEOUT_S,
     Interrupt,
     Ranks,
     accuracies,
+    has_ended,
     is_equal,
     losses,
     metrics,
@@ -54,6 +56,14 @@ def test_the_curve_is_the_same(images, single, tmp_path, recipe, world_size, wor
     argv = (*WORDS, "--data-dir", str(images), "--workers", str(workers))
     run = train(recipe, tmp_path, world_size, *argv)
     assert losses(run) == pytest.approx(losses(single()), rel=1e-5 if world_size > 1 else 0)
+    assert accuracies(run) == accuracies(single())
+
+
+def test_shards_give_the_curve_of_their_folder(images, single, tmp_path):
+    assert sum(number for _, number in pack(images, tmp_path / "shards", 9000)) == 28 + 12
+    argv = (*WORDS, "--data", "shards", "--data-dir", str(tmp_path / "shards"), "--workers", "1")
+    run = train("ddp", tmp_path, 3, *argv)
+    assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
     assert accuracies(run) == accuracies(single())
 
 
@@ -143,11 +153,13 @@ def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
     runs = [
         train("single", tmp_path, 1, *argv, "--workers", "0"),
         train("ddp", tmp_path, 3, *argv, "--workers", "1"),
+        train("tensor", tmp_path, 2, *argv, "--workers", "0"),  # both ranks read all images
     ]
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
-    assert accuracies(runs[1]) == accuracies(runs[0])
+    for run in runs[1:]:
+        assert losses(run) == pytest.approx(losses(runs[0]), rel=1e-5)
+        assert accuracies(run) == accuracies(runs[0])
     counts = [[line["skipped_images"] for line in metrics(run) if "test_accuracy" in line] for run in runs]
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1] == counts[2]
     assert counts[0][0] in (1, 2)  # the test image, and the training image if the epoch used it
     whole = [accuracy * 11 for accuracy in accuracies(runs[0])]  # 12 test images, of which one does not count
     assert whole == pytest.approx([round(value) for value in whole], abs=1e-9)
@@ -188,7 +200,7 @@ def run_lines(*lines):
 def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
     """A worker that was forked off meanwhile would wait for it without end."""
     printed = run_lines(
-        "lock = torch.storage._share_memory_lock  # a worker wants it, to hand over its first batch",
+        "lock = torch.storage._share_memory_lock  # a worker needs it, to hand over its first batch",
         "os.register_at_fork(before=lock.acquire, after_in_parent=lock.release)",
         f"data = load('--data-dir', {str(images)!r}, '--workers', '1')",
         "print([len(labels) for _, labels in data.train.batches([torch.arange(4)], 0)])",
@@ -236,11 +248,11 @@ def test_workers_outlive_a_signal_to_all_processes(images, tmp_path, number):
     time.sleep(1)
     assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in workers)
     job.send(number)
-    outcome = job.wait(timeout_s=20)
+    outcome = job.wait()
     assert outcome.statuses == [0, 0], outcome.text
     assert f"stopped by {number.name}: wrote " in outcome.outputs[0]
     assert "Traceback" not in outcome.text
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    wait_until(lambda: all(map(has_ended, workers)), 10, lambda: f"no worker left: {workers}")
 
 
 @pytest.mark.slow
@@ -250,6 +262,6 @@ def test_workers_end_when_their_rank_is_killed(images, tmp_path):
     job.wait_for_step(tmp_path / "ddp-2", 2)
     workers = wait_for_workers(job.processes[0])
     job.send(signal.SIGKILL, [0])
-    outcome = job.wait(timeout_s=20)
+    outcome = job.wait()
     assert outcome.statuses == [-signal.SIGKILL, 1], outcome.text
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    wait_until(lambda: all(map(has_ended, workers)), 10, lambda: f"no worker left: {workers}")

@@ -11,8 +11,9 @@ import types
 import psutil
 import pytest
 
-from scripts import mpirun
-from scripts.local import free_port
+from recipes.common.errors import UserError
+from scripts.launch import mpirun
+from scripts.launch.local import free_port
 from tests.conftest import need_mpi
 from tests.support import ROOT, has_ended, largest_difference, losses, wait_until, weights
 
@@ -24,7 +25,7 @@ ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
-BOUND_S = 60
+BOUND_S = 120
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def mpi():
 
 
 def command(*words):
-    return ["mpirun", "-q", "-np", "2", sys.executable, "-m", "scripts.mpirun", *words]
+    return ["mpirun", "-q", "-np", "2", sys.executable, "-m", "scripts.launch.mpirun", *words]
 
 
 def run(*words, **env):
@@ -57,13 +58,24 @@ def endless(tmp_path):
         job.communicate()
 
 
+def test_a_script_of_the_users_own(mpi, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    done = run(str(path), "--out={run_dir}", RUNS_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--out={tmp_path}/train']" for rank in range(2)]
+    done = run(str(tmp_path / "tran.py"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: SCRIPT {tmp_path}/tran.py does not exist; did you mean 'train.py'?\n"
+
+
 def assert_gone(processes, bound_s=20):
     wait_until(lambda: all(map(has_ended, processes)), bound_s, lambda: f"the end of {processes}")
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
     words = ["--max-steps", "10", "--log-every", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
-    torchrun = [sys.executable, "-m", "scripts.local", "ddp", "--nproc-per-node", "2", "--"]
+    torchrun = [sys.executable, "-m", "scripts.launch.local", "ddp", "--nproc-per-node", "2", "--"]
     subprocess.run([*torchrun, *words, "--name", "torchrun"], cwd=ROOT, check=True, timeout=BOUND_S)
     outcome = run("recipes.ddp.train", *words, "--name", "mpirun")
     assert outcome.returncode == 0, outcome.stderr
@@ -74,8 +86,8 @@ def test_losses_are_those_of_torchrun(mpi, tmp_path):
 
 def test_a_refusal_is_one_line_and_status_2(mpi):
     for words, line in [
-        (["recipes.dpp.train"], "error: there is no module recipes.dpp.train; did you mean recipes.ddp.train?"),
-        (["recipes.ddp.train", "--lr", "0"], "error: --lr: wants a number above 0, got '0'"),
+        (["recipes.dpp.train"], "error: there is no module recipes.dpp.train; did you mean 'recipes.ddp.train'?"),
+        (["recipes.ddp.train", "--lr", "0"], "error: --lr: expects a number above 0, got '0'"),
     ]:
         outcome = run(*words)
         assert outcome.returncode == 2
@@ -150,20 +162,18 @@ def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "no module to start; usage: mpirun -np 4 python -m scripts.mpirun"),
-        (["--nproc-per-node", "0", "recipes.ddp.train"], "--nproc-per-node wants a whole number of at least 1"),
+        ([], "no module to start; usage: mpirun -np 4 python -m scripts.launch.mpirun"),
+        (["--nproc-per-node", "0", "recipes.ddp.train"], "--nproc-per-node: expects a whole number of at least 1"),
         (["--nodes", "2", "recipes.ddp.train"], "unknown option --nodes"),
         (["nothing.at.all"], "there is no module nothing.at.all"),
         (["recipes.horovod.train"], "horovod"),
     ],
 )
-def test_words_that_cannot_work(capsys, words, reason):
-    with pytest.raises(SystemExit) as caught:
-        mpirun.parse(words)
-    assert caught.value.code == 2
-    text = capsys.readouterr().err
-    assert reason in text
-    assert len(text.splitlines()) == 1
+def test_words_that_cannot_work(words, reason):
+    with pytest.raises(UserError) as caught:
+        mpirun.parse_args(words)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_address_counts_only_if_rank_0_answers():

@@ -101,7 +101,7 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
 @pytest.mark.parametrize(
     ("world_size", "options", "words"),
     [
-        (3, (), "--stages 2 wants a multiple of 2 processes, got 3; start 2 or 4, or give --stages 3"),
+        (3, (), "--stages 2 needs a multiple of 2 processes, got 3; start 2 or 4, or give --stages 3"),
         (
             2,
             ("--global-batch-size", "62"),
@@ -110,7 +110,7 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
         (2, ("--schedule", "interleaved", "--stages", "2", "--num-microbatches", "5"), "use 2 stages or more"),
         (2, ("--schedule", "1f1b", "--num-microbatches", "1"), "use at least 2, or --schedule gpipe"),
         (2, ("--amp", "fp16"), "use --amp bf16"),
-        (2, ("--sync-batchnorm",), "drop it"),
+        (2, ("--sync-batchnorm",), "use --batchnorm-group"),
         (
             2,
             ("--model", "densenet121", "--data", "synthetic", "--image-size", "64", "--num-samples", "64"),

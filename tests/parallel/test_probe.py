@@ -1,4 +1,4 @@
-"""Every launcher gives the same map of ranks: one node of four processes, and two nodes of two."""
+"""Every launcher gives the same map of ranks, with two processes on each of one or two nodes."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import pytest
 
 from recipes.common import entry
 from recipes.common.errors import UserError
-from recipes.probe.train import check
-from scripts.local import free_port
+from recipes.probe.train import check, show
+from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.support import ROOT, Ranks, run_command
 
@@ -25,14 +25,24 @@ MPI_ENV = {
 
 def torchrun(nodes, nproc_per_node):
     words = ["--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node)]
-    return [sys.executable, "-m", "scripts.local", "probe", *words]
+    return [sys.executable, "-m", "scripts.launch.local", "probe", *words]
 
 
 def mpirun(nodes, nproc_per_node):
     need_mpi()
     words = ["--nproc-per-node", str(nproc_per_node)] if nodes > 1 else []
     size = str(nodes * nproc_per_node)
-    return ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.mpirun", *words, "recipes.probe.train"]
+    return [
+        "mpirun",
+        "-q",
+        "-np",
+        size,
+        sys.executable,
+        "-m",
+        "scripts.launch.mpirun",
+        *words,
+        "recipes.probe.train",
+    ]
 
 
 def horovodrun(controller, nodes, nproc_per_node):
@@ -61,13 +71,13 @@ def spawn(nodes, nproc_per_node):
 
 LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (mpirun, 1), (horovodrun_gloo, 1), (horovodrun_mpi, 1)]
 """Each returns the command that starts the probe on so many nodes, or skips. horovodrun starts other nodes by ssh;
-scripts/horovod_agent.py is the way without."""
+scripts/launch/horovod.py is the way without."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "nodes"), LAUNCHERS)
 def test_map(launcher, nodes):
-    size = 4 // nodes
+    size, world_size = 2, 2 * nodes
     command = launcher(nodes, size)
     outcome = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
@@ -75,14 +85,26 @@ def test_map(launcher, nodes):
     assert outcome.returncode == 0, outcome.stderr
     [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun marks each line with the rank
     content = json.loads(found)
-    assert content["world_size"] == 4
-    assert content["sum"] == 1 + 2 + 3 + 4
+    assert content["world_size"] == world_size
+    assert content["sum"] == sum(range(world_size + 1))
     expected = [
-        {"rank": r, "local_rank": r % size, "node_rank": r // size, "world_size": 4, "local_world_size": size}
-        for r in range(4)
+        {"rank": rank, "local_rank": rank % size, "node_rank": rank // size}
+        | {"world_size": world_size, "local_world_size": size}
+        for rank in range(world_size)
     ]
     assert [{name: row[name] for name in expected[0]} for row in content["ranks"]] == expected
-    assert len({row["pid"] for row in content["ranks"]}) == 4
+    assert len({row["pid"] for row in content["ranks"]}) == world_size
+
+
+def test_the_map_for_programs_is_one_write(monkeypatch):
+    """With an unbuffered output each write goes out by itself, and mpirun may put the rank's mark before it."""
+    written = []
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=written.append, flush=lambda: None))
+    row = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, "local_world_size": 1}
+    show([{**row, "host": "a", "device": "cpu", "pid": 7}], 1)
+    last = [text for text in written if text][-1]
+    assert json.loads(last.removeprefix("probe "))["ranks"][0]["pid"] == 7
+    assert last.endswith("\n")
 
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -91,7 +113,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAM
 def test_spawned_ranks_refuse_in_one_line():
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **NO_GPU}
     words = ("--join", "spawn", "--nproc-per-node", "2", "--device", "cuda")
-    result = run_command(sys.executable, "-m", "recipes.probe.train", *words, timeout_s=60, **env)
+    result = run_command(sys.executable, "-m", "recipes.probe.train", *words, **env)
     assert result.status == 2, result.stderr
     [line] = result.stderr.splitlines()
     assert line.startswith("error: --device cuda: 2 processes on ")

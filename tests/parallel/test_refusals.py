@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from recipes.common import entry
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.conftest import require
 from tests.support import (
     ROOT,
@@ -44,7 +44,10 @@ REFUSED = {
     "option": (("--epoch", "3"), "unknown option --epoch; did you mean '--epochs'?"),
     "data": (("--data", "digit"), "did you mean 'digits'?"),
     "model": (("--model", "resnet81"), "torchvision has no 'resnet81'; did you mean 'resnet18'?"),
-    "batch 0": (("--global-batch-size", "0"), "--global-batch-size: wants a whole number of at least 1, got '0'"),
+    "batch 0": (
+        ("--global-batch-size", "0"),
+        "--global-batch-size: expects a whole number of at least 1, got '0'",
+    ),
     "batch too large": (("--global-batch-size", "2000"), "use at most 1437"),
     "samples": (("--data", "synthetic", "--num-samples", "2", "--image-size", "8"), "training"),
     "missing folder": (("--data", "imagefolder", "--data-dir", "/no/such"), "cannot read /no/such/train"),
@@ -110,7 +113,7 @@ def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
 
 def wait_long_with_signals_blocked():
     entry.REFUSAL_GRACE_S = TIMEOUT_S
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/agent.py starts its ranks
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/launch/agent.py starts its ranks
     print("ready", flush=True)
 
 
@@ -161,7 +164,7 @@ def test_a_taken_name_is_refused(trained, tmp_path):
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
     words = words_for(trained.parent, trained.name)
     outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
-    assert_refused(outcome, "exists; add --resume auto to go on with it, --overwrite to replace it")
+    assert_refused(outcome, "exists; add --resume auto to resume it, --overwrite to replace it")
     assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
 
 
@@ -213,7 +216,7 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
     before = newest.read_bytes()
     assert len(before) > 150_000
     words = words_for(tmp_path, "ddp-2", "--max-steps", "60", "--resume", "auto")
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait()
     assert_refused(outcome, "step-000000044.pt: File too large; ")
     assert f"{newest} is intact: fix this, then add --resume auto" in outcome.outputs[0]
     assert newest.read_bytes() == before
@@ -224,14 +227,14 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
 
 def test_a_full_disk_in_single(tmp_path):
     words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5", "--no-async-checkpoints")
-    outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait(timeout_s=30)
+    outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait()
     assert_refused(outcome, "step-000000005.pt: File too large; there is no earlier one")
     assert last_step(tmp_path / "a") == 5, "the failure is a vote that ends the next step before it counts"
 
 
 def test_a_metrics_file_that_cannot_grow_ends_all_ranks(tmp_path):
     words = words_for(tmp_path, "a", "--global-batch-size", "16", "--max-steps", "60")  # an epoch has 89 steps
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=5000).wait(timeout_s=30)
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=5000).wait()
     assert_refused(outcome, "metrics.jsonl: File too large")
 
 
@@ -270,21 +273,21 @@ NODE = {
 
 
 def by_local(*argv):
-    return local("ddp", 2, 1, *argv).wait(timeout_s=60)
+    return local("ddp", 2, 1, *argv).wait()
 
 
 def by_launch_sh(*argv):
     node = {**NODE, "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
-    return run_command("scripts/launch.sh", "ddp", *argv, timeout_s=60, **node)
+    return run_command("scripts/launch.sh", "ddp", *argv, **node)
 
 
 def by_torchrun(*argv):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return run_command(*torchrun, "-m", "recipes.ddp.train", *argv, timeout_s=60, OMP_NUM_THREADS="1")
+    return run_command(*torchrun, "-m", "recipes.ddp.train", *argv, OMP_NUM_THREADS="1")
 
 
 def by_python(*argv):
-    return run_command(sys.executable, "-m", "recipes.single.train", *argv, timeout_s=60)
+    return run_command(sys.executable, "-m", "recipes.single.train", *argv)
 
 
 PATHS = {"local": by_local, "launch.sh": by_launch_sh, "torchrun": by_torchrun, "python": by_python}
@@ -306,7 +309,7 @@ def test_every_launch_path_says_it_once(tmp_path, path, case):
 
 
 def refused_by(*argv, **env):
-    result = run_command(*argv, timeout_s=60, **env)
+    result = run_command(*argv, **env)
     assert result.status == 2, result.stderr
     assert result.stderr.splitlines() == result.errors, result.stderr
     assert len(result.errors) == 1
@@ -318,11 +321,11 @@ def refused_by(*argv, **env):
     [
         (("dpd",), "did you mean 'ddp'?"),
         (("singel",), "did you mean 'single'?"),
-        ((), "RECIPE wants one of"),
-        (("ddp", "--nodes", "0"), "NODES wants a whole number from 1 to 1024, got '0'"),
+        ((), "RECIPE: invalid choice '' (choose from apex, "),
+        (("ddp", "--nodes", "0"), "NODES expects a whole number from 1 to 1024, got '0'"),
         (("ddp", "--nodes", "-1"), "NODES"),
-        (("ddp", "--nodes", "abc"), "NODES wants a whole number from 1 to 1024, got 'abc'"),
-        (("ddp", "--nproc-per-node", "0"), "NPROC_PER_NODE wants a whole number from 1 to 1024, got '0'"),
+        (("ddp", "--nodes", "abc"), "NODES expects a whole number from 1 to 1024, got 'abc'"),
+        (("ddp", "--nproc-per-node", "0"), "NPROC_PER_NODE expects a whole number from 1 to 1024, got '0'"),
         (("ddp", "--nproc-per-node", "-1"), "NPROC_PER_NODE"),
         (("ddp", "--nproc-per-node", "x"), "NPROC_PER_NODE"),
         (("single", "--nodes", "2"), "single is one process"),
@@ -330,7 +333,7 @@ def refused_by(*argv, **env):
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_the_launcher_refuses(argv, words):
-    assert words in refused_by(sys.executable, "-m", "scripts.local", *argv)
+    assert words in refused_by(sys.executable, "-m", "scripts.launch.local", *argv)
 
 
 @pytest.mark.parametrize(
@@ -342,9 +345,9 @@ def test_the_launcher_refuses(argv, words):
         ("ddp", {"PYTHON": "/no/such/python"}, "there is no /no/such/python; run make setup"),
         ("single", {"NNODES": "2"}, "single is one process"),
         ("single", {"NPROC_PER_NODE": "2"}, "single is one process"),
-        ("ddp", {"NNODES": "0"}, "NNODES wants a whole number of at least 1, got '0'"),
-        ("ddp", {"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE wants a whole number of at least 1, got '-1'"),
-        ("ddp", {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE wants a whole number of at least 1, got 'abc'"),
+        ("ddp", {"NNODES": "0"}, "NNODES expects a whole number of at least 1, got '0'"),
+        ("ddp", {"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE expects a whole number of at least 1, got '-1'"),
+        ("ddp", {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE expects a whole number of at least 1, got 'abc'"),
         ("ddp", {"NODE_RANK": "1"}, "NODE_RANK 1 of NNODES 1"),
         ("ddp", {"NNODES": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     ],
@@ -372,8 +375,8 @@ def is_set_up():
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_make_run_refuses(variables, words):
-    require("setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `scripts/setup.sh dev`")
-    result = run_command("make", "run", *variables, timeout_s=60)
+    require("setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `scripts/dev/setup.sh dev`")
+    result = run_command("make", "run", *variables)
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr
     assert words in result.errors[0]

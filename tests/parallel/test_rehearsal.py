@@ -56,8 +56,8 @@ def test_a_step_is_the_same_at_two_ranks_and_at_1024(tmp_path, words):
 
 def test_the_rehearsal_refuses_in_a_line(capsys):
     for words, said in (
-        (["--world-size", "0"], "wants a whole number"),
-        (["--recipe", "horovod"], "--recipe: does not know 'horovod'"),
+        (["--world-size", "0"], "expects a whole number"),
+        (["--recipe", "horovod"], "--recipe: invalid choice 'horovod'"),
         (["--", "--zeroo"], "unknown option --zeroo; did you mean '--zero'?"),
         (["--", "--zero"], "--zero cannot be rehearsed"),
     ):
@@ -73,7 +73,7 @@ def test_the_plans_bytes_are_those_that_leave_a_node(tmp_path):
     need_namespaces()
     output = tmp_path / "points.json"
     words = ("--nodes", "2", "--mbit", "0", "--rounds", "1", "--steps", "6", "--compression", "none", "fp16")
-    command = ("-m", "scripts.plan.check", *words, "--model", "vit-tiny", "--output", str(output))
+    command = ("-m", "scripts.plan.check", *words, "--model", "vit-tiny", "--result", str(output))
     result = Command(sys.executable, *command).wait(120)
     assert result.status == 0, result.stdout + result.stderr
     points = json.loads(output.read_text())

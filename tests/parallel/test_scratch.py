@@ -10,8 +10,11 @@ import time
 import pytest
 import torch
 
+from recipes.common import loop
+from recipes.common.ranks import read_ranks
+from recipes.common.world import join_world, leave_world
 from recipes.scratch import train as scratch
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.support import (
     Ranks,
     accuracies,
@@ -83,7 +86,8 @@ def _in_rank(function, folder, env):
 def reduce_buffers(folder):
     """Reduce buffers of all sizes both ways; return for each whether the sum is right, its bits and the bytes."""
     results = []
-    world = scratch.join_counted_world(scratch.options([]))
+    connected = join_world(scratch.options([]), read_ranks("scratch"))
+    world = scratch.CountedWorld(**vars(connected))
     add = scratch.add
 
     def add_late(arrived):
@@ -102,7 +106,7 @@ def reduce_buffers(folder):
             digest = hashlib.sha256(buffer.numpy().tobytes()).hexdigest()
             traffic = world.traffic
             results.append([allreduce, size, error < 1e-5, digest, traffic.sent_bytes, traffic.received_bytes])
-    scratch.leave_world(world)
+    leave_world(connected)
     return results
 
 
@@ -133,7 +137,7 @@ def test_all_reduce_adds_up_and_sends_what_the_readme_says(tmp_path, world_size)
 def digests_of_training(folder):
     """Train a few steps; return the digest of all parameters after each."""
     digests = []
-    step = scratch.optimizer_step
+    step = loop.optimizer_step
 
     def step_and_digest(args, parameters, *rest):
         parameters = list(parameters)
@@ -141,7 +145,7 @@ def digests_of_training(folder):
         values = torch.cat([parameter.detach().flatten() for parameter in parameters])
         digests.append(hashlib.sha256(values.numpy().tobytes()).hexdigest())
 
-    scratch.optimizer_step = step_and_digest
+    loop.optimizer_step = step_and_digest
     name = ["--runs-dir", str(folder), "--no-tensorboard", "--overwrite", "--name", "bits"]
     scratch.main([*name, "--max-steps", "12", "--global-batch-size", "50"])
     return digests

@@ -15,7 +15,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.support import (
     ROOT,
     TIMEOUT_S,
@@ -161,7 +161,7 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
 @pytest.mark.slow
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
-    name = "recipes.spawn.train"  # launch.sh and scripts/hold.py are over
+    name = "recipes.spawn.train"  # launch.sh and scripts/launch/hold_signals.py are over
     starters.wait_for(lambda: psutil.Process(starters.nodes[0].pid).cmdline()[1:3] == ["-m", name], name)
     starters.nodes[0].send_signal(signal.SIGTERM)
     assert starters.wait() == [0], starters.text()
@@ -202,7 +202,7 @@ def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_pa
     ("argv", "env", "words"),
     [
         (["--nnodes", "2", "--node-rank", "2"], {"MASTER_ADDR": "127.0.0.1"}, "--node-rank 2 of --nnodes 2"),
-        (["--nproc-per-node", "0"], {}, "--nproc-per-node: wants a whole number of at least 1, got '0'"),
+        (["--nproc-per-node", "0"], {}, "--nproc-per-node: expects a whole number of at least 1, got '0'"),
         (["--nnodes", "2"], {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ([], {"MASTER_PORT": "70000"}, "up to 65535"),
         (["--nproc-per-nodes", "2"], {}, "did you mean '--nproc-per-node'"),

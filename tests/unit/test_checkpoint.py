@@ -42,7 +42,7 @@ def content(step, accuracy=0.5):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    position = Position(step=step, epoch=step // 10, test_accuracy=accuracy, best_accuracy=accuracy)
+    position = Position(step=step, epoch=step // 10, averages={"test_accuracy": accuracy}, best_score=accuracy)
     return pack(ARGS, position, model.state_dict(), optimizer.state_dict(), {})
 
 
@@ -64,13 +64,15 @@ def test_what_is_written_is_read(folder):
     path, read = folder.read_newest(set_aside=True)
     assert path.name == "step-000000040.pt"
     assert is_equal(read, written)
-    assert read["position"] == {"step": 40, "epoch": 4, "test_accuracy": 0.5, "best_accuracy": 0.5}
+    assert read["position"] == {"step": 40, "epoch": 4, "averages": {"test_accuracy": 0.5}, "best_score": 0.5}
     assert read["format"] == FORMAT
     assert read["options"] == {
         "data": "digits",
         "image_size": 224,
         "num_samples": 2048,
+        "seq_len": 128,
         "model": "lenet",
+        "task": "auto",
         "optimizer": "sgd",
         "global_batch_size": 64,
         "seed": 0,
@@ -423,10 +425,12 @@ def test_position_of_a_longer_run(step, epoch, total_steps, expected):
     assert position_of(packed, steps_per_epoch=10, total_steps=total_steps).epoch == expected
 
 
-def test_the_best_accuracy_is_remembered():
+def test_the_best_score_is_remembered():
     position = Position()
-    assert [position.record_accuracy(value) for value in (0.5, 0.4, 0.5, 0.6)] == [True, False, False, True]
-    assert (position.epoch, position.test_accuracy, position.best_accuracy) == (4, 0.6, 0.6)
+    scores = (-0.5, -0.6, -0.5, 0.6)  # a loss counts with a minus
+    found = [position.record_evaluation({"test_loss": -score}, score) for score in scores]
+    assert found == [True, False, False, True]
+    assert (position.epoch, position.averages, position.best_score) == (4, {"test_loss": -0.6}, 0.6)
 
 
 def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):

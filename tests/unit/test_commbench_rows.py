@@ -5,15 +5,16 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.commbench.options import parse_sizes
-from scripts.commbench.rows import Row, bus_factor, link_speed, table
+from scripts.bench.commbench.options import parse_sizes
+from scripts.bench.commbench.rows import COLUMNS, Row, bus_factor, link_speed
+from scripts.launch.command import table
 from tests.support import run_command
 
 
 def test_sizes():
     assert parse_sizes("16m,4,64k,64K,1kb") == [4, 1024, 65536, 16 * 2**20]
     for text in ("", "6", "0", "4,x", "-4", "4.0", "16g"):
-        with pytest.raises(UserError, match="--sizes wants multiples of 4 bytes"):
+        with pytest.raises(UserError, match="--sizes expects multiples of 4 bytes"):
             parse_sizes(text)
 
 
@@ -25,9 +26,10 @@ def test_a_row_by_hand():
     assert row.link_share(10) == pytest.approx(0.192)
     assert row.link_share(None) is None
     assert (bus_factor("broadcast", 4), bus_factor("all-gather", 4), bus_factor("all-reduce", 2)) == (1, 0.75, 1)
-    lines = table([row], 10).splitlines()
-    assert lines[1].split() == ["gloo", "all-reduce", "64,000,000", "400,000.0", "0.160", "0.240", "19.2%"]
-    assert table([row], None).splitlines()[1].endswith(" -")
+    cells = [[one.cell(row.as_dict(gbit)) for one in COLUMNS] for gbit in (10, None)]
+    assert cells[0] == ["gloo", "all-reduce", "64,000,000", "400,000.0", "0.160", "0.240", "19.2%"]
+    assert cells[1][-1] == "-"
+    assert table(COLUMNS, [row.as_dict(10)], left=2).splitlines()[-1].split("|")[3].strip() == "64,000,000"
 
 
 def test_an_interface_without_a_speed():
@@ -38,17 +40,17 @@ def test_an_interface_without_a_speed():
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["glo"], "BACKENDS does not know 'glo'; did you mean 'gloo'? (some of gloo, nccl, mpi, horovod)"),
-        (["--ops", "all-reduce,scatter"], "--ops does not know 'scatter' (some of "),
-        (["--sizes", "5"], "--sizes wants multiples of 4 bytes up to 8g, such as 4,64k,16m, got '5'"),
-        (["--nodes", "0"], "NODES wants a whole number from 1 to 1024, got '0'"),
-        (["--narrow", "1 gbit"], "--narrow wants a rate such as 100mbit or 1gbit, got '1 gbit'"),
-        (["nccl", "--nodes", "1000"], "nccl cannot be measured here: it wants a GPU for each of"),
-        (["--seconds", "-1"], "--seconds: wants a number above 0, got '-1'"),
+        (["glo"], "BACKENDS: invalid choice 'glo'; did you mean 'gloo'? (choose from gloo, nccl, mpi, horovod)"),
+        (["--ops", "all-reduce,scatter"], "--ops: invalid choice 'scatter' (choose from "),
+        (["--sizes", "5"], "--sizes expects multiples of 4 bytes up to 8g, such as 4,64k,16m, got '5'"),
+        (["--nodes", "0"], "NODES expects a whole number from 1 to 1024, got '0'"),
+        (["--narrow", "1 gbit"], "--narrow expects a rate such as 100mbit or 1gbit, got '1 gbit'"),
+        (["nccl", "--nodes", "1000"], "nccl cannot be measured here: it needs a GPU for each of"),
+        (["--seconds", "-1"], "--seconds: expects a number above 0, got '-1'"),
     ],
 )
 def test_refusals_are_one_line(words, refusal):
-    result = run_command(sys.executable, "-m", "scripts.commbench", *words)
+    result = run_command(sys.executable, "-m", "scripts.bench.commbench", *words)
     assert result.status == 2
     assert result.stderr.splitlines() == [f"error: {refusal}"] or result.stderr.startswith(f"error: {refusal}")
     assert len(result.stderr.splitlines()) == 1

@@ -1,12 +1,15 @@
 """The parts of recipes/common, one by one."""
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import time
+from datetime import datetime, timedelta
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -15,17 +18,20 @@ import pytest
 import torch
 
 from recipes.common import metrics
-from recipes.common.agreement import begin_run, shard
-from recipes.common.data import SKIPPED, Data, TensorSplit
+from recipes.common.agreement import shard
+from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
+from recipes.common.loop import begin_run
 from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
+from recipes.common.peers import Alone
 from recipes.common.places import Place, describe, shorten
 from recipes.common.ranks import read_ranks
 from recipes.common.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.task import SKIPPED, Classification
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -100,7 +106,22 @@ def tiny_data(samples=100, channels=1, size=8, classes=10, test=10):
         images = torch.randint(256, (count, channels, size, size), dtype=torch.uint8)
         return TensorSplit(images, torch.arange(count) % classes, torch.zeros(channels), torch.ones(channels))
 
-    return Data(split(samples), split(test), channels, size, classes)
+    return Data.of_images(split(samples), split(test), channels, size, classes)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("is_shard", "fused"), [(False, True), (True, None)])
+def test_one_kernel_steps_whole_parameters_alone(is_shard, fused):
+    """Fused SGD has no rule for DTensor."""
+    parameter = OnGPU(torch.zeros(2)).requires_grad_()
+    if is_shard:
+        parameter.device_mesh = object()
+    assert build_optimizer(options([]), [parameter]).defaults["fused"] is fused
 
 
 class TestJob:
@@ -108,7 +129,7 @@ class TestJob:
         args = options(["--global-batch-size", "30", *argv])
         model = torch.nn.Linear(1, 1)
         optimizer = build_optimizer(args, model.parameters())
-        return Job(args, tiny_data(), CPU, model, optimizer, build_scaler(args, CPU), stop=None)
+        return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop=None)
 
     def test_steps(self):
         job = self.job("--epochs", "4")
@@ -141,10 +162,11 @@ class TestJob:
     def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
         """Epochs end with steps 3 and 6, and a checkpoint comes after each fourth: all vote there."""
         job = self.job("--epochs", "2", "--checkpoint-every", "4")
+        job.peers.world_size = world_size
         seen = []
         for step in range(6):
             job.position.step, job.position.epoch = step, step // 3
-            if job.is_vote_due(world_size):
+            if job.is_vote_due():
                 seen.append(step)
         assert seen == list(voting)
 
@@ -172,6 +194,8 @@ class TestJob:
         job.restore({"model": model, "optimizer": optimizer, "scaler": state, "position": position})
         assert job.scaler.state_dict() == state
         assert (job.position.step, job.position.epoch) == (3, 1)
+        # Written before there were other tasks than classification.
+        assert (job.position.averages, job.position.best_score) == ({"test_accuracy": 0.5}, 0.5)
 
     def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):
         job = self.job()
@@ -244,31 +268,34 @@ class TestModels:
         assert torch.equal(plain.features[3].weight, other.features[3].weight)
 
 
+TASK = Classification()
+
+
 class TestTotals:
     def test_sums_over_parts_equal_the_whole(self):
         logits, labels = torch.randn(11, 4, generator=torch.Generator().manual_seed(0)), torch.arange(11) % 4
         labels[3] = SKIPPED
-        whole, parts = metrics.new_totals(CPU), metrics.new_totals(CPU)
-        metrics.add_batch(whole, logits, labels)
+        whole, parts = metrics.new_totals(TASK, CPU), metrics.new_totals(TASK, CPU)
+        metrics.add_batch(whole, TASK, logits, labels)
         for one, two in zip(logits.split(3), labels.split(3), strict=True):
-            metrics.add_batch(parts, one, two)
+            metrics.add_batch(parts, TASK, one, two)
         assert whole.dtype == torch.float64
         assert whole.tolist() == pytest.approx(parts.tolist(), rel=1e-6)
-        assert whole[2] == 10
+        assert whole[0] == 10
         correct = sum(int(logits[i].argmax() == labels[i]) for i in range(11))
         loss = sum(-float(logits[i].log_softmax(0)[labels[i]]) for i in range(11) if i != 3)
-        result = metrics.averages(whole, 11)
+        result = metrics.averages(whole, TASK, 11)
         assert result == {"test_loss": pytest.approx(loss / 10, rel=1e-6), "test_accuracy": correct / 10}
 
     def test_skipped_images_are_told_and_nothing_divides_by_zero(self):
-        totals = torch.tensor([0.0, 0.0, 0.0, 3.0, 2.0], dtype=torch.float64)
-        assert metrics.averages(totals, 2) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}
+        totals = torch.tensor([0.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
+        assert metrics.averages(totals, TASK, 2) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}
 
     @pytest.mark.parametrize(("evaluated", "skipped"), [(9, 0), (11, 0), (9, 2), (8, 1)])
     def test_a_sample_that_is_missing_or_counted_twice(self, evaluated, skipped):
-        totals = torch.tensor([0.0, 0.0, evaluated, skipped, skipped], dtype=torch.float64)
+        totals = torch.tensor([evaluated, skipped, skipped, 0.0, 0.0], dtype=torch.float64)
         with pytest.raises(AssertionError, match=f"evaluated {evaluated} samples and skipped {skipped} of 10: "):
-            metrics.averages(totals, 10)
+            metrics.averages(totals, TASK, 10)
 
 
 class TestThroughput:
@@ -377,7 +404,8 @@ class TestRecord:
         record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
         return record, content
 
-    def test_config_tells_what_was_run(self, tmp_path):
+    def test_config_tells_what_was_run(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MAKE_LINE", "make run RECIPE=single")
         record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
         assert content is None
         config = json.loads((record.folder / "config.json").read_text())
@@ -385,8 +413,27 @@ class TestRecord:
         assert config["options"]["seed"] == 3
         assert config["options"]["runs_dir"] == str(tmp_path)
         assert config["versions"]["torch"] == torch.__version__
+        assert config["versions"]["torchvision"] == version("torchvision")
+        assert config["versions"].keys() >= {"cuda", "nccl", "driver"}
         assert config["hardware"]["cpus"] == os.cpu_count()
+        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        assert config["hardware"]["cpu"] == (models[0] if models else None)
         assert [launch["world_size"] for launch in config["launches"]] == [2]
+        assert config["launches"][0]["make"] == "make run RECIPE=single"
+
+    def test_the_result_has_the_best_evaluation_and_when_the_run_ended(self, tmp_path, capsys):
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.log_step(step=100, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+        record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
+        result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
+        record.finish("test_accuracy", **result, samples_per_s=1.0)
+        written = json.loads((record.folder / "result.json").read_text())
+        assert written["best_test_accuracy"] == 0.75
+        assert abs(datetime.now().astimezone() - datetime.fromisoformat(written["ended"])) < timedelta(minutes=1)
+        kinds = [json.loads(line)["kind"] for line in (record.folder / "metrics.jsonl").read_text().splitlines()]
+        assert kinds == ["step", "epoch"]
+        last = f"result recipe=single world_size=2 test_accuracy=0.5000 samples_per_s=1 record={record.folder}\n"
+        assert capsys.readouterr().out.endswith(last)
 
     def test_names_count_up(self, tmp_path):
         names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
@@ -446,14 +493,14 @@ class TestRecord:
             errors.append(UserError("rank 1's part does not fit"))
             return content
 
-        peers = SimpleNamespace(
+        job.peers = SimpleNamespace(
             rank=0,
             watch=lambda name: contextlib.nullcontext(),
             gather_objects=lambda value: [value, errors[-1] if value is None else value],
             broadcast_object=lambda value: value,
         )
         with pytest.raises(UserError, match="rank 1's part does not fit"):
-            begin_run(job, "single", peers, own_part)
+            begin_run(job, own_part)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
         assert os.listdir(tmp_path) == (["a"] if flags else [])
 
@@ -507,9 +554,8 @@ def test_nearest_names_one_word_or_none():
 
 def test_options_are_read_only():
     args = options([])
-    with pytest.raises(AttributeError, match="read-only"):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         args.seed = 5
-    assert isinstance(args, argparse.Namespace)
     assert args.data_dir == Path("data")
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from recipes.common import imagefolder
-from recipes.common.data import SKIPPED, load_data
+from recipes.common.data import SKIPPED, imagefolder, load_data
 from recipes.common.errors import UserError
 from recipes.single.train import options
 
@@ -169,7 +168,7 @@ class TestImageFolder:
     @pytest.mark.parametrize(
         ("files", "words"),
         [
-            ([], "cannot read .*train .*No such file.*imagefolder wants DIR/train/CLASS"),
+            ([], "cannot read .*train .*No such file.*imagefolder expects DIR/train/CLASS"),
             (["train/"], "train has no class folders"),
             (["train/a/"], "a has no images"),
             (["train/a/x.txt"], "a has no images"),
@@ -239,10 +238,10 @@ class TestImageFolder:
             (tmp_path / name).parent.mkdir(parents=True)
             (tmp_path / name).write_bytes(b"x")
 
-        def fail(path, choose):
+        def fail(path):
             raise OSError(errno.ESTALE, "Stale file handle", path)
 
-        monkeypatch.setattr(imagefolder, "decode", fail)
+        monkeypatch.setattr(imagefolder, "read", fail)
         told = []
         argv = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8"]
         data = load_data(options([*argv, *flags]), CPU, told.append)

@@ -11,10 +11,9 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
-from recipes.common import imagefolder, images
-from recipes.common.data import SKIPPED
-from recipes.common.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
-from recipes.common.images import BAD_IMAGE, Box, decode
+from recipes.common.data import SKIPPED, imagefolder, images
+from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
+from recipes.common.data.images import BAD_IMAGE, Box, decode, read
 from recipes.common.seeding import mix
 
 WIDTH, HEIGHT = 83, 61
@@ -83,7 +82,7 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
         boxes.append(Box(left, top, chance.randint(1, WIDTH - left), chance.randint(1, HEIGHT - top)))
     for box in boxes:
         asked = []
-        part = decode(str(path), lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
+        part = decode(read(str(path)), lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
         assert set(asked) == {(WIDTH, HEIGHT)}
         assert part.dtype == torch.uint8
         inside = expected[box.top : box.top + box.height, box.left : box.left + box.width]
@@ -98,7 +97,7 @@ def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(Image, "open", None)
     path = tmp_path / "image.jpg"
     path.write_bytes(KINDS[kind]())
-    assert decode(str(path), lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
+    assert decode(read(str(path)), lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -109,7 +108,7 @@ def test_a_cut_file_is_a_fault_wherever_the_crop_is(tmp_path, kind, share):
     path = tmp_path / "image.jpg"
     path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(BAD_IMAGE):
-        decode(str(path), lambda *_: Box(0, 0, 4, 4))
+        decode(read(str(path)), lambda *_: Box(0, 0, 4, 4))
 
 
 @pytest.mark.usefixtures("decoder")
@@ -124,9 +123,9 @@ def test_what_is_no_image_is_a_fault(tmp_path):
     ):
         path.write_bytes(content)
         with pytest.raises(BAD_IMAGE):
-            decode(str(path), whole)
+            decode(read(str(path)), whole)
     with pytest.raises(BAD_IMAGE):
-        decode(str(tmp_path / "none.jpg"), whole)
+        decode(read(str(tmp_path / "none.jpg")), whole)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -135,7 +134,7 @@ def test_an_image_of_too_many_pixels_is_a_fault(tmp_path, monkeypatch):
     path.write_bytes(KINDS["4:2:0"]())
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", WIDTH * HEIGHT // 3)
     with pytest.raises(Image.DecompressionBombError):
-        decode(str(path), whole)
+        decode(read(str(path)), whole)
 
 
 class TestCrops:
@@ -183,7 +182,7 @@ class TestCrops:
             rgb = image.convert("RGB")
         for i in range(20):
             box = random_box(WIDTH, HEIGHT, random.Random(i))
-            ours = resize(decode(str(path), lambda *_, box=box: box), 32, 32)
+            ours = resize(decode(read(str(path)), lambda *_, box=box: box), 32, 32)
             left, top, width, height = box
             theirs = v2.functional.resized_crop(rgb, top, left, height, width, [32, 32], antialias=True)
             assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts import compose
-from tests.support import ROOT
+from docker import compose
+from tests.support import ROOT, run_command
 
 DOCKERFILES = [ROOT / f"docker/{name}.Dockerfile" for name in ("apex", "ddp", "horovod")]
 
@@ -23,6 +23,22 @@ def test_images_share_their_first_layers():
 
     [part] = {shared_part(path) for path in DOCKERFILES}
     assert "requirements/run.txt" in part
+
+
+def test_images_hold_what_nccl_loads_for_rdma():
+    """Without libibverbs and a provider NCCL goes over TCP; EFA's installer is taken on request, by its digest."""
+    part = shared_part(DOCKERFILES[0])
+    packages = re.search(r"--no-install-recommends \\\n(.*?)\\\n", part, re.DOTALL)[1].split()
+    assert {"libibverbs1", "ibverbs-providers"} <= set(packages)
+    assert "ARG EFA_INSTALLER=\n" in part
+    assert part.index("sha256sum --check") < part.index("efa_installer.sh")
+
+
+def test_an_installer_without_a_digest_is_refused():
+    env = {"EFA_INSTALLER": "1.43.2", "DOCKER": "true"}
+    result = run_command("docker/image.sh", "build", "ddp", **env)
+    assert result.status == 2
+    assert "without the SHA-256 of aws-efa-installer-1.43.2.tar.gz" in result.errors[0]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -53,6 +69,14 @@ def test_nodes_differ_in_name_and_rank_alone():
     assert {**second, "hostname": "node0", "environment": first["environment"]} == first
 
 
+def test_by_hand_records_go_where_the_container_may_write():
+    """Without OPTIONS; make run sets them, to nothing for the probe. No other registry's image is taken."""
+    for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values():
+        assert service["command"] == "${RECIPE:-ddp} ${OPTIONS---runs-dir /runs --data-dir /data}"
+        assert {volume.rsplit("}:", 1)[1] for volume in service["volumes"]} == {"/runs", "/data:ro"}
+        assert service["pull_policy"] == "never"
+
+
 def test_more_nodes_and_their_gpus():
     assert compose.override(2, [[], []]) == {"services": {}}
     services = compose.override(3, [["0", "1"], ["2", "3"], ["4", "5"]])["services"]
@@ -62,6 +86,33 @@ def test_more_nodes_and_their_gpus():
     assert services["node2"]["extends"] == {"file": str(ROOT / "docker/compose.yaml"), "service": "node1"}
     assert services["node2"]["environment"] == {"NODE_RANK": "2"}
     assert "extends" not in services["node0"]
+
+
+def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCRIPT", "code/train.py")
+    monkeypatch.setenv("RUNS_DIR", "mine")
+    folders, own = compose.take_script("")
+    assert (folders.runs, folders.run) == (tmp_path / "mine", tmp_path / "mine/train-001")
+    paths = {"SCRIPT": f"{tmp_path}/code/train.py", "WORKDIR": str(tmp_path), "RUN_DIR": "/runs/train-001"}
+    services = compose.override(3, [[], [], []], own)["services"]
+    for number in range(3):
+        environment = services[f"node{number}"]["environment"]
+        assert environment == {**paths, "RESUME": "none", **({"NODE_RANK": "2"} if number == 2 else {})}
+        seen = [(volume["source"], volume["target"]) for volume in services[f"node{number}"]["volumes"]]
+        assert seen == [(str(tmp_path), str(tmp_path)), (f"{tmp_path}/code", f"{tmp_path}/code")]
+
+
+def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert compose.take_modules(["--model", "vit-tiny", "--data=digits", "--epochs", "2"]) == {}
+    for options in (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"]):
+        own = compose.take_modules(options)
+        assert own["environment"] == {"PYTHONPATH": "/code"}
+        [volume] = own["volumes"]
+        assert volume == {"type": "bind", "source": str(tmp_path), "target": "/code", "read_only": True}
 
 
 def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypatch):
@@ -80,7 +131,5 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
 
 @pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
 def test_an_elastic_job_is_refused(capsys, words):
-    with pytest.raises(SystemExit) as caught:
-        compose.main(["ddp", "--nodes", "3", *words])
-    assert caught.value.code == 2
+    assert compose.main(["ddp", "--nodes", "3", *words]) == 2
     assert capsys.readouterr().err.startswith("error: containers that are lost do not come back: ")

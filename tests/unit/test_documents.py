@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
-from scripts.commbench import __main__ as commbench
-from scripts.commbench import rank as commbench_rank
+from scripts.bench.commbench import __main__ as commbench
+from scripts.bench.commbench import rank as commbench_rank
 from scripts.doctor import __main__ as doctor
 from scripts.plan import __main__ as plan
 from scripts.plan import check
@@ -67,6 +67,9 @@ OTHERS_FLAGS = {
     "--check-build",
     "--max-restarts",
     "--render",
+    "--out",
+    "--batch-size",  # this and the next are of a script that a user brings
+    "--checkpoint",
 }
 
 
@@ -187,13 +190,15 @@ def test_the_lines_to_edit_are_those_that_the_sbatch_files_mark():
     assert set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)) == marked
 
 
-def test_make_help_lists_every_target():
+def test_make_help_lists_every_target_in_groups():
     shown = subprocess.run(
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout
-    named = [line.split()[0] for line in shown.splitlines()]
-    assert named == TARGETS
-    assert all(len(line.split()) > 2 for line in shown.splitlines()), "each with its help"
+    ).stdout.splitlines()
+    named = [line.split() for line in shown if re.match(r"  \S", line)]
+    assert [words[0] for words in named] == TARGETS
+    assert all(len(words) > 2 for words in named), "each with its help"
+    assert [line for line in shown if re.match(r"\S", line)] == re.findall(r"^##@ (.*)$", MAKEFILE, re.MULTILINE)
+    assert max(map(len, shown)) <= 100
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
     assert sorted(phony) == sorted(TARGETS)
 
@@ -204,3 +209,14 @@ def test_make_list_names_every_recipe_in_a_line():
     ).stdout
     assert [line.split()[0] for line in shown.splitlines()] == RECIPES
     assert all(len(line.split()) > 3 for line in shown.splitlines())
+
+
+def test_the_chinese_readme_keeps_step_with_the_english_one():
+    """The same examples, commands, options and links, and as many sections; but for the table of benchmarks."""
+    english = re.sub("<!-- benchmarks -->.*<!-- /benchmarks -->", "", text_of("README.md"), flags=re.DOTALL)
+    chinese = text_of("README.zh-CN.md")
+    for what in ("```.*?```", "`[^`\n]+`", r"\]\([^)#]+"):
+        ours, theirs = (set(re.findall(what, text, re.DOTALL)) for text in (chinese, english))
+        assert ours - {"](README.md"} == theirs - {"](README.zh-CN.md"}
+    assert chinese.count("\n## ") == english.count("\n## ")
+    assert chinese.count("\n| ") == english.count("\n| ")

@@ -8,77 +8,194 @@ import psutil
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.interface import interface_to
+from scripts.launch.cores import count_cores
+from scripts.launch.interface import interface_to
 from tests.support import ROOT
 
-NAMES = ("NCCL_", "GLOO_", "FI_", "OMP_", "SLURM_", "OMPI_", "FABRIC", "NPROC_PER_NODE", "MASTER_ADDR")
+NAMES = (
+    "NCCL_",
+    "GLOO_",
+    "FI_",
+    "OMP_",
+    "SLURM_",
+    "OMPI_",
+    "FABRIC",
+    "CPU_REQUEST",
+    "NPROC_PER_NODE",
+    "MASTER_ADDR",
+)
 
 
 def source(fabric, sysfs="/nowhere", **env):
     """Source the file; return its status, its line, and the variables it has left."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
-    clean |= {"PYTHON": sys.executable, "FABRIC": fabric, "SYSFS": str(sysfs), **env}
-    command = ["bash", "-c", "source scripts/fabric.sh && env --null >&2"]
+    clean |= {"PYTHON": sys.executable, "FABRIC": fabric, "SYSFS": str(sysfs), "DEVFS": f"{sysfs}/dev"}
+    clean |= {"LD_LIBRARY_PATH": f"{sysfs}/lib", "PATH": f"{sysfs}/bin:{os.environ['PATH']}", **env}
+    command = ["bash", "-c", "source scripts/launch/fabric.sh && env --null >&2"]
     result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30)
     found = dict(item.split("=", 1) for item in result.stderr.split("\0") if "=" in item)
     variables = {
         name: value for name, value in found.items() if name.startswith(("NCCL_", "GLOO_", "FI_", "OMP_"))
     }
-    return result.returncode, result.stdout + ("" if found else result.stderr), variables
+    return result.returncode, result.stdout + (result.stderr if result.returncode else ""), variables
 
 
-def plug_in(sysfs, name, link_layer, driver="mlx5_core"):
-    """Make a device of /sys/class/infiniband."""
+def plug_in(sysfs, name, link_layer, driver="mlx5_core", state="4: ACTIVE"):
+    """Make a device of /sys/class/infiniband, its /dev/infiniband/uverbs, and the libraries that NCCL loads."""
     port = sysfs / "class/infiniband" / name / "ports/1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text(f"{link_layer}\n")
+    (port / "state").write_text(f"{state}\n")
     device = port.parents[1] / "device"
-    device.mkdir()
+    (device / "infiniband_verbs" / f"uverbs_{name}").mkdir(parents=True)
     (device / "driver").symlink_to(f"/sys/bus/pci/drivers/{driver}")
+    for folder in ("dev/infiniband", "lib", "bin"):
+        (sysfs / folder).mkdir(parents=True, exist_ok=True)
+    if not (sysfs / "bin/ldconfig").is_symlink():
+        (sysfs / "bin/ldconfig").symlink_to("/bin/true")  # this machine's own libraries do not count
+    (sysfs / "dev/infiniband" / f"uverbs_{name}").touch()
+    for library in ("libibverbs.so.1", "libnccl-net.so"):
+        (sysfs / "lib" / library).touch()
+
+
+LAYERS = {"ib": "InfiniBand", "roce": "Ethernet", "efa": "Unspecified"}
 
 
 @pytest.mark.parametrize(
     ("fabric", "own"),
     [
-        ("tcp", {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=lo"}),
+        ("tcp", {"NCCL_IB_DISABLE": "1"}),
         ("roce", {}),
         ("ib", {}),
         ("efa", {"FI_EFA_USE_HUGE_PAGE": "0"}),
     ],
 )
-def test_each_fabric_sets_as_little_as_it_needs(fabric, own):
-    status, line, variables = source(fabric)
+def test_each_fabric_sets_as_little_as_it_needs(fabric, own, tmp_path):
+    if fabric != "tcp":
+        plug_in(tmp_path, "a", LAYERS[fabric], "efa" if fabric == "efa" else "mlx5_core")
+    status, line, variables = source(fabric, tmp_path)
     threads = variables.pop("OMP_NUM_THREADS")
     assert status == 0
-    assert variables == {"GLOO_SOCKET_IFNAME": "lo", **own}
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", **own}
     assert int(threads) >= 1
     assert f"fabric {fabric} (FABRIC), 127.0.0.1 by lo:" in line
     assert all(f" {name}={value}" in line for name, value in own.items())
 
 
-@pytest.mark.parametrize(
-    ("devices", "found"),
-    [
-        ([], "tcp (no RDMA device)"),
-        ([("mlx5_0", "InfiniBand", "mlx5_core")], "ib (mlx5_0)"),
-        ([("mlx5_0", "Ethernet", "mlx5_core")], "roce (mlx5_0)"),
-        ([("rdmap0s6", "Unspecified", "efa")], "efa (rdmap0s6)"),
-        ([("mlx5_0", "Ethernet", "mlx5_core"), ("mlx5_1", "InfiniBand", "mlx5_core")], "ib (mlx5_1)"),
-    ],
-)
-def test_auto_finds_the_fabric(tmp_path, devices, found):
+def rails(names, link_layer="InfiniBand", driver="mlx5_core"):
+    return [(name, link_layer, driver) for name in names.split()]
+
+
+DGX = rails("mlx5_0 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_9 mlx5_10 mlx5_11")
+MACHINES = {
+    "DGX H100, storage on Ethernet": (
+        DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8", "Ethernet"),
+        ("ib (mlx5_0)", "^=mlx5_1,mlx5_2,mlx5_7,mlx5_8"),
+    ),
+    "DGX H100, storage on InfiniBand": (
+        DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8"),
+        ("ib (mlx5_0)", None),
+    ),
+    "HGX, a bond for storage": (
+        rails("mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 mlx5_8") + rails("mlx5_bond_0", "Ethernet"),
+        ("ib (mlx5_1)", "^=mlx5_bond_0"),
+    ),
+    "HGX, ConnectX ports on Ethernet only": (
+        rails("mlx5_0 mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 mlx5_8", "Ethernet"),
+        ("roce (mlx5_0)", None),
+    ),
+    "Azure ND H100 v5": (
+        rails("mlx5_ib0 mlx5_ib1 mlx5_ib2 mlx5_ib3 mlx5_ib4 mlx5_ib5 mlx5_ib6 mlx5_ib7")
+        + rails("mlx5_an0", "Ethernet"),
+        ("ib (mlx5_ib0)", "^=mlx5_an0"),
+    ),
+    "AWS p5": (rails("rdmap79s0 rdmap80s0 rdmap81s0 rdmap82s0", "Unspecified", "efa"), ("efa (rdmap79s0)", None)),
+    "AWS p4d, kernel names": (rails("efa_0 efa_1 efa_2 efa_3", "Unspecified", "efa"), ("efa (efa_0)", None)),
+    "GCP A3 High, gVNIC only": ([], ("tcp (no RDMA device)", None)),
+    "GCP A3 Ultra": (rails("mlx5_0 mlx5_1 mlx5_2 mlx5_3", "Ethernet"), ("roce (mlx5_0)", None)),
+    "a virtual machine": ([], ("tcp (no RDMA device)", None)),
+}
+"""/sys/class/infiniband after the makers' documentation: devices, then the fabric found and NCCL_IB_HCA."""
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_auto_finds_the_fabric_and_its_compute_rails(tmp_path, machine):
+    devices, (found, hcas) = MACHINES[machine]
     for device in devices:
         plug_in(tmp_path, *device)
-    status, line, _ = source("auto", tmp_path)
+    status, line, variables = source("auto", tmp_path)
     assert status == 0
     assert f"fabric {found}," in line
+    assert variables.get("NCCL_IB_HCA") == hcas
+    if hcas:
+        used = {name for name, _, _ in devices if selects(hcas, name)}
+        assert used == {name for name, layer, _ in devices if layer == "InfiniBand"}
 
 
-def test_ethernet_ports_are_kept_out_of_infiniband(tmp_path):
-    plug_in(tmp_path, "mlx5_0", "InfiniBand")
-    plug_in(tmp_path, "mlx5_bond_0", "Ethernet")
-    _, _, variables = source("auto", tmp_path)
-    assert variables["NCCL_IB_HCA"] == "^mlx5_bond_0"
+FAULTS = {
+    "the pod has the machine's /sys and no device": (
+        lambda root, name: (root / "dev/infiniband" / f"uverbs_{name}").unlink(),
+        "/dev/infiniband/uverbs_a of a does not open",
+    ),
+    "the cable is out": (
+        lambda root, name: (root / "class/infiniband" / name / "ports/1/state").write_text("1: DOWN\n"),
+        "no port of a is active",
+    ),
+    "an image without libraries": (
+        lambda root, name: [path.unlink() for path in (root / "lib").iterdir()],
+        "a needs ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fabric", ["ib", "roce", "efa"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
+    """Auto goes over TCP and says why; a fabric that was asked for is refused."""
+    break_it, reason = FAULTS[fault]
+    plug_in(tmp_path, "a", LAYERS[fabric], "efa" if fabric == "efa" else "mlx5_core")
+    break_it(tmp_path, "a")
+    status, line, variables = source("auto", tmp_path)
+    assert (status, variables["NCCL_IB_DISABLE"]) == (0, "1")
+    assert f"fabric tcp ({reason}" in line
+    status, line, _ = source(fabric, tmp_path)
+    assert (status, len(line.splitlines())) == (2, 1)
+    assert f"FABRIC={fabric} cannot be used: {reason}" in line
+
+
+def test_the_next_fabric_is_taken_where_the_fastest_cannot_be_used(tmp_path):
+    plug_in(tmp_path, "mlx5_0", "InfiniBand", state="1: DOWN")
+    plug_in(tmp_path, "mlx5_1", "Ethernet")
+    assert "fabric roce (mlx5_1)" in source("auto", tmp_path)[1]
+
+
+def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
+    site = tmp_path / "site.env"
+    site.write_text("# ND H100 v5\nNCCL_TOPO_FILE=/opt/topo $HOME.xml\n\nNCCL_IB_HCA==mlx5_1\nFABRIC=tcp")
+    status, line, variables = source("auto", tmp_path, SITE_ENV=str(site), NCCL_IB_HCA="=mlx5_0")
+    assert status == 0
+    assert "fabric tcp (FABRIC)" in line
+    assert variables["NCCL_TOPO_FILE"] == "/opt/topo $HOME.xml", "data, not shell"
+    assert variables["NCCL_IB_HCA"] == "=mlx5_0"
+    for content, words in (("export A=1", "'export A=1' is not NAME=value"), (None, "cannot read")):
+        site.unlink()
+        if content:
+            site.write_text(content)
+        status, line, _ = source("auto", tmp_path, SITE_ENV=str(site))
+        assert (status, words in line, len(line.splitlines())) == (2, True, 1)
+
+
+def selects(user_list, device):
+    """Return whether NCCL takes a device (parseStringList, matchIfList: src/misc/utils.cc, transport/net_ib)."""
+    is_excluding = user_list.startswith("^")
+    user_list = user_list.removeprefix("^")
+    is_exact = user_list.startswith("=")
+    names = user_list.removeprefix("=").split(",")
+    return is_excluding != any(device == name if is_exact else device.startswith(name) for name in names)
+
+
+def test_without_the_equals_sign_compute_rails_would_be_left_out():
+    assert [name for name, _, _ in DGX if not selects("^mlx5_1,mlx5_2", name)] == ["mlx5_10", "mlx5_11"]
 
 
 def test_nothing_is_overridden_that_is_set():
@@ -89,10 +206,41 @@ def test_nothing_is_overridden_that_is_set():
 
 
 def test_processes_share_the_nodes_cores():
-    cores = len(os.sched_getaffinity(0))
+    cores = count_cores()
     assert source("tcp")[2]["OMP_NUM_THREADS"] == str(cores)
     assert source("tcp", NPROC_PER_NODE=str(cores))[2]["OMP_NUM_THREADS"] == "1"
-    assert source("tcp", SLURM_CPUS_PER_TASK="1")[2]["OMP_NUM_THREADS"] == "1"
+    assert source("tcp", CPU_REQUEST="1")[2]["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("content", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "100000 100000\n"}, 1),
+        ("0::/a/b\n", {"a/cpu.max": "250000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
+        ("0::/a/b\n", {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "50000 100000\n"}, 1),
+        (
+            "4:memory:/x\n3:cpu,cpuacct:/x\n",
+            {"cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n", "cpu,cpuacct/x/cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
+        ("3:cpu:/y\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ("0::/../other\n", {}, 64),
+    ],
+)
+def test_the_least_limit_of_cores_counts(monkeypatch, tmp_path, content, files, expected):
+    """Quotas of this cgroup and of those above it, in both versions; on a machine of 64 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    for name in ("SLURM_CPUS_PER_TASK", "CPU_REQUEST"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "cgroup").write_text(content)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert count_cores(tmp_path / "cgroup", tmp_path) == expected
+    monkeypatch.setenv("CPU_REQUEST", "2")
+    assert count_cores(tmp_path / "cgroup", tmp_path) == min(expected, 2)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
+    assert count_cores(tmp_path / "cgroup", tmp_path) == 1
 
 
 def test_one_line_a_node():
@@ -103,7 +251,7 @@ def test_one_line_a_node():
 @pytest.mark.parametrize(
     ("fabric", "env", "words"),
     [
-        ("infiniband", {}, "error: FABRIC wants auto, ib, roce, efa or tcp, got 'infiniband'"),
+        ("infiniband", {}, "error: FABRIC expects auto, ib, roce, efa or tcp, got 'infiniband'"),
         ("tcp", {"MASTER_ADDR": "no-such-host.invalid"}, "cannot resolve no-such-host.invalid"),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(
     guard = guard_of("stop")
     guard._is_lazy = True  # as on a GPU
     for step, gradient, loss in [(1, ONE, ONE), (2, NAN, ONE), (3, NAN, NAN)]:
-        assert guard.allows(step, loss, [gradient])
+        assert guard.check_gradients(step, loss, [gradient])
     assert guard.stop.error is None
     guard.settle(3, SCALER)
     assert str(guard.stop.error).startswith("a gradient of step 2 is not finite; no checkpoint was written since")
@@ -38,8 +38,8 @@ def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(
 @pytest.mark.parametrize(("mode", "sees_all"), [("stop", False), ("skip", True)])
 def test_to_leave_a_step_out_all_gradients_are_looked_at(mode, sees_all):
     guard = guard_of(mode)
-    assert guard.allows(1, ONE, [ONE, NAN]) is not sees_all
-    assert not guard.allows(2, ONE, [NAN, ONE])
+    assert guard.check_gradients(1, ONE, [ONE, NAN]) is not sees_all
+    assert not guard.check_gradients(2, ONE, [NAN, ONE])
 
 
 def test_spoilt_weights_are_not_saved():
@@ -70,12 +70,12 @@ def test_a_collapsed_loss_scale_fails():
 def test_skips_in_a_row_are_bounded_and_a_good_step_starts_again():
     guard = guard_of("skip")
     for step in range(10):
-        assert not guard.allows(step, NAN, [NAN])
-    assert guard.allows(10, ONE, [ONE])
+        assert not guard.check_gradients(step, NAN, [NAN])
+    assert guard.check_gradients(10, ONE, [ONE])
     for step in range(10):
-        assert not guard.allows(step, NAN, [NAN])
+        assert not guard.check_gradients(step, NAN, [NAN])
     assert guard.stop.error is None
-    assert not guard.allows(21, NAN, [NAN])
+    assert not guard.check_gradients(21, NAN, [NAN])
     assert guard.skipped == 20
     assert guard.stop.error.status == 1
 

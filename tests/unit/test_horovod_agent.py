@@ -9,8 +9,8 @@ import pytest
 
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.node import Node
-from scripts import horovod_agent
-from scripts.local import free_port
+from scripts.launch import horovod as horovod_agent
+from scripts.launch.local import free_port
 
 
 class Server(ThreadingHTTPServer):

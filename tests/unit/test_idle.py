@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.common.idle import IdleClock, IdleShare
-from recipes.common.imagefolder import ImageFolderSplit
+from recipes.common.data.idle import IdleClock, IdleShare
+from recipes.common.data.imagefolder import ImageSplit
 from recipes.common.job import Job
 from recipes.common.metrics import Throughput
+from recipes.common.peers import Alone
+from recipes.common.task import Classification
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -22,7 +24,7 @@ def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
                 time.sleep(0.05)
                 yield torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), []
 
-    split = ImageFolderSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
+    split = ImageSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
     split.loader = Loader()
     assert split.idle_s() == 0
     began_at, worked_s = time.perf_counter(), 0.0
@@ -77,10 +79,11 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     monkeypatch.setattr(Throughput, "seconds", lambda self: clock.now)
     train = SimpleNamespace(idle_s=lambda: clock.now / 10 * idle_s)
     args = options(["--workers", "3"])
-    data = SimpleNamespace(train=train)
+    data = SimpleNamespace(train=train, task=Classification())
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    job = Job(args, data, CPU, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), stop=None)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    job = Job(args, "single", data, Alone(CPU), model, optimizer, scaler, stop=None)
     progress = SimpleNamespace(say=said.append)
     job.record = SimpleNamespace(progress=progress, log_step=lambda **values: None)
     for clock.now in (0.0, 10.0, 20.0, 30.0):

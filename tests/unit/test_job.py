@@ -129,7 +129,7 @@ def test_a_sweep_uses_apptainers_python(tmp_path):
     result = run_array(tmp_path, CONTAINER_IMAGE="ddp.sif", PYTHON="")
     assert result == (0, "ddp --lr 0.2 --seed 3\n", "")
     asked = (tmp_path / "asked").read_text()
-    assert asked.startswith(f"exec --bind {ROOT}:{ROOT} --pwd {ROOT} --nv ddp.sif python3 -m scripts.sweep ")
+    assert asked.startswith(f"exec --bind {ROOT}:{ROOT} --pwd {ROOT} --nv ddp.sif python3 -m slurm.sweep ")
 
 
 def test_a_sweep_uses_pyxiss_python(tmp_path):
@@ -145,4 +145,4 @@ def test_a_sweep_uses_pyxiss_python(tmp_path):
     assert (status, text, errors) == (0, "ddp --lr 0.2 --seed 3\n", "")
     asked = (tmp_path / "asked").read_text()
     assert "--container-image=ddp.sqsh" in asked
-    assert re.search(r" --overlap --nodes=1 --ntasks=1 --nodelist=\S+ python3 -m scripts.sweep ", asked)
+    assert re.search(r" --overlap --nodes=1 --ntasks=1 --nodelist=\S+ python3 -m slurm.sweep ", asked)

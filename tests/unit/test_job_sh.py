@@ -109,3 +109,75 @@ def test_each_job_has_a_secret_of_its_own(job):
     seen = {job(then="echo; secret").stdout.splitlines()[-1] for _ in range(2)}
     assert len(seen) == 2
     assert all(re.fullmatch("[0-9a-f]{32}", secret) for secret in seen)
+
+
+@pytest.fixture
+def script(job, tmp_path):
+    """Return a function: run lines after begin_job for a script of the user's own."""
+    (tmp_path / "train.py").touch()
+
+    def run(then, **env):
+        own = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path / "runs"), "NAME": "mine", **env}
+        return job("--lr", "1", then=then, SLURM_GPUS_ON_NODE="4", **own)
+
+    return run
+
+
+def test_a_script_gets_its_own_options_alone(script, tmp_path):
+    then = 'printf "%s\\n" "${options[@]}" "${rank[@]}" $RUN_DIR $RESUME $WORKDIR'
+    for restarts, resume in (("0", "none"), ("1", "auto")):
+        said = script(then, SLURM_RESTART_COUNT=restarts).stdout.splitlines()
+        expected = ["--lr", "1", "--runs-dir", f"{tmp_path}/runs", "scripts.launch.script", f"{tmp_path}/train.py"]
+        assert said[-9:] == [*expected, f"{tmp_path}/runs/mine", resume, str(ROOT)]
+    done = script(then)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {tmp_path}/runs/mine is not empty; set RESUME=auto to resume this run, or choose another NAME\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "preempted", "is_requeued", "said"),
+    [
+        ("status=0", False, False, ""),
+        ("status=3", False, False, "error: job 7 ended with status 3"),
+        ("status=75 greatest=75", False, True, "another process took port"),
+        ("signal=USR1 status=0", False, False, "its time is up, and it has written nothing to "),
+        ('touch -d 2020-01-01 "$run_dir/old"; signal=USR1 status=0', False, False, "it has written nothing to "),
+        ("signal=USR1 status=138", False, False, "its time is up, and it has written nothing to "),
+        ('touch "$run_dir/saved"; signal=USR1 status=138', False, True, "job 7: it was stopped before its end"),
+        ("signal=USR1 status=0", True, True, "job 7: it was stopped before its end"),
+        ("signal=TERM status=143", True, True, "job 7: it was stopped before its end"),
+        ("signal=TERM status=0", False, False, "error: job 7: its ranks were told to stop before their end"),
+    ],
+)
+def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
+    script, tmp_path, then, preempted, is_requeued, said
+):
+    """That is after a preemption, or where it has written to RUN_DIR since its start."""
+    if preempted:
+        text = (tmp_path / "scontrol").read_text().replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00")
+        (tmp_path / "scontrol").write_text(text)
+    done = script(f"greatest=0; sleep 0.02; {then}; end_job")
+    assert (done.returncode == 0) is (then == "status=0"), done.stderr
+    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert said in done.stdout + done.stderr
+
+
+def test_the_logs_name_is_slurms_name_of_the_node(job):
+    """srun writes to %N.txt, the NodeName: where that is not the host's name, the head's log is under it, too."""
+    done = job(then='basename "$head_log"', SLURMD_NODENAME="rack7-n12")
+    assert done.stdout.splitlines()[-1] == "rack7-n12.txt", done.stderr
+
+
+def test_all_nodes_are_asked_at_once_whether_they_answer(job, tmp_path):
+    """Each answer comes only when every node has been asked; n2 does not start the command."""
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+case $* in *n1*) touch {tmp_path}/n1 ;; *n2*) touch {tmp_path}/n2 ;; esac
+until [ -e {tmp_path}/n1 ] && [ -e {tmp_path}/n2 ]; do sleep 0.05; done
+case $* in *n2*) exit 1 ;; esac
+"""
+    )
+    done = job(then='echo "lost: $(lost_nodes)"')
+    assert done.stdout.splitlines()[-1] == "lost: n2", done.stderr

@@ -1,39 +1,52 @@
-"""Options from the command line and from a file, and what is refused, in one line with the mend."""
+"""Options from the command line and from a file, and what is refused, in one line with the remedy."""
+
+import gc
 
 import pytest
+import yaml
 
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
+from recipes.common.optim import learning_rate
 from recipes.common.options import check_batch
 from recipes.ddp import train as ddp
 from recipes.single import train as single
+from tests.support import ROOT
 
 REFUSED = {
     "unknown option": (["--epoch", "3"], "unknown option --epoch; did you mean '--epochs'?"),
     "unknown option with value": (["--sed=3"], "unknown option --sed; did you mean '--seed'?"),
     "no option": (["epochs"], "unexpected argument 'epochs'; options begin with --"),
-    "unknown data": (["--data", "digit"], "--data: does not know 'digit'; did you mean 'digits'? (one of digits,"),
+    "unknown data": (
+        ["--data", "digit"],
+        "--data: invalid choice 'digit'; did you mean 'digits'? (choose from digits,",
+    ),
     "unknown optimizer": (["--optimizer", "adam"], "did you mean 'adamw'?"),
     "unknown amp": (["--amp", "fp61"], "did you mean 'fp16'?"),
     "unknown schedule": (["--lr-schedule", "cosin"], "did you mean 'cosine'?"),
+    "two batch norms": (["--batchnorm-group", "4", "--sync-batchnorm"], "statistics are over groups or the batch"),
+    "a group of one": (["--batchnorm-group", "1"], "expects a whole number of at least 2, got '1'"),
     "compile mode alone": (["--compile-mode", "reduce-overhead"], "is for compiled models; add --compile"),
-    "batch 0": (["--global-batch-size", "0"], "--global-batch-size: wants a whole number of at least 1, got '0'"),
+    "batch 0": (
+        ["--global-batch-size", "0"],
+        "--global-batch-size: expects a whole number of at least 1, got '0'",
+    ),
     "batch -1": (["--global-batch-size", "-1"], "--global-batch-size"),
-    "batch abc": (["--global-batch-size", "abc"], "wants a whole number of at least 1, got 'abc'"),
-    "batch 1.5": (["--global-batch-size", "1.5"], "wants a whole number of at least 1, got '1.5'"),
+    "batch abc": (["--global-batch-size", "abc"], "expects a whole number of at least 1, got 'abc'"),
+    "batch 1.5": (["--global-batch-size", "1.5"], "expects a whole number of at least 1, got '1.5'"),
     "epochs 0": (["--epochs", "0"], "--epochs"),
-    "lr 0": (["--lr", "0"], "--lr: wants a number above 0, got '0'"),
+    "lr 0": (["--lr", "0"], "--lr: expects a number above 0, got '0'"),
     "lr nan": (["--lr", "nan"], "--lr"),
     "lr inf": (["--lr", "inf"], "--lr"),
-    "momentum 1": (["--momentum", "1"], "--momentum: wants a number of at least 0 and below 1, got '1'"),
+    "momentum 1": (["--momentum", "1"], "--momentum: expects a number of at least 0 and below 1, got '1'"),
     "accumulate 0": (["--accumulate-steps", "0"], "--accumulate-steps"),
     "workers -1": (["--workers", "-1"], "--workers"),
-    "workers =-1": (["--workers=-1"], "--workers: wants a whole number of at least 0, got '-1'"),
+    "workers =-1": (["--workers=-1"], "--workers: expects a whole number of at least 0, got '-1'"),
     "missing value": (["--seed"], "--seed: expected one argument"),
     "config missing value": (["--config"], "--config: expected one argument"),
     "value for a switch": (["--zero-lr=1"], "unknown option --zero-lr"),
     "abbreviation": (["--over"], "unknown option --over"),
-    "name with slash": (["--name", "a/b"], "--name: wants at most 100 letters"),
+    "name with slash": (["--name", "a/b"], "--name: expects at most 100 letters"),
     "name dots": (["--name", ".."], "--name"),
     "name absolute": (["--name", "/etc"], "--name"),
     "name hidden": (["--name", ".a"], "--name"),
@@ -60,13 +73,49 @@ def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys
     assert exit_status(lambda: ddp.options(["--powersgd-rank", "0"])) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    expected = "error: --powersgd-rank: wants a whole number of at least 1, got '0'\n"
+    expected = "error: --powersgd-rank: expects a whole number of at least 1, got '0'\n"
     assert printed.err == (expected if rank == "0" else "")
+
+
+def test_collections_leave_out_what_torch_has_loaded():
+    counts, kept = [], []
+
+    def main():
+        counts.append(gc.get_freeze_count())
+        kept.extend([] for _ in range(1000))  # torch._dynamo is imported by the first step
+
+    assert exit_status(main) == 0
+    assert counts[0] > 100_000
+    assert gc.get_freeze_count() >= counts[0] + 1000
 
 
 @pytest.mark.parametrize("name", ["a", "A-1", "run.2_b", "a" * 100, "1..2"])
 def test_good_names(name):
     assert single.options(["--name", name]).name == name
+
+
+CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [single, ddp])
+def test_a_shipped_configuration_says_what_a_run_takes(path, recipe):
+    args = recipe.options(["--config", str(path)]).as_dict()
+    content = yaml.safe_load(path.read_text())
+    assert {key: args[key.replace("-", "_")] for key in content} == content
+    assert path.name in (ROOT / "recipes" / "README.md").read_text()
+
+
+def test_the_shipped_configuration_of_imagenet_suits_8_and_64_gpus():
+    config = "--config", str(ROOT / "recipes" / "configs" / "imagenet-resnet50.yaml")
+    num_train, rates = 1_281_167, []
+    for world_size, more in ((8, ()), (64, ("--global-batch-size", "8192", "--warmup-steps", "780"))):
+        args = single.options([*config, *more])
+        check_batch(args, world_size, num_train)
+        assert args.warmup_steps == 5 * (num_train // args.global_batch_size)
+        assert args.global_batch_size == 128 * world_size
+        rates.append(learning_rate(args, args.warmup_steps, 10**6))
+    assert rates == pytest.approx([0.4, 3.2])
 
 
 class TestConfig:
@@ -106,11 +155,11 @@ class TestConfig:
             ("just words", "must hold lines of the form `flag: value`"),
             ("a: [", "is not YAML"),
             ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
-            ("epochs: [1, 2]", "epochs wants one word or number, got [1, 2]"),
-            ("epochs:", "epochs wants one word or number, got None"),
-            ("epochs: true", "epochs wants one word or number, got True"),
-            ("zero: 3", "zero wants true or false, got 3"),
-            ("epochs: 0", "--epochs: wants a whole number of at least 1, got '0'"),
+            ("epochs: [1, 2]", "epochs expects one word or number, got [1, 2]"),
+            ("epochs:", "epochs expects one word or number, got None"),
+            ("epochs: true", "epochs expects one word or number, got True"),
+            ("zero: 3", "zero expects true or false, got 3"),
+            ("epochs: 0", "--epochs: expects a whole number of at least 1, got '0'"),
             ("data: digit", "did you mean 'digits'?"),
             ("name: ../../etc", "--name"),
         ],

@@ -10,18 +10,18 @@ from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.models import build_model, layers
 from recipes.common.optim import build_optimizer
-from recipes.common.options import build_parser, parse
-from recipes.common.partition import PartModule, Share, balanced_cuts, merge_shares, plan_parts
+from recipes.common.options import Options, parse
+from recipes.pipeline.partition import PartModule, Share, balanced_cuts, merge_shares, plan_parts
 
 
 def options(model, *words):
-    return parse(build_parser("test", None), ["--model", model, *words])
+    return parse(Options, "test", None, ["--model", model, *words])
 
 
 def data_of(channels, image_size):
     images = torch.zeros(4, channels, image_size, image_size, dtype=torch.uint8)
     split = TensorSplit(images, torch.arange(4), torch.zeros(channels), torch.ones(channels))
-    return Data(split, split, channels, image_size, num_classes=10)
+    return Data.of_images(split, split, channels, image_size, num_classes=10)
 
 
 def test_no_other_cuts_have_a_smaller_largest_part():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from recipes.common.errors import UserError
-from scripts import report
+from scripts.bench import report
 from scripts.bench.figures import Figure
 from tests.support import ROOT
 
@@ -106,5 +106,5 @@ def test_nothing_to_render_is_said_in_a_line(tmp_path, monkeypatch, capsys):
 
 def test_a_readme_without_markers_is_refused(tmp_path):
     write(tmp_path, "a.json", "2026-01-02", FAST)
-    with pytest.raises(UserError, match=r"README\.md wants one line"):
+    with pytest.raises(UserError, match=r"README\.md needs one line"):
         report.render(tmp_path, "nothing")

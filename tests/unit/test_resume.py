@@ -230,7 +230,7 @@ def test_a_complete_run_stays_as_it_is(run, single):
         assert lines == [
             f"run {run} is complete: nothing to train",
             f"result recipe=single world_size=1 test_accuracy={last['test_accuracy']:.4f} "
-            f"samples_per_s={last['samples_per_s']:.0f}",
+            f"samples_per_s={last['samples_per_s']:.0f} record={run}",
         ]
         assert files(run) == before
     assert last["samples_per_s"] > 0

@@ -14,7 +14,7 @@ import torch
 
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.node import Node, check_head
-from scripts import agent, local
+from scripts.launch import agent, local
 from tests import support
 from tests.support import ROOT, run_command, wait_until
 
@@ -76,20 +76,15 @@ def test_the_environment_of_a_node(monkeypatch):
 @pytest.mark.parametrize("text", ["0", "-1", "abc", "", "1.5", "2000", "²", " 1"])
 @pytest.mark.parametrize("name", ["NODES", "NPROC_PER_NODE"])
 def test_bad_counts(capsys, name, text):
-    with pytest.raises(SystemExit) as caught:
-        local.count(name, text)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == f"error: {name} wants a whole number from 1 to 1024, got {text!r}\n"
+    assert local.main(["ddp", f"--{name.lower().replace('_', '-')}={text}"]) == 2
+    assert capsys.readouterr().err == f"error: {name} expects a whole number from 1 to 1024, got {text!r}\n"
 
 
 def test_bad_recipes(capsys):
     for name, hint in (("dpp", "; did you mean 'ddp'?"), ("", ""), ("../ddp", "; did you mean 'ddp'?")):
-        with pytest.raises(SystemExit) as caught:
-            local.check_recipe(name)
-        assert caught.value.code == 2
+        assert local.main([name]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: RECIPE wants one of ")
-        assert error.endswith(f"got {name!r}{hint}\n")
+        assert error.startswith(f"error: RECIPE: invalid choice {name!r}{hint} (choose from apex, ")
         assert error.count("\n") == 1
 
 
@@ -98,19 +93,26 @@ def test_free_ports_are_free_and_differ():
     ports = [local.free_port() for _ in range(100)]
     assert len(set(ports)) == 100
     for port in ports:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
     assert max(ports) < 32768
 
 
-def test_a_port_in_use_is_passed_over(monkeypatch, capsys):
+@pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
+def test_a_free_port_is_given_to_no_other_launcher_until_rank_0_listens():
+    port = local.free_port()
+    other = "import sys; from scripts.launch import local; port = int(sys.argv[1])"
+    other += "; local._PORTS = range(port, port + 1); local.free_port()"
+    assert f"no port is free from {port} to {port}; " in run_command(sys.executable, "-c", other, str(port)).stderr
+    socket.create_server(("", port)).close()  # as rank 0 does, in whichever process
+
+
+def test_a_port_in_use_is_passed_over(monkeypatch):
     port = local.free_port()
     with socket.create_server(("127.0.0.1", port)):
         monkeypatch.setattr(local, "_PORTS", range(port, port + 1))
-        with pytest.raises(SystemExit) as caught:
+        with pytest.raises(UserError, match=f"^no port is free from {port} to {port}; "):
             local.free_port()
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: no port is free from {port} to {port}; ")
+        local._held.clear()
     assert local.free_port() == port
 
 
@@ -133,16 +135,16 @@ class TestNode:
     @pytest.mark.parametrize(
         ("name", "value", "words"),
         [
-            ("NNODES", "0", "NNODES wants a whole number of at least 1, got '0'"),
-            ("NNODES", "two", "NNODES wants"),
-            ("NPROC_PER_NODE", "-1", "NPROC_PER_NODE wants"),
-            ("NPROC_PER_NODE", "auto", "NPROC_PER_NODE wants"),
-            ("NODE_RANK", "-1", "NODE_RANK wants a whole number of at least 0"),
+            ("NNODES", "0", "NNODES expects a whole number of at least 1, got '0'"),
+            ("NNODES", "two", "NNODES expects"),
+            ("NPROC_PER_NODE", "-1", "NPROC_PER_NODE expects"),
+            ("NPROC_PER_NODE", "auto", "NPROC_PER_NODE expects"),
+            ("NODE_RANK", "-1", "NODE_RANK expects a whole number of at least 0"),
             ("NODE_RANK", "1", "NODE_RANK 1 of NNODES 1: node ranks count from 0"),
             ("NNODES", "2", "NNODES is 2 and MASTER_ADDR is not set"),
-            ("MASTER_PORT", "70000", "MASTER_PORT wants a port up to 65535, got 70000"),
-            ("MASTER_PORT", "http", "MASTER_PORT wants"),
-            ("RDZV_TIMEOUT_S", "0", "RDZV_TIMEOUT_S wants"),
+            ("MASTER_PORT", "70000", "MASTER_PORT expects a port up to 65535, got 70000"),
+            ("MASTER_PORT", "http", "MASTER_PORT expects"),
+            ("RDZV_TIMEOUT_S", "0", "RDZV_TIMEOUT_S expects"),
         ],
     )
     def test_what_makes_no_sense_is_refused(self, monkeypatch, name, value, words):
@@ -160,7 +162,7 @@ class TestNode:
         (
             {"r0": -signal.SIGUSR2, "r1": 1},
             1,
-            "rank 1 (pid 77 on {host}) ended with status 1; its own words are above",
+            "rank 1 (pid 77 on {host}) ended with status 1; its own error is above",
         ),
         ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
         ({"r2": 4}, 4, "rank 2 (pid 77 on {host}) ended with status 4"),
@@ -181,7 +183,7 @@ def test_the_status_that_tells_most(capsys, statuses, expected, words):
 
 STORE_GONE = """
 import os
-from scripts.agent import quiet_import
+from scripts.launch.agent import quiet_import
 
 with quiet_import():
     from torch.distributed import TCPStore
@@ -250,7 +252,7 @@ class TestALostRaceForThePort:
 
     TAKE = """
 import itertools, socket, sys
-from scripts import local
+from scripts.launch import local
 
 holder = socket.create_server(("", 0))
 ports = itertools.chain([holder.getsockname()[1]], iter(local.free_port, None))
@@ -335,3 +337,16 @@ class TestMeetNodes:
         said, _ = self.meet(tmp_path, (4, 0), (4, 2), bound_s=5)
         assert said[0].startswith("node 0 waited 5 s for node 1, 3 of 4 at 127.0.0.1:")
         assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 5 s for node 1, 3 of 4 ")
+
+
+def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):
+    """Even if they are dead before the launcher looks at them again."""
+    monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
+    job = local.LocalJob()
+    kill = job.kill
+    monkeypatch.setattr(job, "kill", lambda: [kill(), *(node.wait(30) for node in job.nodes)])
+    job.start(["bash", "-c", "trap '' TERM; echo up; sleep 60 & wait; wait"], {**os.environ})
+    wait_until(lambda: "up" in capfd.readouterr().out, 30, lambda: "bash has not begun")
+    job.pass_on(signal.SIGTERM, None)
+    assert job.wait() == 1
+    assert capfd.readouterr().err == "error: still running 0 s after the signal; killed\n"

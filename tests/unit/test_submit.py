@@ -1,6 +1,7 @@
 """What slurm/submit.py decides before anything is queued: names, limits, refusals, and the sbatch file itself."""
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -10,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from recipes.common.errors import UserError
 from recipes.common.signals import Stop
+from scripts.launch.fabric import fabric_environment
 from slurm import submit, training
 from slurm.training import Training
-from slurm.watcher import SqueueWatcher
-
-PARTITIONS = """\
-PartitionName=main AllowGroups=ALL Default=NO DefaultTime=NONE MaxTime=1-00:00:00 MinNodes=0
-PartitionName=short AllowGroups=ALL Default=YES DefaultTime=00:30:00 MaxTime=04:00:00 MinNodes=0
-"""
+from tests.support import ROOT
 
 
 @pytest.fixture
@@ -36,21 +34,27 @@ def commands(tmp_path, monkeypatch):
     return write
 
 
-def executor_for(folder, *words):
-    args = submit.parse_args(list(words))
-    submit.check(args)
-    return submit.make_executor(args, folder)
-
-
-def test_the_sbatch_file(tmp_path, commands):
-    for name in ("sbatch", "srun", "squeue", "scontrol"):
+@pytest.fixture
+def sbatch_file(commands):
+    """Return a function that submits a job to a stand-in; it returns what sbatch was given."""
+    for name in ("srun", "squeue", "scontrol"):
         commands(name)
+    commands("sbatch", 'case $* in *--test-only*) ;; *) echo "Submitted batch job 7" ;; esac')
+
+    def submit_one(folder, *words):
+        args = submit.parse_args(words)
+        submit.check(args)
+        [job] = submit.submit_runs(args, folder, [submit.Run("mine", folder, [], {})])
+        assert job.job_id == "7"
+        return (folder / "slurm/7_submission.sh").read_text()
+
+    return submit_one
+
+
+def test_the_sbatch_file(tmp_path, sbatch_file):
     words = "ddp --nodes 2 --gpus-per-node 4 --cpus-per-task 8 --mem 64GB --time 2:00:00 --partition gpu"
-    executor = executor_for(
-        tmp_path / "mine", *words.split(), "--constraint", "a100", "--account", "us", "--qos", "hi"
-    )
     folder = tmp_path / "mine/slurm"
-    text = submit.sbatch_text(executor)
+    text = sbatch_file(folder.parent, *words.split(), "--constraint", "a100", "--account", "us", "--qos", "hi")
     assert [line for line in text.splitlines() if line.startswith("#SBATCH")] == [
         "#SBATCH --account=us",
         "#SBATCH --constraint=a100",
@@ -72,40 +76,20 @@ def test_the_sbatch_file(tmp_path, commands):
     assert "export MASTER_PORT=$port PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text
     assert text.rstrip().splitlines()[-1] == (
         f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
-        f"{sys.executable} -m scripts.hold -u -m submitit.core._submit {folder}"
+        f"{sys.executable} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
     )
 
 
-def test_what_is_not_given_is_left_to_the_cluster(tmp_path, commands):
-    for name in ("sbatch", "srun", "squeue"):
-        commands(name)
-    commands("scontrol", f"cat <<'TEXT'\n{PARTITIONS}TEXT")
-    text = submit.sbatch_text(
-        executor_for(tmp_path / "mine", "ddp", "--gpus-per-node", "0", "--nproc-per-node", "2")
-    )
+def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
+    text = sbatch_file(tmp_path / "mine", "ddp", "--gpus-per-node", "0", "--nproc-per-node", "2")
     flags = [line.split()[1].split("=")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert not {"--mem", "--gpus-per-node", "--cpus-per-task", "--partition", "--account", "--qos"} & set(flags)
+    given = {"--mem", "--gpus-per-node", "--cpus-per-task", "--partition", "--account", "--qos", "--time"}
+    assert not given & set(flags)
     assert "#SBATCH --ntasks-per-node=2\n" in text
-    assert "#SBATCH --time=30\n" in text  # the default partition's
 
 
-def test_ranks_have_a_quarter_of_a_short_limit_for_the_checkpoint(tmp_path, commands):
-    for name in ("sbatch", "srun", "squeue", "scontrol"):
-        commands(name)
-    assert "#SBATCH --signal=USR1@15\n" in submit.sbatch_text(executor_for(tmp_path, "ddp", "--time", "1"))
-
-
-@pytest.mark.parametrize(
-    ("partitions", "expected"),
-    [
-        (PARTITIONS, 30),
-        ("PartitionName=a Default=NO DefaultTime=NONE MaxTime=1-12:00:00 MinNodes=0", 36 * 60),
-        ("PartitionName=a Default=YES DefaultTime=NONE MaxTime=UNLIMITED MinNodes=0", 365 * 1440),
-    ],
-)
-def test_the_limit_of_a_partition(commands, partitions, expected):
-    commands("scontrol", f"cat <<'TEXT'\n{partitions}\nTEXT")
-    assert submit.default_minutes(None) == expected
+def test_ranks_have_a_quarter_of_a_short_limit_for_the_checkpoint(tmp_path, sbatch_file):
+    assert "#SBATCH --signal=USR1@15\n" in sbatch_file(tmp_path, "ddp", "--time", "1")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +102,7 @@ def test_times(text, expected):
 
 @pytest.mark.parametrize("text", ["", "0", "0:00:00", "x", "1:2:3:4", "-5", "1h", "²"])
 def test_bad_times(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="wants m"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"expects (minutes|a time above 0)"):
         submit.minutes(text)
 
 
@@ -142,17 +126,17 @@ def test_the_names_of_a_sweeps_runs(points, names):
         ("spawn", "spawn starts its ranks by itself"),
         ("single --nodes 2", "single is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"),
         ("dataparallel --nproc-per-node 2", "dataparallel is one process"),
-        ("ddp --nodes 0", "--nodes: wants a whole number of at least 1, got '0'"),
-        ("ddp --time soon", "--time: wants minutes, 2:00:00 or 1-12:00:00 (a day and a half), got 'soon'"),
-        ("ddp --name ../x", "--name: wants at most 100 letters"),
+        ("ddp --nodes 0", "NODES expects a whole number of at least 1, got '0'"),
+        ("ddp --time soon", "--time: expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got 'soon'"),
+        ("ddp --name ../x", "--name: expects at most 100 letters"),
         ("ddp --partitoin x", "unknown option --partitoin; did you mean '--partition'?"),
-        ("ddp --epochs 3", "unknown option --epochs; the recipe's own options come after --"),
-        ("ddp --local --sweep lr=1 --no-follow", "--local trains the points of a sweep one after another"),
+        ("ddp --epochs 3", "unknown option --epochs; those of a recipe come after --; --help lists all"),
+        ("ddp --local --no-follow", "--local is followed to its end; drop --no-follow"),
         ("ddp", "there is no sbatch in PATH; use --local (make submit: LOCAL=1), or run this on the cluster's"),
         ("ddp --local -- --ephocs 3", "unknown option --ephocs; did you mean '--epochs'?"),
-        ("ddp --local -- --resume auto", "--resume auto wants to know which run: NAME=... (--name)"),
-        ("ddp --local --sweep lr", "SWEEP wants words of the form lr=0.1,0.2, got 'lr'"),
-        ("ddp --local --sweep lr=fast", "--lr: wants a number above 0, got 'fast'"),
+        ("ddp --local -- --resume auto", "--resume auto needs the run's name: NAME=... (--name)"),
+        ("ddp --local --sweep lr", "SWEEP expects options such as lr=0.1,0.2, got 'lr'"),
+        ("ddp --local --sweep lr=fast", "--lr: expects a number above 0, got 'fast'"),
     ],
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -176,12 +160,6 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     words = ["ddp", "--", "--runs-dir", str(tmp_path)]
     expected = f"; for the cluster of make slurm-up: source {state}/activate\n"
     assert submit.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "error: Slurm shows no time limit: error: Could not establish a configuration source; "
-    )
-    assert error.endswith(expected)
-    assert submit.main(["ddp", "--time", "10", *words[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: Slurm refuses the job: Could not establish a configuration source; ")
     assert error.endswith(expected)
@@ -210,29 +188,27 @@ def test_the_default_name_is_unique(tmp_path):
     assert all(folder.is_dir() and folder.name.startswith("ddp-2") for folder in folders)
 
 
-def test_the_watcher_reads_squeue_and_knows_what_is_gone(commands):
-    commands("squeue", "echo '7|RUNNING|None|0|'; echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
-    watcher = SqueueWatcher()
-    for job in ("7", "8_0", "8_1", "9"):
-        watcher.register_job(job)
-    states = {job: watcher.get_state(job) for job in ("7", "8_0", "8_1", "9")}
-    assert states == {"7": "RUNNING", "8_0": "COMPLETED", "8_1": "PENDING", "9": "GONE"}
-    assert watcher.get_info("8_1")["Reason"] == "Resources"
-    assert watcher.get_info("8_0")["Restarts"] == "1"
-    assert [watcher.is_done(job, mode="cache") for job in ("7", "8_0", "8_1", "9")] == [False, True, False, True]
+def test_the_queue_reads_squeue_and_knows_what_is_gone(commands):
+    commands("squeue", "echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
+    queue = submit.Queue("8")
+    queue.ask(is_urgent=False)
+    assert queue.tasks == {"8_0": ("COMPLETED", "None", "1"), "8_1": ("PENDING", "Resources", "0")}
+    commands("squeue", "echo '8_1|RUNNING|None|0|'")
+    queue.ask(is_urgent=True)
+    assert queue.tasks["8_1"][0] == "PENDING", "asked a moment ago"
+    queue._asked -= 2
+    queue.ask(is_urgent=True)
+    assert queue.tasks == {"8_0": ("GONE", "None", "0"), "8_1": ("RUNNING", "None", "0")}
 
 
-def test_the_watcher_outlives_a_controller_that_does_not_answer(commands):
+def test_the_queue_outlives_a_controller_that_does_not_answer(commands):
     commands("squeue", "echo '7|RUNNING|None|0|'")
-    watcher = SqueueWatcher()
-    assert watcher.get_state("7") == "RUNNING"
+    queue = submit.Queue("7")
+    queue.ask(is_urgent=False)
     commands("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert watcher.get_info("7", mode="force") == {
-        "JobID": "7",
-        "State": "RUNNING",
-        "Reason": "slurm_load_jobs error: Unable to contact slurm controller",
-        "Restarts": "0",
-    }
+    queue._asked -= 10
+    queue.ask(is_urgent=False)
+    assert queue.tasks == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", "0")}
 
 
 def test_the_cause_is_that_of_the_last_start():
@@ -263,69 +239,116 @@ def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
 
 class TestTheEndOfRank0:
     @pytest.fixture
-    def run(self, tmp_path, monkeypatch):
+    def run(self, tmp_path, monkeypatch, commands):
+        """A run whose job 7 may be requeued once; requeued.txt says that it was."""
         (tmp_path / "config.json").write_text("{}")
-        monkeypatch.setattr(Training, "leave", lambda _, status: sys.exit(status))
+        commands("scontrol", f'echo "$*" >{tmp_path}/requeued.txt')
+        variables = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SUBMITIT_EXECUTOR": "slurm"}
+        for name, value in {**variables, "SUBMITIT_FOLDER": str(tmp_path)}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         monkeypatch.setattr(training, "is_preempted", lambda: False)
-        return Training("ddp", ["--epochs", "3"], tmp_path, requeues_left=1)
+        return Training("ddp", ["--epochs", "3"], tmp_path, max_requeues=1)
 
     @staticmethod
-    def requeue(number, frame):
-        assert (number, frame) == (signal.SIGUSR1, None)
-        sys.exit(255)
+    def is_requeued(run, status):
+        left = []
+        try:
+            left = [run.end(status, is_complete=False)]
+        except SystemExit as error:
+            left = [error.code]
+        if left != [255]:
+            assert left == [int((run.run_dir / "7_status").read_text())]
+            return False
+        return (run.run_dir / "requeued.txt").read_text() == "requeue 7\n"
 
     @pytest.mark.parametrize(
-        ("received", "status"), [(signal.SIGUSR1, 255), (signal.SIGTERM, 1), (None, 1)], ids=str
+        ("received", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False), (None, False)], ids=str
     )
-    def test_a_stopped_run_is_requeued_or_fails(self, run, monkeypatch, received, status):
+    def test_a_stopped_run_is_requeued_or_fails(self, run, monkeypatch, received, is_requeued):
         monkeypatch.setattr(Stop, "received", received)
-        with pytest.raises(SystemExit) as caught:
-            run.end(0, is_complete=False, requeue=self.requeue)
-        assert caught.value.code == status
+        assert self.is_requeued(run, 0) == is_requeued
+        assert is_requeued or (run.run_dir / "7_status").read_text() == "1"
+
+    def test_requeues_have_a_bound(self, run, monkeypatch, capsys):
+        monkeypatch.setattr(Stop, "received", signal.SIGUSR1)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        assert run.end(0, is_complete=False) == 1
+        assert "--max-requeues allows no more" in capsys.readouterr().out
 
     def test_a_preemption_may_come_as_term(self, run, monkeypatch):
         monkeypatch.setattr(Stop, "received", signal.SIGTERM)
         monkeypatch.setattr(training, "is_preempted", lambda: True)
-        with pytest.raises(SystemExit, match="255"):
-            run.end(0, is_complete=False, requeue=self.requeue)
+        assert self.is_requeued(run, 0)
 
     def test_a_complete_run_and_a_refusal(self, run):
-        (run.run_dir / "result.json").write_text('{"test_accuracy": 0.5}')
-        assert run.end(0, is_complete=True, requeue=self.requeue) == {"test_accuracy": 0.5}
-        with pytest.raises(SystemExit, match="2"):
-            run.end(2, is_complete=True, requeue=self.requeue)
+        assert run.end(0, is_complete=True) == 0
+        assert run.end(2, is_complete=False) == 2
+        (run.run_dir / "config.json").unlink()
+        assert run.end(0, is_complete=False) == 0, "the probe keeps no record"
 
-    def test_a_lost_race_for_the_port_is_requeued_under_slurm(self, run, monkeypatch):
-        """Each start of a Slurm job has another port."""
-        for job, status in (("7", 255), (None, 75)):
-            monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID")
-            with pytest.raises(SystemExit) as caught:
-                run.end(75, is_complete=False, requeue=self.requeue)
-            assert caught.value.code == status
+    def test_a_lost_race_for_the_port_is_requeued(self, run):
+        """Each start of a job has another port."""
+        assert self.is_requeued(run, 75)
 
-    def test_each_requeue_counts_and_goes_on_with_the_own_record(self, run, monkeypatch):
-        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    def test_a_start_after_the_first_goes_on_with_the_own_record(self, run, monkeypatch):
         assert run.argv_of_this_start() == ["--epochs", "3"]
-        rest = run.checkpoint().function
-        assert rest.requeues_left == 0
-        assert rest.argv_of_this_start() == ["--epochs", "3", "--resume", "auto"]
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # Slurm itself has put the job back
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert run.argv_of_this_start() == ["--epochs", "3", "--resume", "auto"]
         (run.run_dir / "config.json").unlink()  # the first start had not come so far
         assert run.argv_of_this_start() == ["--epochs", "3"]
 
+    @pytest.mark.parametrize(
+        ("source", "preempted", "status", "said"),
+        [
+            ("", False, 0, ""),
+            ("raise SystemExit(3)", False, 3, ""),
+            ("os.kill(os.getppid(), signal.SIGUSR1); signal.pause()", False, 1, "it has written nothing to "),
+            (
+                "open(run_dir / 'saved', 'w'); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()",
+                False,
+                255,
+                "",
+            ),
+            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", False, 1, ""),
+            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", True, 255, ""),
+        ],
+    )
+    def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
+        self, run, tmp_path, monkeypatch, capsys, source, preempted, status, said
+    ):
+        header = "import os, pathlib, signal\nrun_dir = pathlib.Path(os.environ['RUN_DIR'])\n"
+        (tmp_path / "train.py").write_text(header + source)
+        own = tmp_path / "own"
+        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(own), "WORKDIR": "/", "RESUME": "none"}
+        monkeypatch.setattr(training, "is_preempted", lambda: preempted)
+        monkeypatch.setattr(training, "set_environment", lambda: None)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.chdir(ROOT)
+        job = Training("ddp", [], own, 1, script)
+        if status:
+            with pytest.raises(SystemExit) as caught:
+                job()
+            assert caught.value.code == status
+        else:
+            job()
+        assert (tmp_path / "requeued.txt").exists() is (status == 255)
+        assert said in capsys.readouterr().out
+
 
 def test_the_network_is_that_of_fabric_sh(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1", "FABRIC": "tcp"}.items():
+    monkeypatch.delenv("FABRIC", raising=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    environment = training.network_environment()
+    environment, said = fabric_environment(FABRIC="tcp", TASK_PROCESSES="1")
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert environment["NCCL_IB_DISABLE"] == "1"
     assert environment["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    assert "fabric tcp" in said
     monkeypatch.setenv("FABRIC", "carrier-pigeon")
-    with pytest.raises(SystemExit, match="2"):
-        training.network_environment()
+    with pytest.raises(UserError, match="carrier-pigeon"):
+        fabric_environment(FABRIC="tcp")
 
 
 def test_a_port_that_is_taken_on_any_address_is_passed_over():
@@ -364,3 +387,16 @@ def test_the_port_differs_by_job_and_start():
 def test_a_job_unpickles_by_name():
     assert Training.__module__ == "slurm.training"
     assert Path(training.__file__).name == "training.py"
+
+
+def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
+    runs = [submit.Run(name, tmp_path / name, [], {"--lr": name}) for name in ("0.1", "0.2")]
+    runs[0].folder.mkdir()
+    result = {"world_size": 2, "headline": "test_bits_per_byte", "test_bits_per_byte": 2.5, "samples_per_s": 40.0}
+    (runs[0].folder / "result.json").write_text(json.dumps(result))
+    submit.report(runs[:1], runs)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["run", "--lr", "world_size", "test_bits_per_byte", "samples_per_s"]
+    assert lines[2:] == [["0.1", "0.1", "2", "2.5", "40"], ["0.2", "0.2", "-", "-", "-"]]
+    submit.report([], runs)
+    assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"

@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.sweep import grid_points, words
+from slurm.sweep import grid_points, words
 from tests.support import ROOT
 
 
 def sweep(*arguments):
-    command = [sys.executable, "-S", "-m", "scripts.sweep", *arguments]  # -S: without site-packages
+    command = [sys.executable, "-S", "-m", "slurm.sweep", *arguments]  # -S: without site-packages
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
@@ -31,10 +31,10 @@ def test_the_points_are_the_product_in_the_order_of_the_words():
     [
         ("", "SWEEP is empty"),
         ("  ", "SWEEP is empty"),
-        ("lr", "SWEEP wants words of the form lr=0.1,0.2, got 'lr'"),
-        ("lr=0.1 0.2", "SWEEP wants words of the form lr=0.1,0.2, got '0.2'"),
-        ("=1", "SWEEP wants an option's name before '=', got '=1'"),
-        ("LR=1", "SWEEP wants an option's name before '=', got 'LR=1'"),
+        ("lr", "SWEEP expects options such as lr=0.1,0.2, got 'lr'"),
+        ("lr=0.1 0.2", "SWEEP expects options such as lr=0.1,0.2, got '0.2'"),
+        ("=1", "SWEEP expects an option's name before '=', got '=1'"),
+        ("LR=1", "SWEEP expects an option's name before '=', got 'LR=1'"),
         ("lr=", "SWEEP has an empty value in 'lr='"),
         ("lr=1,,2", "SWEEP has an empty value in 'lr=1,,2'"),
         ("lr=1,", "SWEEP has an empty value in 'lr=1,'"),
@@ -60,7 +60,7 @@ def test_the_command_line_needs_python_alone():
     [
         ([], "usage: "),
         (["lr=1", "0", "0"], "usage: "),
-        (["lr"], "SWEEP wants words"),
+        (["lr"], "SWEEP expects"),
         (["lr=1,2", "2"], "the points of 'lr=1,2' count from 0 to 1, got '2'"),
         (["lr=1,2", "-1"], "the points of 'lr=1,2' count from 0 to 1, got '-1'"),
     ],

@@ -6,17 +6,20 @@ import random
 import socket
 import statistics
 import sys
+import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
+from recipes.common import watch as watch_module
 from recipes.common import world
 from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.optim import build_optimizer, build_scaler
-from recipes.common.options import Options
 from recipes.common.ranks import Ranks
 from recipes.common.watch import (
     COLLECT_S,
@@ -29,15 +32,13 @@ from recipes.common.watch import (
     summarize,
 )
 from recipes.single import train as single
-from scripts.local import free_port
+from scripts.launch.local import free_port
 from tests.support import wait_until
 
 
 @pytest.fixture
 def args(tmp_path):
-    args = Options()
-    args.timeout_s, args.runs_dir = 5.0, tmp_path
-    return args
+    return SimpleNamespace(timeout_s=5.0, runs_dir=tmp_path)
 
 
 def note(rank, entered, name, is_inside=True, step=3, since_s=5.0):
@@ -204,6 +205,39 @@ def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
         watch.close()
 
 
+@pytest.fixture
+def two_watches(args):
+    """Ranks 0 and 1 with a store, as connected_world() makes them."""
+    args.straggler_window_s, args.straggler_share = 10.0, 0.0
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bound = timedelta(seconds=30)
+    stores = [
+        TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=bound)
+        for _ in range(2)
+    ]
+    watches = [Watch(rank, 2, args, PrefixStore("watch", store)) for rank, store in enumerate(stores)]
+    yield watches
+    watches[1].leave()  # what rank 0 still waits for
+
+
+def test_rank_0_with_which_the_store_goes_leaves_last(two_watches):
+    first = threading.Thread(target=two_watches[0].leave, daemon=True)
+    first.start()
+    first.join(0.5)
+    assert first.is_alive(), "rank 1 still asks the store"
+    two_watches[1].leave()
+    assert not [thread for thread in two_watches[1]._threads if thread.is_alive()]
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_a_rank_that_never_leaves_delays_rank_0_to_a_bound(two_watches, monkeypatch):
+    monkeypatch.setattr(watch_module, "LEAVE_S", 0.2)
+    began_at = time.monotonic()
+    two_watches[0].leave()
+    assert 0.2 <= time.monotonic() - began_at < 4
+
+
 def test_entering_a_collective_costs_microseconds(args):
     watch = Watch(0, 1, args, None)
     try:
@@ -307,11 +341,11 @@ def test_what_reads_from_a_gpu_is_watched(args):
     try:
         cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options(["--log-every", "2"])
         optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
-        job = Job(options, SimpleNamespace(train=range(6400)), cpu, model, optimizer, scaler, stop=None)
-        watch.follow(job)
+        peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
+        job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
         observed = Observed(watch, seen)
-        job.guard.allows = job.guard.settle = job.throughput._synchronize = observed
-        assert job.allows(torch.ones(()))([torch.ones(1)])
+        job.guard.check_gradients = job.guard.settle = job.throughput._synchronize = observed
+        assert job.gradient_check(torch.ones(()))([torch.ones(1)])
         job.count_step()  # the first waits for the device
         job.count_step()  # the second is logged
         job.pause()

@@ -5,19 +5,28 @@ import torch
 from recipes.common.data import load_data
 from recipes.common.models import build_model
 from recipes.single.train import options
-from scripts.bench.wire import WORK, Measured, Variant, bytes_figure, time_figure
+from scripts.bench.wire import (
+    GRADIENT_BYTES,
+    IMAGE_SIZE,
+    MODEL,
+    Measured,
+    Variant,
+    bytes_figure,
+    ring_bytes,
+    time_figure,
+)
 
 
 def test_the_gradients_are_those_of_the_model():
-    words = ["--model", WORK.model, "--data", "synthetic", "--image-size", str(WORK.image_size)]
+    words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE)]
     args = options([*words, "--num-samples", "1000", "--device", "cpu"])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
-    assert sum(parameter.nbytes for parameter in model.parameters()) == WORK.gradient_bytes
+    assert sum(parameter.nbytes for parameter in model.parameters()) == GRADIENT_BYTES
 
 
 def test_figures_by_hand():
     """Four nodes: 1.5 times 46.7 MB; in packets on 1 Gbit/s that takes 586 ms."""
-    limit = WORK.ring_bytes(4)
+    limit = ring_bytes(4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [[1.001 * limit, 1.002 * limit, limit, limit]] * 3
     seen = Measured("ddp-fp32", 4, sent, [0.6, 0.7, 0.65])

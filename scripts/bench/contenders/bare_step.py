@@ -1,14 +1,15 @@
-"""The least that training can be: forward, backward and step on one ready batch; no data, no record, no checks.
+"""The least that training can be: forward, backward and step on ready batches; no data, no record, no checks.
 
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 
-Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP. --tf32 lets a
-GPU multiply float32 in TF32.
+Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP; with --alone
+each process computes by itself. --tf32 lets a GPU multiply float32 in TF32.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -24,6 +25,9 @@ from recipes.common.models import build_model
 from recipes.common.optim import autocast, optimizer_class
 from recipes.ddp.train import options
 
+READY = 16
+"""Batches that lie ready and are taken in turn, where there are as many."""
+
 
 def main() -> None:
     """Print the mean milliseconds of a step."""
@@ -31,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--alone", action="store_true")
     own_args = parser.parse_args(own)
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
@@ -41,13 +46,16 @@ def main() -> None:
         dist.init_process_group("gloo")
     data = load_data(args, device, on_bad_image=print)
     model = build_model(args, data).to(device)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if world_size > 1 else model
+    is_ddp = world_size > 1 and not own_args.alone
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if is_ddp else model
     make, settings = optimizer_class(args)
     optimizer = make(model.parameters(), **settings)
-    indices = torch.arange(args.global_batch_size // world_size)
-    images, labels = next(iter(data.train.batches([indices], 0)))
+    size = args.global_batch_size // world_size
+    indices = torch.arange(min(READY, len(data.train) // size) * size)
+    ready = itertools.cycle(list(data.train.batches(indices.split(size), 0)))
 
     def step() -> None:
+        images, labels = next(ready)
         with autocast(args, device):
             loss = cross_entropy(ddp(images), labels)
         loss.backward()

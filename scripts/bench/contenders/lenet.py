@@ -29,8 +29,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, required=True, help="over all processes")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--exchange", action="store_true", help="bare: average the gradients by DDP")
     return parser.parse_args()
 
 

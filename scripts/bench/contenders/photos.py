@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ def batches(folder: Path) -> Iterator[int]:
 
 def crops(folder: Path) -> Iterator[int]:
     """Yield the sizes of the batches that a recipe's worker process hands over: cropped, flipped, uint8."""
-    from recipes.common.imagefolder import _collate
+    from recipes.common.data.imagefolder import _collate
 
     split = our_split(folder)
     for epoch in itertools.count():
@@ -91,6 +92,7 @@ CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
 def main() -> None:
     """Read for some seconds and print the speed."""
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what one core does, also where there is a GPU
     sizes = CONTENDERS[sys.argv[1]](Path(sys.argv[2]))
     warm = 0
     while warm < 2 * BATCH_SIZE:

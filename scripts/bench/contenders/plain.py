@@ -34,8 +34,7 @@ def main() -> None:
     while not clock.is_done:
         for images, labels in loader_of(args):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-                loss = criterion(model(images), labels)
+            loss = criterion(model(images), labels)
             loss.backward()
             optimizer.step()
             clock.count(loss.item())

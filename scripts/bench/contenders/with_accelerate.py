@@ -12,11 +12,7 @@ from scripts.bench.contenders.lenet import LR, MOMENTUM, WEIGHT_DECAY, Clock, ar
 def main() -> None:
     """Train as accelerate's quick tour does; the loader has this process's share already."""
     args = arguments()
-    accelerator = Accelerator(
-        cpu=True,
-        mixed_precision="bf16" if args.bf16 else "no",
-        dataloader_config=DataLoaderConfiguration(split_batches=False),
-    )
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=False))
     model = model_of(args)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
@@ -26,8 +22,7 @@ def main() -> None:
     while not clock.is_done:
         for images, labels in loader_of(args):
             optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = criterion(model(images), labels)
+            loss = criterion(model(images), labels)
             accelerator.backward(loss)
             optimizer.step()
             clock.count(loss.item())

@@ -51,7 +51,6 @@ def main() -> None:
         accelerator="cpu",
         devices=WORLD_SIZE,
         strategy="ddp" if WORLD_SIZE > 1 else "auto",
-        precision="bf16-mixed" if args.bf16 else "32-true",
         max_steps=args.steps,
         logger=False,
         enable_checkpointing=False,

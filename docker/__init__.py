@@ -1,0 +1,1 @@
+"""Images, and the nodes of a job in containers of this machine."""

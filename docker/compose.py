@@ -1,0 +1,270 @@
+"""Run a job of several nodes in containers on this machine: docker/compose.yaml with as many nodes as asked for.
+
+    python -m docker.compose ddp --nodes 2 --nproc-per-node 1 -- --epochs 3
+
+`make run RECIPE=ddp NODES=2 WITH=docker` calls it; it needs an image (make image), a Docker engine and Compose,
+but no .venv. Each node gets its share of the GPUs and cores. Output, signals and the end of a failed job are those
+of scripts/launch/local.py. The record is in runs/NAME; no container or network is left, however this process ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.common.errors import UserError
+from scripts.launch import script
+from scripts.launch.command import ROOT, check_recipe, command, next_folder
+from scripts.launch.cores import count_cores
+from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
+
+FILE = ROOT / "docker/compose.yaml"
+TRAINER = "10001:10001"
+"""The images' own user, who trains for a caller who is root."""
+
+ENGINE_TIMEOUT_S = 120.0
+END_GRACE_S = 60
+"""How long nodes may take to write a checkpoint when this process was killed."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """What the containers see of this machine, and the run's folder."""
+
+    runs: Path
+    data: Path
+    run: Path
+
+
+def take_modules(options: list[str]) -> dict[str, Any]:
+    """Return what each node's service has so that options such as --model mine:net find the caller's modules.
+
+    The recipes themselves are the image's: its folder comes before PYTHONPATH.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--model", "--data", "--task"):
+        parser.add_argument(flag, default="")
+    if not any(":" in value for value in vars(parser.parse_known_args(options)[0]).values()):
+        return {}
+    return {
+        "environment": {"PYTHONPATH": "/code"},
+        "volumes": [{"type": "bind", "source": os.getcwd(), "target": "/code", "read_only": True}],
+    }
+
+
+def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
+    """Return the folders that the options name, and the options with what these are called in the containers."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--name", default="")
+    own, rest = parser.parse_known_args(options)
+    name = own.name or next_folder(recipe, own.runs_dir).name
+    if not name or Path(name).name != name:
+        raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
+    folders = Folders(
+        own.runs_dir.resolve(), (own.data_dir or Path("data")).resolve(), own.runs_dir.resolve() / name
+    )
+    if recipe == "probe":  # it keeps no record
+        return folders, rest
+    # Text without a folder is the standard library's, in the container as elsewhere.
+    is_installed = own.data_dir is None and {"text", "--data=text"} & set(rest)
+    data = [] if is_installed else ["--data-dir", "/data"]
+    return folders, [*rest, "--name", name, "--runs-dir", "/runs", *data]
+
+
+def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
+    """Return the folders of a script's run, and what each node's service has beside a recipe's.
+
+    The script's folder and its working directory have their own paths in the containers, too.
+    """
+    own = script.job_environment(name)
+    run = Path(own["RUN_DIR"])
+    folders = dict.fromkeys((own["WORKDIR"], str(Path(own["SCRIPT"]).parent)))
+    if "/tmp" in folders:
+        raise UserError(
+            "SCRIPT, WORKDIR: /tmp is another folder in containers; move the script to a folder below it"
+        )
+    environment = {**own, "RUN_DIR": f"/runs/{run.name}"}
+    return Folders(run.parent, ROOT / "data", run), {
+        "environment": environment,
+        "volumes": [{"type": "bind", "source": folder, "target": folder} for folder in folders],
+    }
+
+
+def make_run_folder(folder: Path) -> None:
+    """Make the run's folder, where the containers' user can write even when the caller is root."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.geteuid() == 0:
+        uid, gid = map(int, TRAINER.split(":"))
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, uid, gid, follow_symlinks=False)
+
+
+def find_compose(docker: str) -> list[str]:
+    """Return the command of Compose, version 2 or the older program, or refuse."""
+    if (
+        subprocess.run([docker, "compose", "version"], capture_output=True, timeout=ENGINE_TIMEOUT_S).returncode
+        == 0
+    ):
+        return [docker, "compose"]
+    older = shutil.which("docker-compose")
+    if not older:
+        raise UserError("there is no Compose; install Docker's compose plugin (Debian: docker-compose)")
+    return [older]
+
+
+def check_image(docker: str, image: str, recipe: str) -> None:
+    """Refuse where there is no engine or no image; warn of an image that holds other code than this checkout."""
+    if subprocess.run([docker, "info"], capture_output=True, timeout=ENGINE_TIMEOUT_S).returncode:
+        raise UserError(
+            f"no Docker engine answers {docker}; start it (systemctl start docker), or join the group docker"
+        )
+    form = '{{index .Config.Labels "org.opencontainers.image.revision"}}'
+    command = [docker, "image", "inspect", "--format", form, image]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+    if shown.returncode:
+        raise UserError(f"there is no image {image}; make image RECIPE={recipe} builds it")
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    here = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S).stdout.strip()
+    if here and shown.stdout.strip() != here:
+        print(
+            f"warning: {image} holds revision {shown.stdout.strip()[:12]}, this checkout is {here[:12]}"
+            f"{'-dirty' if here.endswith('-dirty') else ''}; make image RECIPE={recipe} builds it anew",
+            file=sys.stderr,
+        )
+
+
+def override(nodes: int, shares: list[list[str]], own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what is added to docker/compose.yaml: more nodes, each one's GPUs, and what `own` adds to all."""
+    services: dict[str, dict[str, Any]] = {}
+    for node in range(nodes):
+        service: dict[str, Any] = copy.deepcopy(own or {})
+        if node > 1:
+            service["extends"] = {"file": str(FILE), "service": "node1"}
+            service["hostname"] = f"node{node}"
+            service.setdefault("environment", {})["NODE_RANK"] = str(node)
+        if shares[node]:
+            device = {"driver": "nvidia", "device_ids": shares[node], "capabilities": ["gpu"]}
+            service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
+            service["ulimits"] = {"memlock": -1}
+        if service:
+            services[f"node{node}"] = service
+    return {"services": services}
+
+
+@contextlib.contextmanager
+def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
+    """Leave no container and no network behind: a helper outlives this process and takes them down after it."""
+    # It reads a pipe whose other end only this process holds, and which closes with it.
+    down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(END_GRACE_S)])}"
+    helper = subprocess.Popen(
+        ["bash", "-c", down],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert helper.stdin
+        helper.stdin.close()
+        helper.wait(ENGINE_TIMEOUT_S)
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Start a container for each node, see them to their end, and return the job's exit status."""
+    args = parse_args(argv)
+    recipe = check_recipe(args.recipe)
+    if args.min_nodes or args.max_restarts:
+        raise UserError("containers that are lost do not come back: MIN_NODES is not for WITH=docker")
+    nodes, shares = args.nodes, share_out(visible_gpus(), args.nodes)
+    processes = processes_per_node(args, recipe, shares)
+    docker = shutil.which(os.environ.get("DOCKER", "docker"))
+    if not docker:
+        raise UserError(
+            "there is no docker; install Docker (Debian: docker.io docker-compose), or drop WITH=docker"
+        )
+    image_name = recipe if (ROOT / f"docker/{recipe}.Dockerfile").exists() else "ddp"
+    image = os.environ.get("IMAGE") or f"cluster-recipes/{image_name}:latest"
+    check_image(docker, image, recipe)
+    compose = find_compose(docker)
+    if script.is_set():
+        (folders, own), options = take_script(args.name), args.options
+    else:
+        (folders, options), own = take_folders(recipe, args.options), take_modules(args.options)
+    make_run_folder(folders.run)
+    folders.data.mkdir(parents=True, exist_ok=True)
+
+    cores = count_cores()
+    environment = {
+        # docker-compose is in Python, and imports a package that is called docker as well.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "COMPOSE_PROJECT_NAME": f"cluster-recipes-{uuid.uuid4().hex[:8]}",
+        "IMAGE": image,
+        "RECIPE": recipe,
+        "OPTIONS": shlex.join(options),
+        "NNODES": str(nodes),
+        "NPROC_PER_NODE": str(processes),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
+        "RUNS": str(folders.runs),
+        "DATA": str(folders.data),
+        "CONTAINER_USER": TRAINER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
+    }
+    job = LocalJob()
+    signal.signal(signal.SIGINT, job.interrupt)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, job.pass_on)
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
+        more = Path(scratch, "nodes.json")
+        added = override(nodes, shares, own)
+        more.write_text(json.dumps(added))
+        compose += ["--file", str(FILE), *(["--file", str(more)] if added["services"] else [])]
+        with taken_down(compose, environment):
+            status = run_nodes(docker, compose, environment, nodes, job)
+    with contextlib.suppress(OSError):  # nothing is in the folder of a run that was refused
+        folders.run.rmdir()
+    return status
+
+
+def run_nodes(docker: str, compose: list[str], environment: dict[str, str], nodes: int, job: LocalJob) -> int:
+    """Make the containers, then run each below a client that passes its output, signals and status on."""
+    names = [f"node{node}" for node in range(nodes)]
+    made = compose_output([*compose, "up", "--no-start", *names], environment)
+    if made.returncode:
+        raise UserError(f"Compose could not make the containers: {' '.join(made.stderr.split())}")
+    containers = [
+        compose_output([*compose, "ps", "--all", "--quiet", name], environment).stdout.strip() for name in names
+    ]
+    for container in containers:
+        job.start([docker, "start", "--attach", container], environment)
+    status = job.wait()
+    if status:  # what a client was killed for goes on in its container
+        subprocess.run([docker, "kill", *containers], capture_output=True, timeout=ENGINE_TIMEOUT_S)
+    return status
+
+
+def compose_output(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run Compose and return what it printed."""
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

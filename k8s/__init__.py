@@ -1,0 +1,1 @@
+"""Manifests, and the command that applies them and follows their jobs."""

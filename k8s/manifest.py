@@ -1,0 +1,284 @@
+"""Render a manifest of k8s/ with the values of a request: the file is parsed, edited, and written again."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.common.errors import UserError
+from scripts.launch.command import ROOT
+
+INSTANCE = "app.kubernetes.io/instance"
+GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A manifest, the resource that it makes, and how to know the pod that holds rank 0 or speaks for it."""
+
+    file: str
+    resource: str
+    head: dict[str, str]
+    operator: str = ""
+
+
+INDEX_0 = {"batch.kubernetes.io/job-completion-index": "0"}
+KINDS = {
+    "indexed-job": Kind("indexed-job.yaml", "jobs.batch", INDEX_0),
+    "jobset": Kind("jobset.yaml", "jobsets.jobset.x-k8s.io", INDEX_0, "the JobSet controller"),
+    "pytorchjob": Kind(
+        "pytorchjob.yaml",
+        "pytorchjobs.kubeflow.org",
+        {"training.kubeflow.org/replica-index": "0"},
+        "the Kubeflow training operator",
+    ),
+    "pytorchjob-elastic": Kind(
+        "pytorchjob-elastic.yaml",
+        "pytorchjobs.kubeflow.org",
+        {"training.kubeflow.org/replica-index": "0"},
+        "the Kubeflow training operator",
+    ),
+    "mpijob": Kind(
+        "mpijob.yaml", "mpijobs.kubeflow.org", {"training.kubeflow.org/job-role": "launcher"}, "the MPI operator"
+    ),
+    "trainjob": Kind("trainjob.yaml", "trainjobs.trainer.kubeflow.org", INDEX_0, "the Kubeflow trainer"),
+    "doctor": Kind("doctor.yaml", "jobs.batch", INDEX_0),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for; None leaves a value as the manifest has it."""
+
+    kind: str
+    recipe: str
+    name: str
+    nodes: int
+    gpus: int | None = None
+    image: str | None = None
+    fabric: str | None = None
+    options: Sequence[str] = field(default_factory=list)
+    script: str | None = None
+    """A file in the image or on a volume that runs in the recipe's place."""
+
+
+def pod_templates(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield every pod template below a parsed manifest."""
+    if isinstance(tree, dict):
+        if isinstance(tree.get("spec"), dict) and "containers" in tree["spec"]:
+            yield tree
+        for value in tree.values():
+            yield from pod_templates(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from pod_templates(value)
+
+
+def load(file: str) -> list[dict[str, Any]]:
+    """Return the documents of a file of k8s/."""
+    return list(yaml.safe_load_all((ROOT / "k8s" / file).read_text()))
+
+
+def render(request: Request) -> list[dict[str, Any]]:
+    """Return the documents of the kind's file with the request's values.
+
+    Raises:
+        UserError: the kind cannot run the recipe or the number of nodes.
+    """
+    check(request)
+    documents = load(KINDS[request.kind].file)
+    rename(documents, documents[-1]["metadata"]["name"], request.name)
+    job = documents[-1]["spec"]
+    containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]
+    set_nodes(request, job, containers)
+    if request.gpus is not None:
+        set_gpus(request.gpus, job, list(pod_templates(documents)))
+        if request.gpus == 0:
+            make_small(documents, job, containers)
+    for container in containers:
+        container["image"] = request.image or f"cluster-recipes/{image_of(request.recipe)}:latest"
+        if not request.image:  # one that kind or minikube has loaded: a public registry's of that name is not ours
+            container["imagePullPolicy"] = "Never"
+        for variable in container.get("env", []):
+            if request.fabric and variable["name"] == "FABRIC":
+                variable.pop("valueFrom", None)
+                variable["value"] = request.fabric
+        if request.script:
+            container["env"] += script_variables(request.script, request.name)
+    for holder in [*containers, job.get("trainer", {})]:
+        if "args" in holder:
+            holder["args"] = arguments(request, holder["args"])
+    if request.kind == "pytorchjob-elastic":
+        # A pod of an older job of this name may still be on its way out.
+        job["elasticPolicy"]["rdzvId"] = f"{request.name}-{secrets.token_hex(4)}"
+    return documents
+
+
+def check(request: Request) -> None:
+    """Refuse a recipe that the kind does not start, and a number of nodes that it does not have."""
+    if request.kind == "mpijob" and request.recipe != "horovod":
+        raise UserError(f"KIND=mpijob runs horovod, not {request.recipe}; KIND=indexed-job runs every recipe")
+    if request.kind == "doctor" and request.recipe != "probe":
+        raise UserError(f"KIND=doctor runs probe, not {request.recipe}")
+    if request.kind == "pytorchjob-elastic" and request.recipe in (
+        *("single", "dataparallel", "probe", "spawn", "horovod"),
+    ):
+        raise UserError(
+            f"KIND=pytorchjob-elastic goes on with fewer nodes, which {request.recipe} cannot; RECIPE=ddp"
+        )
+    if request.script:
+        check_script(request.script, request.kind)
+    if request.recipe in ("single", "dataparallel") and request.nodes != 1:
+        raise UserError(f"{request.recipe} is one process; NODES=1, or RECIPE=ddp")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", request.name):
+        raise UserError(
+            f"NAME expects at most 40 small letters, digits and '-', the first a letter, got {request.name!r}"
+        )
+
+
+def check_script(script: str, kind: str) -> None:
+    """Refuse a script that no container has, and a kind that starts recipes alone."""
+    if kind in ("mpijob", "doctor", "pytorchjob-elastic"):
+        raise UserError(f"KIND={kind} is for recipes; KIND=indexed-job runs SCRIPT, however its ranks start")
+    if not script.startswith("/") and not (ROOT / script).is_file():
+        raise UserError(
+            f"SCRIPT {script} is not in the image; copy it to a volume and name it: /data/{Path(script).name}"
+        )
+
+
+def script_variables(script: str, name: str) -> list[dict[str, str]]:
+    """Return the variables of a script (scripts/launch/script.py): it runs in its run's folder."""
+    run_dir = f"/runs/{name}"
+    values = {"SCRIPT": script, "WORKDIR": run_dir, "RUN_DIR": run_dir, "RESUME": "auto"}
+    return [{"name": key, "value": value} for key, value in values.items()]
+
+
+def image_of(recipe: str) -> str:
+    """Return the name of the image that holds a recipe: ddp's holds all that need neither Horovod nor apex."""
+    return recipe if recipe in ("horovod", "apex") else "ddp"
+
+
+def rename(tree: Any, old: str, new: str) -> None:
+    """Give the job, all that belongs to it and all that points to it another name."""
+    if isinstance(tree, list):
+        for value in tree:
+            rename(value, old, new)
+    if not isinstance(tree, dict):
+        return
+    for key, value in tree.items():
+        if key in (INSTANCE, "subdomain") and value == old:
+            tree[key] = new
+        elif key in ("metadata", "runtimeRef") and value.get("name") == old:
+            value["name"] = new
+        rename(value, old, new)
+    if tree.get("name") == "MASTER_ADDR" and "value" in tree:
+        tree["value"] = re.sub(rf"^{old}(?=-)|(?<=\.){old}$", new, tree["value"])
+
+
+def set_env(container: dict[str, Any], name: str, value: str) -> None:
+    """Set a variable that the container has; leave one alone that it has not."""
+    for variable in container.get("env", []):
+        if variable["name"] == name:
+            variable["value"] = value
+
+
+def set_nodes(request: Request, job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
+    """Set the number of nodes wherever the kind has it."""
+    nodes = request.nodes
+    if request.kind in ("indexed-job", "doctor", "jobset"):
+        spec = job["replicatedJobs"][0]["template"]["spec"] if request.kind == "jobset" else job
+        spec.update(completions=nodes, parallelism=nodes)
+        set_env(containers[0], "NNODES", str(nodes))
+    elif request.kind == "trainjob":
+        job["trainer"]["numNodes"] = nodes
+    elif request.kind == "pytorchjob":
+        job["pytorchReplicaSpecs"]["Worker"]["replicas"] = nodes
+        # The operator adds up the restarts of all containers, and fails at the limit: three restarts of all.
+        job["runPolicy"]["backoffLimit"] = 3 * nodes + 1
+    elif request.kind == "mpijob":
+        job["mpiReplicaSpecs"]["Worker"]["replicas"] = nodes
+    else:
+        job["pytorchReplicaSpecs"]["Worker"]["replicas"] = nodes
+        job["elasticPolicy"]["maxReplicas"] = max(nodes, job["elasticPolicy"]["maxReplicas"])
+
+
+def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
+    """Set the GPUs of a node, as many processes, and sizes that grow with them; without GPUs one process."""
+    nproc = max(gpus, 1)
+    for template in templates:
+        set_env(template["spec"]["containers"][0], "NPROC_PER_NODE", str(nproc))
+    if "nprocPerNode" in job:
+        job["nprocPerNode"] = str(nproc)
+    if "slotsPerWorker" in job:
+        job["slotsPerWorker"] = nproc
+    if "trainer" in job:
+        job["trainer"]["numProcPerNode"] = nproc
+    trainer = job.get("trainer", {}).get("resourcesPerNode")  # the TrainJob's stand beside its pods' template
+    for template in templates:
+        resources = trainer or template["spec"]["containers"][0]["resources"]
+        before = resources["limits"].pop(GPU, 0)
+        if before and gpus:  # what a process needs, as often as there are processes
+            resources["limits"][GPU] = gpus
+            shm = template["spec"]["volumes"][0]["emptyDir"]
+            for amounts, name in ((resources["requests"], "cpu"), (shm, "sizeLimit")):
+                amounts[name] = multiply(amounts[name], gpus // before)
+            for amounts in (resources["requests"], resources["limits"]):
+                amounts["memory"] = multiply(amounts["memory"], gpus // before)
+
+
+def multiply(quantity: str, factor: int) -> str:
+    """Return a whole quantity, such as 32Gi, times a factor."""
+    number, unit = re.fullmatch(r"(\d+)([a-zA-Z]*)", quantity).groups()  # type: ignore[union-attr]
+    return f"{int(number) * factor}{unit}"
+
+
+def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
+    """Ask for what a laptop's cluster has: a core and 4 GiB a node."""
+    for container in [*containers, {"resources": job.get("trainer", {}).get("resourcesPerNode", {})}]:
+        if container.get("resources"):
+            container["resources"]["requests"] = {"cpu": "1", "memory": "4Gi"}
+            container["resources"]["limits"]["memory"] = "4Gi"
+    for template in pod_templates(documents):
+        for volume in template["spec"]["volumes"]:
+            if "emptyDir" in volume:
+                volume["emptyDir"]["sizeLimit"] = "1Gi"
+
+
+def arguments(request: Request, words: Sequence[str]) -> list[str]:
+    """Return a container's arguments: the manifest's with this recipe and name, then the user's options."""
+    if request.kind == "doctor":
+        return [*words, *request.options]
+    starts_with_recipe = not words[0].startswith("-")
+    if request.script:
+        return [request.recipe, *request.options]
+    kept = [word for word in words if word.startswith("-") and not word.startswith("--name=")]
+    if request.gpus == 0:
+        kept = [word for word in kept if not word.startswith("--device=")]
+    if request.recipe == "probe":
+        kept = [word for word in kept if word.startswith(("--timeout-s", "--device"))]
+    else:
+        kept.insert(0, f"--name={request.name}")
+    return [*([request.recipe] if starts_with_recipe else []), *kept, *request.options]
+
+
+class Dumper(yaml.SafeDumper):
+    """YAML with scripts as blocks of text, as they stand in the files."""
+
+
+Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def to_text(documents: list[dict[str, Any]]) -> str:
+    """Return documents as YAML."""
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=110)

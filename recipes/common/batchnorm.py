@@ -1,0 +1,133 @@
+"""Batch norm whose statistics are those of groups of the global batch, the same at every number of processes.
+
+Each rank has whole groups (see loop.py), so training exchanges nothing; the running statistics of the ranks are
+averaged before an evaluation and before a checkpoint. Small groups, known as ghost batch norm, also regularise:
+Hoffer et al. 2017, https://arxiv.org/abs/1705.08741.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from recipes.common.errors import UserError
+from recipes.common.options import Options
+from recipes.common.peers import Peers
+
+
+class GroupBatchNorm(_BatchNorm):
+    """Batch norm by the statistics of each group of consecutive samples, in training.
+
+    A step moves the running statistics once, by the mean of its groups: R <- (1 - m) R + m/k (S_1 + ... + S_k).
+    This is linear in the groups: the mean of the ranks' statistics is that of one process with all groups.
+    """
+
+    group_size: int
+    groups_per_step: int
+    """Groups that this process normalises in a step, over all its passes or microbatches."""
+    groups_done: int
+    """Groups of the step under way that are done."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (B, C, ...), B a multiple of the group's size; in eval() by the running statistics."""
+        if not self.training:
+            return super().forward(input)
+        outputs = [self.normalise_group(group) for group in input.split(self.group_size)]
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Take samples of any shape, as nn.SyncBatchNorm does."""
+
+    def normalise_group(self, group: Tensor) -> Tensor:
+        """Normalise one group, and add its part to the running statistics."""
+        if self.num_batches_tracked is not None and self.groups_done == 0:
+            self.num_batches_tracked.add_(1)
+        m = self.momentum
+        if m is None:  # torch's cumulative average
+            m = 1 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
+        # The i-th of k groups (from 0) gets the weight a_i = m / (k - (k - 1 - i) m). What the later groups leave
+        # of it is then m/k for every i, and (1 - m) of what was there before: batch_norm() itself forms the mean.
+        k, i = self.groups_per_step, self.groups_done
+        weight = m / (k - (k - 1 - i) * m)
+        self.groups_done = (i + 1) % k
+        return functional.batch_norm(
+            group, self.running_mean, self.running_var, self.weight, self.bias, True, weight, self.eps
+        )
+
+
+def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
+    """Yield the layers that normalise whatever they are given at once."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, GroupBatchNorm | nn.SyncBatchNorm):
+            yield module
+
+
+def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
+    """Let a model's batch norm take groups of --batchnorm-group, if given; share_size: its samples a step.
+
+    The layers change in place, so that whoever holds one of them or its weights goes on doing so.
+    """
+    if not args.batchnorm_group:
+        return
+    for layer in list(plain_layers(model)):
+        layer.__class__ = GroupBatchNorm
+        groups_per_step = share_size // args.batchnorm_group
+        vars(layer).update(group_size=args.batchnorm_group, groups_per_step=groups_per_step, groups_done=0)
+
+
+def sync_batch_norm(model: nn.Module, args: Options, peers: Peers) -> nn.Module:
+    """Return the model with the statistics of --sync-batchnorm, if given: those of a pass of all ranks.
+
+    Raises:
+        UserError: there are several ranks on CPUs.
+    """
+    if not args.sync_batchnorm:
+        return model
+    if peers.device.type == "cpu" and peers.world_size > 1:
+        fix = "use --batchnorm-group, which exchanges nothing"
+        raise UserError(f"--sync-batchnorm: torch has it for GPUs only; {fix}")
+    return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
+
+
+def check_groups(model: nn.Module, args: Options) -> None:
+    """Raise UserError where --batchnorm-group has nothing to group."""
+    if args.batchnorm_group and not any(plain_layers(model)):
+        raise UserError(
+            f"--batchnorm-group {args.batchnorm_group}: --model {args.model} has no batch norm; drop it"
+        )
+
+
+def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Tensor], None]) -> None:
+    """Give all ranks the mean of their running statistics, weighted by their groups; call it on all ranks.
+
+    `sum_tensor` overwrites a tensor by its sum over the ranks that share out the batch.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, GroupBatchNorm)]
+    if not layers:
+        return
+    weight = layers[0].groups_per_step * layers[0].group_size / args.global_batch_size
+    buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
+    # Double: statistics that are the same already stay so to the last bit.
+    total = torch.cat([buffer.double().to(buffers[0].device) for buffer in buffers]) * weight
+    sum_tensor(total)
+    for buffer, mean in zip(buffers, total.split([len(buffer) for buffer in buffers]), strict=True):
+        buffer.copy_(mean)
+
+
+def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
+    """Return why losses depend on the number of processes, "" if they do not.
+
+    `batch_parts` is the number of parts of the global batch that go through the model one by one, on all ranks.
+    """
+    if batch_parts == 1 or not any(plain_layers(model)):
+        return ""
+    size = args.global_batch_size // batch_parts if args.global_batch_size % batch_parts == 0 else "G"
+    return (
+        f"warning: batch norm normalises each of {batch_parts} parts of the batch by itself, so losses depend on "
+        f"the number of processes; with --batchnorm-group {size} they are the same at every number"
+    )

@@ -1,0 +1,165 @@
+"""Data sets, and batches of them by index: a recipe decides which indices are its rank's share.
+
+Small data sets live on the device as one uint8 tensor and are batched by indexing it; folders of
+images, and shards of them, are decoded in worker processes (imagefolder.py, shards.py). A recipe sees a `Split`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, Normalise, Spec, Split, TensorSplit
+from recipes.common.errors import UserError
+from recipes.common.options import Options, is_reference
+from recipes.common.task import SKIPPED
+
+if TYPE_CHECKING:
+    from recipes.common.data.imagefolder import Listing
+
+__all__ = ["EVAL_BATCH_SIZE", "SKIPPED", "Batch", "Data", "Normalise", "Spec", "Split", "TensorSplit", "load_data"]
+
+
+def load_data(
+    args: Options,
+    device: torch.device,
+    on_bad_image: Callable[[UserError], None],
+    listing: Listing | None = None,
+) -> Data:
+    """Return the data set of --data with its small tensors on the device.
+
+    `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it. It must not
+    raise: the batch is delivered with that sample blank, so that this rank still takes part in its
+    collectives until all ranks stop together. `listing` holds the images of a folder that rank 0 has walked.
+
+    Raises:
+        UserError: data that are missing, empty or malformed, or that --task does not take.
+    """
+    from recipes.common.user_code import build_task  # it imports a file of this package, which comes first
+
+    data = _load(args, device, on_bad_image, listing)
+    return replace(data, task=build_task(args, data))
+
+
+def _load(
+    args: Options,
+    device: torch.device,
+    on_bad_image: Callable[[UserError], None],
+    listing: Listing | None = None,
+) -> Data:
+    if args.data == "imagefolder":
+        from recipes.common.data.imagefolder import load_imagefolder
+
+        return load_imagefolder(args, device, on_bad_image, listing)
+    if args.data == "shards":
+        from recipes.common.data.shards import load_shards
+
+        return load_shards(args, device, on_bad_image)
+    if args.data == "text":
+        from recipes.common.data.text import load_text
+
+        return load_text(args, device)
+    if is_reference(args.data):
+        from recipes.common.user_code import load_own_data
+
+        return load_own_data(args, device)
+    load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)
+    (train_images, train_labels), (test_images, test_labels) = load(args)
+    pixels = train_images.transpose(0, 1).flatten(1).float()
+    mean, std = pixels.mean(dim=1), pixels.std(dim=1).clamp(min=1e-6)
+
+    def split(images: Tensor, labels: Tensor) -> TensorSplit:
+        return TensorSplit(images.to(device), labels.to(device), mean, std, args.channels_last)
+
+    return Data.of_images(
+        train=split(train_images, train_labels),
+        test=split(test_images, test_labels),
+        channels=train_images.shape[1],
+        image_size=train_images.shape[2],
+        num_classes=int(train_labels.max()) + 1,
+    )
+
+
+RawSplits = tuple[Batch, Batch]
+"""Training and test images as uint8 (N, C, H, W), each with int64 labels (N,)."""
+
+
+def _digits(args: Options) -> RawSplits:
+    """Return the UCI handwritten digits that scikit-learn carries: 1,797 real images of 8x8, 10 classes.
+
+    Source: E. Alpaydin and C. Kaynak, https://doi.org/10.24432/C50P49 (CC BY 4.0).
+    """
+    # The file is read where it lies: importing scikit-learn would cost each rank over a second.
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("--data digits needs scikit-learn; install it with `pip install scikit-learn`")
+    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    try:
+        with gzip.open(path, "rb") as file:
+            values = np.array([line.split(b",") for line in file.read().split()], dtype=np.float32)
+    except OSError as error:
+        raise UserError(f"--data digits: cannot read {path}: {error}; reinstall scikit-learn") from None
+    images = torch.from_numpy(values[:, :64]).to(torch.uint8).view(-1, 1, 8, 8)
+    labels = torch.from_numpy(values[:, 64]).long()
+    # The file is sorted by writer: shuffle once, the same for every --seed, and hold out a fifth.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    test, train = order[:360], order[360:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _synthetic(args: Options) -> RawSplits:
+    """Return random images with random labels of 1,000 classes (fewer where samples are fewer)."""
+    generator = torch.Generator().manual_seed(0)
+    num_classes = min(1000, args.num_samples)
+
+    def draw(count: int) -> Batch:
+        shape = (count, 3, args.image_size, args.image_size)
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        return images, torch.arange(count) % num_classes
+
+    return draw(args.num_samples), draw(max(1, args.num_samples // 8))
+
+
+def _torchvision(args: Options) -> RawSplits:
+    """Return Fashion-MNIST (60,000 + 10,000 of 1x28x28) or CIFAR-10 (50,000 + 10,000 of 3x32x32)."""
+    from torchvision import datasets  # over a second: paid only by the data sets that need it
+
+    load = {"fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}[args.data]
+
+    def read(train: bool) -> Batch:
+        with _one_process_at_a_time(args.data_dir, enabled=args.download):
+            dataset = load(str(args.data_dir), train=train, download=args.download)
+        images = torch.as_tensor(dataset.data)
+        labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
+        return (images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)), labels
+
+    try:
+        return read(train=True), read(train=False)
+    except OSError as error:  # a failed download is a URLError, which is an OSError
+        raise UserError(f"--data {args.data} from --data-dir {args.data_dir}: {error}") from None
+    except RuntimeError:  # torchvision's "not found or corrupted"
+        raise UserError(
+            f"--data {args.data} is missing or damaged in --data-dir {args.data_dir}; add --download to fetch it"
+        ) from None
+
+
+@contextlib.contextmanager
+def _one_process_at_a_time(folder: Path, enabled: bool) -> Iterator[None]:
+    """Let one rank of a node download while the others wait; they then find the files in place."""
+    if not enabled:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".download.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

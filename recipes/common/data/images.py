@@ -1,0 +1,127 @@
+"""Decode image files: of a JPEG only the part that is asked for, of anything else all of it.
+
+A random-resized crop uses about half of an image, and decoding is most of its cost. Above and left of a crop,
+libjpeg-turbo can do without the inverse transform, the upsampling and the colours (jpeg_crop_scanline,
+jpeg_skip_scanlines), and below it without everything. nvImageCodec (https://github.com/NVIDIA/nvImageCodec)
+offers that from Python; its decoder for the CPU needs no GPU. Pillow, which has libjpeg-turbo too, decodes
+everything else: other formats, JPEGs that are grey or CMYK, damaged ones, and all of them on systems that
+nvImageCodec is not made for. Which of the two decodes makes no difference: the pixels are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+JPEG_BEGIN, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+
+BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""What read() and decode() raise on a file that cannot be read or does not decode."""
+
+
+def read(path: str) -> bytes:
+    """Return a file's content; raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
+
+
+def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
+    """Return a part of an image as uint8 of shape (H, W, 3): that which `choose` makes of its width and height.
+
+    `choose` may be asked twice, and has to answer the same.
+
+    Raises:
+        BAD_IMAGE: the file's content does not decode.
+    """
+    # A cut file lacks its end; whether it has all that comes below the crop is seen by decoding that, too.
+    if content.startswith(JPEG_BEGIN) and content.endswith(JPEG_END):
+        pixels = _decode_part(content, choose)
+        if pixels is not None:
+            return pixels
+    with Image.open(io.BytesIO(content)) as image:
+        rgb = image.convert("RGB")
+    box = choose(*rgb.size)
+    part = rgb.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    return torch.from_numpy(np.array(part))
+
+
+def decodes_parts() -> bool:
+    """Whether nvImageCodec is there; without it everything is decoded whole, by Pillow."""
+    return _library() is not None
+
+
+def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | None:
+    """Return what decode() does if this is a plain colour JPEG and nvImageCodec is there, else None."""
+    codec = _library()
+    if codec is None:
+        return None
+    try:
+        stream = codec.CodeStream(content)
+        width, height, channels = stream.width, stream.height, stream.num_channels
+    except RuntimeError:
+        return None
+    limit = Image.MAX_IMAGE_PIXELS
+    if channels != 3 or (limit and width * height > limit):  # Pillow knows what to say of the latter
+        return None
+    box = choose(width, height)
+    region = codec.Region(box.top, box.left, box.top + box.height, box.left + box.width)
+    decoder, params = _decoder(os.getpid())
+    image = decoder.decode(stream.get_sub_code_stream(region=region), params=params)
+    return None if image is None else torch.from_numpy(np.asarray(image))
+
+
+@functools.cache
+def _library() -> Any:
+    """Return nvImageCodec, or None."""
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # Pillow reports damaged files
+    try:
+        with _without_standard_error():  # it reports each of its plug-ins for GPUs that lacks a library
+            from nvidia import nvimgcodec
+    except ImportError:
+        return None
+    return nvimgcodec
+
+
+@functools.cache
+def _decoder(pid: int) -> tuple[Any, Any]:
+    """Return a decoder of this process (a forked one needs its own) and its settings."""
+    codec = _library()
+    decoder = codec.Decoder(
+        device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        max_num_cpu_threads=1,  # --workers is how many processes decode
+        backends=[codec.Backend(codec.BackendKind.CPU_ONLY)],
+        options=":fancy_upsampling=1",  # as Pillow does it
+    )
+    return decoder, codec.DecodeParams(apply_exif_orientation=False)  # nor does Pillow
+
+
+@contextlib.contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """Let what libraries write to the file descriptor of standard error go nowhere."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

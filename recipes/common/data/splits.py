@@ -1,0 +1,173 @@
+"""What a data set is to a recipe, two splits that yield batches by index; and splits that lie in memory."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recipes.common.task import Task
+
+EVAL_BATCH_SIZE = 256
+"""Samples of one evaluation batch; it bounds memory and changes no result."""
+
+CACHED = 2**18
+"""Pixels that are normalised at a time on a CPU: 1 MB of them, as float32, stay in its cache."""
+
+FINGERPRINT_PIXELS = 2**20
+"""At least so many pixels of a split, at equal distances, go into its digest: a millisecond."""
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets of B samples, on the device.
+
+Images are float32 of shape (B, C, H, W) and normalised, their labels int64 of shape (B,); text is int64 of shape
+(B, T), and so are its targets, one place further.
+"""
+
+
+class Split(ABC):
+    """The training or the test half of a data set."""
+
+    skipped = 0
+    """Images left out so far because they do not decode."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return what identifies this split: its size, and a digest of samples in memory."""
+
+    def idle_s(self) -> float:
+        """Return for how long the device has only waited for batches: not at all for samples that it holds."""
+        return 0.0
+
+    @abstractmethod
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield a batch for each index tensor, in order; the epoch seeds the augmentation.
+
+        Call it again only when done with what it gave before: workers serve one caller.
+        """
+
+
+class Spec(NamedTuple):
+    """What one sample's input or target is."""
+
+    shape: tuple[int, ...]
+    """Without the batch dimension."""
+    dtype: torch.dtype
+
+    def zeros(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """Return a blank batch."""
+        return torch.zeros(count, *self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set: two splits, what a model has to fit, and what it is trained for."""
+
+    train: Split
+    test: Split
+    input: Spec
+    target: Spec
+    num_classes: int | None
+    """Classes, or different tokens; None for targets that are values."""
+    kind: str = "class"
+    """What targets are: class, tokens, bytes (tokens of which 256 are different) or values."""
+    task: Task = field(default_factory=Task)
+
+    @classmethod
+    def of_images(cls, train: Split, test: Split, channels: int, image_size: int, num_classes: int) -> Data:
+        """Return square images with a class each."""
+        shape = (channels, image_size, image_size)
+        return cls(train, test, Spec(shape, torch.float32), Spec((), torch.int64), num_classes)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a sample is a square image with a class."""
+        shape = self.input.shape
+        is_image = len(shape) == 3 and shape[1] == shape[2] and self.input.dtype.is_floating_point
+        return is_image and self.kind == "class"
+
+    @property
+    def channels(self) -> int:
+        """Channels of an image."""
+        return self.input.shape[0]
+
+    @property
+    def image_size(self) -> int:
+        """Side of an image, in pixels."""
+        return self.input.shape[1]
+
+
+class Normalise:
+    """Subtract the mean and divide by the standard deviation.
+
+    Args:
+        mean, std: float32, shape (C,), in units of the raw pixels.
+        width: of the images.
+        device: where the images are.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, width: int, device: torch.device) -> None:
+        # A row of an image at a time: channels alone, one or three, are too short for vector instructions.
+        self.scale = (1 / std).repeat(width).to(device)
+        self.shift = (-mean / std).repeat(width).to(device)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Map uint8 (B, H, W, C) to float32 (B, C, H, W), channels last in memory."""
+        rows = pixels.flatten(2)
+        result = torch.empty(rows.shape, device=pixels.device)
+        # On a CPU so much at a time as its cache holds.
+        at_once = CACHED // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
+        count = max(1, at_once)
+        for some, place in zip(rows.split(count), result.split(count), strict=True):
+            torch.addcmul(self.shift, some.float(), self.scale, out=place)
+        return result.view(pixels.shape).permute(0, 3, 1, 2)
+
+
+class TensorSplit(Split):
+    """Samples that live on the device.
+
+    Args:
+        images: uint8, shape (N, C, H, W).
+        labels: int64, shape (N,).
+        mean, std: float32, shape (C,), in units of the raw pixels.
+    """
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, mean: Tensor, std: Tensor, channels_last: bool = False
+    ) -> None:
+        self.pixels = images.permute(0, 2, 3, 1).contiguous()
+        self.labels = labels
+        self.normalise = Normalise(mean, std, images.shape[3], images.device)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """Return what identifies this split: its size, and a digest of the labels and of some pixels."""
+        some = self.pixels.flatten()[:: max(1, self.pixels.numel() // FINGERPRINT_PIXELS)]
+        digest = zlib.crc32(some.cpu().numpy().tobytes(), zlib.crc32(self.labels.cpu().numpy().tobytes()))
+        return f"{len(self)} samples with digest {digest:08x}"
+
+    @property
+    def images(self) -> Tensor:
+        """The raw images: uint8, shape (N, C, H, W)."""
+        return self.pixels.permute(0, 3, 1, 2)
+
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield a batch for each index tensor."""
+        for index in indices:
+            index = index.to(self.labels.device, non_blocking=True)
+            images = self.normalise(self.pixels.index_select(0, index))  # on a CPU 7 times as fast as [index]
+            yield images.contiguous(memory_format=self.memory_format), self.labels[index]

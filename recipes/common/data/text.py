@@ -1,0 +1,124 @@
+"""--data text: the files below a folder as bytes, by default the sources of Python's standard library.
+
+Files are split into a training and a test half, whole, and each half is cut into windows of --seq-len bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recipes.common.data.splits import Batch, Data, Spec, Split
+from recipes.common.errors import UserError
+from recipes.common.options import STANDARD_LIBRARY, Options
+
+VOCABULARY = 256
+SEPARATOR = b"\0"
+"""Ends each file. A file that holds one is taken for binary and left out, as grep does."""
+TEST_SHARE = 0.01
+"""Of the bytes, at least so many are for the test: 300 kB of the standard library's 30 MB, in whole files."""
+INSTALLED = ("site-packages", "dist-packages", "__pycache__")
+"""Folders beside the standard library that are no part of it."""
+
+
+class TextSplit(Split):
+    """Bytes that live on the device, as windows of seq_len inputs and the seq_len bytes after each of them.
+
+    Args:
+        text: uint8, shape (N,); window i is text[i * seq_len : (i + 1) * seq_len + 1]. The rest is left out.
+    """
+
+    def __init__(self, text: Tensor, seq_len: int) -> None:
+        self.text = text
+        # A view: neighbours share the byte that is the last target of one and the first input of the next.
+        self.windows = text.unfold(0, seq_len + 1, seq_len)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def fingerprint(self) -> str:
+        """Return what tells this split from another: its size and a digest of all of it."""
+        return f"{len(self.text)} bytes with digest {zlib.crc32(self.text.cpu().numpy().data):08x}"
+
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield inputs and targets, int64 of shape (B, seq_len), for each index tensor."""
+        for index in indices:
+            windows = self.windows.index_select(0, index.to(self.text.device)).long()
+            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load_text(args: Options, device: torch.device) -> Data:
+    """Return the text below --data-dir.
+
+    Raises:
+        UserError: the folder cannot be read, or holds too little text.
+    """
+    folder = args.data_dir
+    suffix = ".py" if folder == STANDARD_LIBRARY else ""  # beside the sources, it holds data and compiled code
+    train, test = split_files(read_files(folder, suffix), folder)
+
+    def split(files: list[bytes], name: str) -> TextSplit:
+        text = b"".join(content + SEPARATOR for content in files)
+        if len(text) <= args.seq_len:
+            raise UserError(
+                f"--data text: the {name} files below {folder} hold {len(text)} bytes, too few for --seq-len "
+                f"{args.seq_len}; add files, or use at most --seq-len {len(text) - 1}"
+            )
+        return TextSplit(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), args.seq_len)
+
+    tokens = Spec((args.seq_len,), torch.int64)
+    return Data(split(train, "training"), split(test, "test"), tokens, tokens, VOCABULARY, "bytes")
+
+
+def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
+    """Return path below the folder and content of the text files in it, sorted by path; hidden ones are left out.
+
+    Raises:
+        UserError: something cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(
+            f"--data text: cannot read {error.filename} ({error.strerror}); give a folder of text by --data-dir"
+        )
+
+    found = []
+    try:
+        for place, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if name not in INSTALLED and not name.startswith(".")]
+            for name in names:
+                path = Path(place, name)
+                if name.endswith(suffix) and not name.startswith(".") and path.is_file():
+                    content = path.read_bytes()
+                    if content and SEPARATOR not in content:
+                        found.append((path.relative_to(folder).as_posix(), content))
+    except OSError as error:
+        refuse(error)
+    return sorted(found)
+
+
+def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the contents of the training and of the test files.
+
+    The names decide, by a hash: the split does not depend on the machine, and hardly on files that come or go.
+    """
+    if len(files) < 2:
+        raise UserError(
+            f"--data text: {folder} holds {len(files)} text files; at least 2 are needed, 1 for the test"
+        )
+    wanted = TEST_SHARE * sum(len(content) for _, content in files)
+    test: set[str] = set()
+    size = 0
+    for path, content in sorted(files, key=lambda file: zlib.crc32(file[0].encode(errors="surrogateescape"))):
+        if (size >= wanted and test) or len(test) == len(files) - 1:
+            break
+        test.add(path)
+        size += len(content)
+    return [content for path, content in files if path not in test], [
+        content for path, content in files if path in test
+    ]

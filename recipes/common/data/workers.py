@@ -1,0 +1,152 @@
+"""Worker processes that decode for a rank: they come from a fork server, and stop signals are not meant for them.
+
+A rank is not forked: in that moment one of its threads (checkpoints, pinned memory, network) may hold a lock of
+the C library, which stays locked in the worker for ever (https://github.com/pytorch/pytorch/issues/130610).
+
+Slurm may send USR1 and TERM, "write a checkpoint, then leave", to every process of a job. A worker that died of
+them would take its rank along before there is a checkpoint. So workers end with their rank, and not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from recipes.common.data.idle import IdleClock
+from recipes.common.data.splits import Split
+from recipes.common.signals import STOP_SIGNALS
+
+
+@contextlib.contextmanager
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals, also in what is started here; afterwards all is as it was (the tracker unblocks TERM)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_tracker() -> None:
+    """Start multiprocessing's helper that removes what processes leave behind; what ends them does not end it.
+
+    Slurm may send the stop signals to every process of a job, and torchrun ends a rank by USR2 to its group.
+    """
+    with _blocked(*STOP_SIGNALS, signal.SIGUSR2):
+        resource_tracker.ensure_running()
+
+
+def start_server() -> BaseContext:
+    """Let the fork server start, which takes as long as to import torch; return the context to make workers by."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["recipes.common.data.imagefolder"])
+    # Of a rank that was killed, the tracker removes what workers shared with it. It need not warn of that.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    start_tracker()
+    with _blocked(*STOP_SIGNALS):  # and so they are in workers that it starts
+        forkserver.ensure_running()
+    # At the rank's exit, before multiprocessing ends workers by TERM, which they block, and waits for them.
+    util.Finalize(None, _kill_all, exitpriority=100)
+    return context
+
+
+def _kill_all() -> None:
+    """Kill the workers, and the server: to end by itself, with torch imported, takes it a second."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Let processes that are started here not import the main module: the recipe, and all that it imports."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def prepare_worker(worker_id: int) -> None:
+    """Prepare a worker process: a DataLoader's worker_init_fn."""
+    threading.Thread(target=_end_with_rank, daemon=True).start()
+
+
+def _end_with_rank() -> None:
+    """End this worker when its rank has gone; the loader itself takes the fork server for the rank."""
+    rank = multiprocessing.parent_process()
+    assert rank
+    rank.join()
+    os._exit(0)
+
+
+class LoadedSplit(Split):
+    """Samples that --workers processes read by (epoch, index), batch by batch.
+
+    Args:
+        dataset: the samples; of --workers 0, read in this process.
+        workers: their number.
+        device: the one that waits for batches.
+        context: the workers' fork server, None without workers.
+        collate: what makes a batch of samples (torch's own).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        workers: int,
+        device: torch.device,
+        context: BaseContext | None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.dataset, self.device, self.idle = dataset, device, IdleClock(device)
+        # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
+        self.keys: list[list[tuple[int, int]]] = []
+        self.loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self.keys,
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=prepare_worker,
+            multiprocessing_context=context,
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # else it draws from the one that the step has seeded
+        )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def idle_s(self) -> float:
+        """Return for how long the device has had nothing to do but to wait for batches."""
+        return self.idle.seconds()
+
+    def load(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Any]:
+        """Yield what collate makes of each index tensor that is not empty (the share of a rank too many is)."""
+        self.keys[:] = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
+        with without_main():
+            loaded = iter(self.loader)
+        while True:
+            with self.idle.waiting():
+                batch = next(loaded, None)
+            if batch is None:
+                break
+            yield batch
+        self.keys.clear()

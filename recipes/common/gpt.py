@@ -1,0 +1,111 @@
+"""A decoder-only transformer: pre-norm blocks, rotary positions, one matrix to embed and to predict tokens.
+
+Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners (pre-norm GPT-2); Su et al. 2021,
+https://arxiv.org/abs/2104.09864 (rotary positions); Press and Wolf 2017, https://arxiv.org/abs/1608.05859 (tied
+embeddings).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROTARY_BASE = 10_000.0
+"""The slowest pair of numbers turns by 1 radian in about so many positions."""
+
+
+class GPT(nn.Module):
+    """Map tokens (B, T), int64, to logits (B, T, vocabulary): at each place those of the next token.
+
+    Args:
+        vocabulary: number of different tokens.
+        width: numbers per token; each head has width / heads of them, which has to be even.
+    """
+
+    is_sequence = True
+
+    def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.head = TiedHead(self.embedding.weight)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # GPT-2: 2 * depth layers add to the residual stream, whose variance is to stay that of one.
+                is_residual = name.endswith(("attention.project.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if is_residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (B, T) to logits (B, T, vocabulary)."""
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+class TokenEmbedding(nn.Embedding):
+    """Map tokens (B, T) to vectors (B, T, width)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look the tokens up, on their device: a pipeline may keep the matrix where the head is."""
+        return functional.embedding(tokens, self.weight.to(tokens.device))
+
+
+class TiedHead(nn.Module):
+    """Map vectors (B, T, width) to logits (B, T, vocabulary) by the matrix that embeds tokens."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(weight.shape[1])
+        self.weight = weight
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Normalise, and compare with the vector of each token."""
+        return functional.linear(self.norm(vectors), self.weight.to(vectors.device))
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each of what is normalised, each added to the residual stream (B, T, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return the stream after this block: (B, T, width)."""
+        stream = stream + self.attention(self.norm1(stream))
+        return stream + self.mlp(self.norm2(stream))
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads, positions given by rotation."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Mix each place of (B, T, width) with the places before it."""
+        batch, length, _ = stream.shape
+        # (B, T, 3 * width) -> three of (B, heads, T, width / heads)
+        q, k, v = self.qkv(stream).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q), rotate(k)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.project(mixed.transpose(1, 2).flatten(2))
+
+
+def rotate(vectors: Tensor) -> Tensor:
+    """Turn each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the place."""
+    length, size = vectors.shape[-2:]
+    place = torch.arange(length, device=vectors.device, dtype=torch.float32)
+    speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / size, device=vectors.device, dtype=torch.float32)
+    angle = place[:, None] * speed
+    cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)
+    x, y = vectors.chunk(2, dim=-1)
+    return torch.cat((x * cos - y * sin, x * sin + y * cos), dim=-1)

@@ -1,0 +1,284 @@
+"""The loop that all recipes share: epochs of steps, votes, logs, evaluation and checkpoints.
+
+A recipe fills in a Technique: how a pass computes and exchanges gradients is its own, all else is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.agreement import (
+    broadcast_tree,
+    load_same_data,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    shard,
+)
+from recipes.common.batchnorm import average_statistics, check_groups, group_batch_norm, warning
+from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, add_skipped, averages, new_totals
+from recipes.common.models import build_model
+from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.options import Options, check_batch
+from recipes.common.peers import Peers
+from recipes.common.places import place_of
+from recipes.common.record import open_run
+from recipes.common.seeding import choose_kernels, seed_step
+from recipes.common.signals import FAIL, GO, STOP, Stop
+from recipes.common.task import Task
+
+Content = dict[str, Any]
+"""What a checkpoint holds."""
+
+Check = Callable[[Sequence[Tensor]], bool]
+"""Whether a step with these gradients may change the weights."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What a recipe does in its own way. All ranks call each function, in the same order."""
+
+    forward_backward: Callable[[Tensor, Tensor, bool], Tensor]
+    """Add a pass's gradients to the step's: (inputs, targets, is_last). Return the loss, detached: this rank's
+    part of the global batch's mean. After a step's last pass the gradients are the global batch's, on
+    all ranks."""
+    module: nn.Module
+    """What computes: train() and eval() are called on it."""
+    predict: Callable[[Tensor], Tensor | None] | None = None
+    """Return the model's output for some inputs, or None on a rank that has none. Default: that of module."""
+    add_batch: Callable[[Tensor, Task, Tensor, Tensor], None] = add_batch
+    """Add output and target to an evaluation's totals."""
+    update: Callable[[Job, Check], None] | None = None
+    """Step the optimizer, if the gradients pass the check, and clear them. Default: optimizer_step()."""
+    shard: Callable[[Tensor], Tensor] | None = None
+    """Return this rank's share of a batch's indices. Default: by its rank."""
+    sync_buffers: Callable[[], None] | None = None
+    """Give all ranks rank 0's batch-norm statistics. Default: a broadcast of each buffer."""
+    sum_statistics: Callable[[Tensor], None] | None = None
+    """Overwrite a tensor by its sum over the ranks that share out the batch. Default: all ranks."""
+    read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] | None = None
+    """Yield the batches of these shares: (split, shares, epoch). Default: the split's own."""
+    counts_skipped: bool = True
+    """Whether the samples that this rank could not read count: of ranks that read the same, those of one do."""
+    gather_state: Callable[[], Content | None] | None = None
+    """Return on rank 0 the parts of a checkpoint, `model` or `optimizer`, that it does not hold whole; called
+    before each checkpoint. Default: it holds both."""
+
+
+def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None) -> Data:
+    """Return the data, the same on all ranks; call it on all ranks.
+
+    `replicas` share out the batch (default: all ranks do).
+
+    Raises:
+        UserError: on all ranks, what one of them cannot load, or where they differ.
+    """
+    choose_kernels(args)
+    data = load_same_data(args, recipe, peers, on_bad_image=stop.fail)
+    run_on_all_ranks(lambda: check_batch(args, replicas or peers.world_size, len(data.train)), peers)
+    return data
+
+
+def load_data_and_model(
+    args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None
+) -> tuple[Data, nn.Module]:
+    """Return the data and the model on this rank's device, the same on all ranks; call it on all ranks.
+
+    Raises:
+        UserError: as load_checked_data().
+    """
+    data = load_checked_data(args, recipe, peers, stop, replicas)
+    # Every rank draws the same weights from --seed.
+    model = run_on_all_ranks(lambda: build_model(args, data), peers)
+    set_batchnorm_groups(model, args, peers)
+    return data, model.to(peers.device)
+
+
+def set_batchnorm_groups(model: nn.Module, args: Options, peers: Peers) -> None:
+    """Let batch norm take the groups of this rank's share of a batch, if --batchnorm-group says so.
+
+    Call it on all ranks. Raises UserError, on all of them, where there is nothing to group.
+    """
+    run_on_all_ranks(lambda: check_groups(model, args), peers)
+    share = own_shard(peers)(in_groups(torch.arange(args.global_batch_size), args)).numel()
+    group_batch_norm(model, args, share)
+
+
+def begin_run(
+    job: Job,
+    own_part: Callable[[Content | None], Content | None] = lambda content: content,
+    own_shards: Callable[[Content | None], Content | None] = lambda outline: outline,
+) -> None:
+    """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
+
+    `own_part` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before the
+    tensors arrive, what it keeps of each: see broadcast_tree().
+
+    Raises:
+        UserError: the record cannot be opened, or the checkpoint does not fit.
+    """
+    peers, is_first = job.peers, job.peers.rank == 0
+    with peers.watch("places"):
+        places = peers.gather_objects(place_of(job.device))
+    job.record, content = run_on_all_ranks(
+        lambda: open_run(job.args, job.recipe, places) if is_first else (None, None), peers
+    )
+    content = broadcast_tree(content, peers, own_shards)
+    with peers.watch("checkpoint"):
+        folder = peers.broadcast_object(job.record.folder if job.record else None)
+    try:
+        run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
+    except UserError:
+        if job.record:
+            job.record.discard()
+        raise
+    run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
+    peers.watch.follow(lambda: job.position.step, folder)
+    if text := warning(job.model, job.args, job.batch_parts):
+        job.say(text)
+
+
+def train_epochs(job: Job, technique: Technique) -> None:
+    """Train and evaluate epoch by epoch, to the end or to a stop signal, and leave a checkpoint.
+
+    Raises:
+        UserError: on all ranks, what one of them reported.
+    """
+    while not job.is_complete:
+        decision = train_one_epoch(job, technique)
+        if decision == STOP:
+            save_checkpoint(job, technique)
+        raise_on_all_ranks(job.stop.error, job.peers)
+        if decision == STOP:
+            return
+        is_best = job.end_epoch(evaluate(job, technique))
+        save_checkpoint(job, technique, is_best)
+        raise_on_all_ranks(job.stop.error, job.peers)
+
+
+def train_one_epoch(job: Job, technique: Technique) -> int:
+    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    args, position, peers = job.args, job.position, job.peers
+    take_share, read = technique.shard or own_shard(peers), technique.read_batches or read_batches
+    decision = GO
+    technique.module.train()
+    job.begin_epoch()
+    shares = (take_share(in_groups(batch, args)).flatten() for batch in job.global_batches())
+    for inputs, targets in read(job.data.train, shares, position.epoch):
+        # Vote: each rank sends 4 bytes; they are read after backward, so that no rank waits for them.
+        finish_vote = peers.begin_vote(job.stop.vote) if job.is_vote_due() else None
+        for i in reversed(range(len(job.devices))):  # the first one last: its seed is the CPU's too
+            seed_step(args.seed, position.step, peers.rank + i, job.devices[i])
+        loss_sum = torch.zeros((), device=job.device)
+        passes = args.accumulate_steps
+        parts = zip(*(in_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True)
+        for number, part in enumerate(parts, 1):
+            some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
+            loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
+        if finish_vote:
+            with peers.watch("stop vote"):
+                decision = finish_vote()
+        if decision == FAIL:
+            break
+        rate = learning_rate(args, position.step, job.total_steps)
+        set_learning_rate(job.optimizer, rate)
+        (technique.update or update)(job, job.gradient_check(loss_sum))
+        job.count_step()
+        if job.is_log_due():
+            # Log: the ranks' parts add up to the global batch's loss: 4 bytes a rank, once in --log-every steps.
+            with peers.watch("metrics"):
+                peers.sum_tensor(loss_sum)
+                loss = loss_sum.item()
+            job.log_step(loss, rate)
+        if decision == STOP:
+            break
+        if job.is_checkpoint_due():
+            save_checkpoint(job, technique)
+    job.pause()
+    return decision
+
+
+def in_groups(samples: Tensor, args: Options) -> Tensor:
+    """Return B samples as (B / G, G, ...), by --batchnorm-group (default: 1): ranks and passes get whole rows."""
+    return samples.unflatten(0, (-1, args.batchnorm_group or 1))
+
+
+def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
+    """Return what returns this rank's share of indices."""
+    return lambda indices: shard(indices, peers.rank, peers.world_size)
+
+
+def read_batches(split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+    """Return the split's batches."""
+    return split.batches(shares, epoch)
+
+
+def update(job: Job, check: Check) -> None:
+    """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
+    optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check)
+
+
+@torch.no_grad()
+def evaluate(job: Job, technique: Technique) -> dict[str, float]:
+    """Return test_loss and the task's metrics over the whole test set, each sample counted once."""
+    peers, task = job.peers, job.data.task
+    if job.record:
+        job.record.progress.begin_evaluation()
+    sync_statistics(job, technique)
+    (technique.sync_buffers or (lambda: broadcast_buffers(job)))()
+    technique.module.eval()
+    totals = new_totals(task, job.device)
+    share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
+    read = technique.read_batches or read_batches
+    batches = list(share.split(EVAL_BATCH_SIZE))
+    # Evaluation: where passes exchange weights, all ranks run as many: 8 bytes a rank to agree on their number.
+    with peers.watch("evaluation"):
+        most = max(peers.gather_objects(len(batches)))
+    batches += [share[:0]] * (most - len(batches))
+    for inputs, targets in read(job.data.test, batches, job.position.epoch):
+        if technique.predict:
+            output = technique.predict(inputs)
+        else:
+            with autocast(job.args, job.device):
+                output = technique.module(inputs)
+        if output is not None:
+            technique.add_batch(totals, task, output, targets)
+    if technique.counts_skipped:
+        add_skipped(totals, job.data.train.skipped + job.data.test.skipped)
+    # Evaluation: sums and counts of all ranks, some 40 bytes a rank; the averages are taken after it.
+    with peers.watch("evaluation"):
+        peers.sum_tensor(totals)
+        return averages(totals, task, len(job.data.test))
+
+
+def sync_statistics(job: Job, technique: Technique) -> None:
+    """Give all ranks the statistics of all groups of --batchnorm-group."""
+
+    def sum_over_ranks(tensor: Tensor) -> None:
+        # Batch norm: sums up the ranks' running statistics, 16 bytes a channel.
+        with job.peers.watch("statistics"):
+            job.peers.sum_tensor(tensor)
+
+    if job.args.batchnorm_group:
+        average_statistics(job.model, job.args, technique.sum_statistics or sum_over_ranks)
+
+
+def broadcast_buffers(job: Job) -> None:
+    """Give all ranks rank 0's batch-norm statistics: each rank has gathered those of its own batches."""
+    for buffer in job.model.buffers():
+        # Evaluation: rank 0 sends its buffers to all others.
+        with job.peers.watch("evaluation"):
+            job.peers.broadcast_tensor(buffer)
+
+
+def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
+    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
+    sync_statistics(job, technique)
+    job.save(is_best, technique.gather_state() if technique.gather_state else None)

@@ -1,0 +1,112 @@
+"""All ranks of a job as one of them sees them, whatever connects them.
+
+World (world.py) connects ranks by torch.distributed, the horovod recipe by Horovod; Alone is a job of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Waits(Protocol):
+    """What each wait for other ranks is announced to: a Watch, or NoWatch."""
+
+    def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Enter a collective that all ranks enter; with computes, this rank does work of its own in it."""
+
+    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+        """Take the step from step(), and keep reports in the run's folder."""
+
+    def take_stragglers(self) -> list[str]:
+        """Return the warnings about slow ranks since the last call."""
+
+
+class Peers(Protocol):
+    """All ranks of a job. All ranks have to call each method, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+
+    @property
+    def watch(self) -> Waits:
+        """What each wait for the others is announced to."""
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks."""
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value."""
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a contiguous tensor, on the CPU or on this rank's device, by rank 0's."""
+
+    def sum_tensor(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by the sum of the ranks' tensors."""
+
+    def begin_vote(self, vote: int) -> Callable[[], int]:
+        """Send this rank's vote; return a function that waits for the others' and returns the largest."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+
+class NoWatch:
+    """Watches nothing: one process waits for nobody."""
+
+    def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return contextlib.nullcontext()
+
+    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+        """Do nothing."""
+
+    def take_stragglers(self) -> list[str]:
+        """Return no warnings."""
+        return []
+
+
+class Alone:
+    """A job of one process."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.watch = device, NoWatch()
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the value of the only rank."""
+        return [value]
+
+    def broadcast_object(self, value: T) -> T:
+        """Return the value."""
+        return value
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def sum_tensor(self, tensor: Tensor) -> None:
+        """Leave the tensor as it is."""
+
+    def begin_vote(self, vote: int) -> Callable[[], int]:
+        """Return a function that returns the vote."""
+        return lambda: vote
+
+    def barrier(self) -> None:
+        """Return at once."""

@@ -1,0 +1,194 @@
+"""FSDP2: a process per GPU, each holding a shard of the weights, gradients and optimizer state.
+
+    make run RECIPE=fsdp NODES=2 NPROC_PER_NODE=2
+    .venv/bin/torchrun --nproc-per-node=4 -m recipes.fsdp.train --replicas 2 --data text --model gpt-tiny
+
+Success: the last line is `result recipe=fsdp world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277; Rajbhandari et al. 2020, ZeRO stage 3,
+https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from recipes.common.agreement import run_on_all_ranks
+from recipes.common.data import Data
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.loop import Technique, begin_run, load_checked_data, set_batchnorm_groups, train_epochs
+from recipes.common.models import build_model
+from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
+from recipes.common.options import Options, option, parse, positive_int, switch
+from recipes.common.ranks import read_ranks
+from recipes.common.sharding import gather_state, own_shards, update
+from recipes.common.signals import Stop
+from recipes.common.world import World, connected_world, grid_mesh
+from recipes.fsdp.initialise import Shards, build_shards, materialise
+
+
+@dataclass(frozen=True)
+class FSDPOptions(Options):
+    """Fully sharded data parallelism."""
+
+    replicas: int = option(1, positive_int, "copies of the model, each in shards over N/R ranks", "R")
+    reshard_after_forward: bool = switch(
+        "free a block's gathered weights after forward, and gather them again for backward", default=True
+    )
+    activation_checkpointing: bool = switch("keep only the inputs of blocks, and run them again in backward")
+    cpu_offload: bool = switch("keep shards and optimizer in main memory, and step there (GPUs)")
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        if self.amp == "fp16":
+            raise UserError("--amp fp16: its gradient scaler does not know shards; use --amp bf16")
+        if self.sync_batchnorm:
+            raise UserError("--sync-batchnorm: fsdp normalises each rank's share by itself; use --batchnorm-group")
+        if self.batchnorm_group and self.activation_checkpointing:
+            fix = "drop --activation-checkpointing"
+            raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
+
+
+def options(argv: Sequence[str] | None = None) -> FSDPOptions:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    return parse(FSDPOptions, "fsdp", __doc__, argv)
+
+
+def check_replicas(world_size: int, replicas: int) -> None:
+    """Raise UserError where the processes do not make up whole replicas."""
+    if world_size % replicas:
+        fix = f"start a multiple of {replicas} processes, or give --replicas 1"
+        raise UserError(f"--replicas {replicas} does not divide {world_size} processes; {fix}")
+
+
+def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
+    """Return the mesh of replicas x shards; call it on all ranks."""
+    if args.replicas == 1:
+        return DeviceMesh(world.device.type, torch.arange(world.world_size), mesh_dim_names=("shard",))
+    # HSDP: a group for each row (a replica's shards: best within a node) and each column (a shard's copies).
+    return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
+
+
+def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards | None]:
+    """Return the model without memory, and this rank's rows of the weights that --seed draws for the whole.
+
+    Where the rows cannot be drawn alone, return the whole model on the CPU, and None.
+    """
+    contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
+    count = world.world_size // args.replicas
+    try:
+        return build_shards(lambda: build_model(contiguous, data), world.rank % count, count)
+    except Exception:  # any error that missing numbers cause; an error of the model itself comes again
+        return build_model(contiguous, data), None
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a model's outermost sequences: what is gathered, used and freed together."""
+    sequences = (nn.Sequential, nn.ModuleList)
+    for child in module.children():
+        if isinstance(module, sequences) and not isinstance(child, sequences):
+            yield child
+        else:
+            yield from blocks(child)
+
+
+def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
+    """Shard the model in place, block by block; return it."""
+    if args.cpu_offload and world.device.type == "cpu":
+        raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
+    settings: dict[str, Any] = {
+        "mesh": build_mesh(args, world),
+        "reshard_after_forward": args.reshard_after_forward,
+    }
+    if args.cpu_offload:
+        settings["offload_policy"] = CPUOffloadPolicy()
+    full = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # FSDP: bf16 weights cross the wire as half the bytes; gradients are summed in fp32.
+    half = MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
+    policy = full if args.amp == "none" else half
+    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    if args.amp != "none":
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                fully_shard(module, mp_policy=full, **settings)  # fp32 statistics have fp32 weights beside them
+    for module in blocks(model):
+        parameters = list(module.parameters())
+        if isinstance(module, FSDPModule) or not parameters or max(owners[p] for p in parameters) > 1:
+            continue  # tied matrices stay in the root, where both users see them
+        if args.activation_checkpointing:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        if args.compile:
+            module.compile(mode=args.compile_mode)
+        # FSDP: a rank keeps 1/N of the rows of each parameter. Before a block's forward, and again before its
+        # backward, an all-gather: (N-1)/N of the block's bytes per rank. After its backward a reduce-scatter of
+        # its gradients, as many. The next block's weights are on their way while this one computes.
+        fully_shard(module, mp_policy=policy, **settings)
+    # FSDP: what is in no block is gathered at the beginning of forward and kept to the end of backward.
+    # HSDP: between replicas, each shard's gradients are averaged: 2 (R-1)/R of 1/N of the model's bytes.
+    return fully_shard(model, mp_policy=policy, **settings)
+
+
+def train(args: FSDPOptions, world: World, stop: Stop) -> None:
+    """Train as the options say; call it on all ranks."""
+    data = load_checked_data(args, "fsdp", world, stop)
+    with world.watch("model", computes=True):
+        model, shards = run_on_all_ranks(lambda: build(args, data, world), world)
+        set_batchnorm_groups(model, args, world)
+        module = wrap(model, args, world)
+        if shards:
+            materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
+    # FSDP: the optimizer sees shards only, so its state is sharded too.
+    optimizer = build_optimizer(args, model.parameters())
+    job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
+
+    def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        # FSDP: gradients are exchanged only in the last of the accumulated passes; until then they stay whole.
+        module.set_requires_gradient_sync(is_last)
+        with world.watch("gradients", computes=True):
+            loss = job.loss(model(inputs), targets)
+            # FSDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            (loss * world.world_size).backward()
+        return loss.detach()
+
+    def predict(inputs: Tensor) -> Tensor:
+        # FSDP: evaluation gathers weights too: all ranks run as many passes.
+        with world.watch("evaluation", computes=True):
+            return model(inputs)
+
+    technique = Technique(
+        forward_backward, model, predict=predict, update=update, gather_state=partial(gather_state, job)
+    )
+    # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each.
+    begin_run(job, own_shards=partial(own_shards, model))
+    if not shards:
+        job.say("note: the model was built whole on each rank before it was sharded; see recipes/fsdp/README.md")
+    train_epochs(job, technique)
+    job.finish(sample_on_all_ranks=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the options say; call it on every rank."""
+    args = options(argv)
+    stop = Stop()
+    # FSDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    ranks = read_ranks("fsdp")
+    check_replicas(ranks.world_size, args.replicas)
+    with connected_world(args, ranks) as world:
+        train(args, world, stop)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

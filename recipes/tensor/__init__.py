@@ -1,0 +1,1 @@
+"""Tensor parallelism times data parallelism on a device mesh."""

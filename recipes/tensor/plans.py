@@ -1,0 +1,133 @@
+"""How each model is split over the ranks of a replica: column-wise layers, each followed by a row-wise one.
+
+A column-wise layer holds some of the rows of its weight, and so computes some of its outputs from all inputs; a
+row-wise layer takes just those as inputs, and the sum over the ranks is its output. What is not split, each rank
+holds and computes whole.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from recipes.common.agreement import Slot
+from recipes.common.errors import UserError
+from recipes.common.gpt import GPT, Attention
+from recipes.common.models import GPTS, OWN_MODELS, LeNet, VisionTransformer
+from recipes.common.sharding import map_states
+
+PLANS: dict[type[nn.Module], dict[str, str]] = {
+    LeNet: {"classifier.0": "column", "classifier.2": "row"},
+    VisionTransformer: {
+        "blocks.*.self_attn.out_proj": "row",
+        "blocks.*.linear1": "column",
+        "blocks.*.linear2": "row",
+    },
+    GPT: {
+        "blocks.*.attention.qkv": "column",
+        "blocks.*.attention.project": "row",
+        "blocks.*.mlp.0": "column",
+        "blocks.*.mlp.2": "row",
+    },
+}
+
+
+def parallelize(model: nn.Module, name: str, mesh: DeviceMesh) -> set[str]:
+    """Split the model in place; return the names of its packed parameters.
+
+    Raises:
+        UserError: the model has no plan, or a layer does not divide.
+    """
+    ranks = mesh.size()
+    if ranks == 1:
+        return set()
+    if type(model) not in PLANS:
+        known = ", ".join([*OWN_MODELS, *GPTS])
+        raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
+    packed: set[str] = set()
+    torch.backends.mha.set_fastpath_enabled(False)  # evaluation's fused layer reads whole weights
+    for path, module in model.named_modules():
+        if isinstance(module, Attention | nn.MultiheadAttention):
+            packed.update(split_heads(module, path, name, mesh))
+    # Tensor: a column-wise layer sends nothing forward, and all-reduces its inputs' gradient; a row-wise one
+    # all-reduces its output forward, and sends nothing back. Of N ranks each sends 2 (N-1)/N of these bytes:
+    # 4 x batch x places x width in fp32.
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    plan = {path: styles[style]() for path, style in PLANS[type(model)].items()}
+    for path, style in PLANS[type(model)].items():
+        check_layers(model, path, style, name, ranks)
+    # Tensor: every rank has drawn the same weights and cuts its shards out of them: nothing crosses the wire.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    return packed
+
+
+def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:
+    """Raise UserError where a layer to be split does not divide."""
+    for path, module in model.named_modules():
+        if fnmatch(path, pattern) and isinstance(module, nn.Linear):
+            size = module.out_features if style == "column" else module.in_features
+            if size % ranks:
+                raise UserError(f"--tensor-parallel {ranks} does not divide the {size} units of {name}'s {path}")
+
+
+def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> list[str]:
+    """Give each rank the rows of some heads; return the names of what makes queries, keys, values.
+
+    Its rows are all queries', all keys' and all values'. In another order, each rank's are next to one another:
+    its heads' queries, keys and values.
+    """
+    ranks = mesh.size()
+    heads: int = attention.heads if isinstance(attention, Attention) else attention.num_heads
+    if heads % ranks:
+        raise UserError(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}")
+    if isinstance(attention, Attention):
+        attention.heads = heads // ranks
+        attention.qkv.weight.data = swap(attention.qkv.weight.data, 3, ranks)
+        return [f"{path}.qkv.weight"]
+    for key in ("in_proj_weight", "in_proj_bias"):
+        whole = swap(getattr(attention, key).data, 3, ranks)
+        shards = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+        setattr(attention, key, nn.Parameter(shards))
+    attention.forward = partial(attend, attention, heads // ranks, mesh)  # type: ignore[method-assign]
+    return [f"{path}.in_proj_weight", f"{path}.in_proj_bias"]
+
+
+def attend(
+    attention: nn.MultiheadAttention, heads: int, mesh: DeviceMesh, tokens: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Be the forward() of self-attention over this rank's heads."""
+    # Tensor: a column-wise layer that is no module of its own: its inputs' gradient is all-reduced.
+    everywhere = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
+    packed = cast(DTensor, linear(everywhere, attention.in_proj_weight, attention.in_proj_bias)).to_local()
+    # (B, T, 3 * heads * size) -> three of (B, heads, T, size)
+    q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = scaled_dot_product_attention(q, k, v)
+    return attention.out_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def swap(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Return rows that lie as `outer` x `inner` equal groups in the order `inner` x `outer`."""
+    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def reorder_packed(
+    content: dict[str, Any], model: nn.Module, packed: set[str], outer: int, inner: int
+) -> dict[str, Any]:
+    """Return a checkpoint's content, or outline, with packed parameters and their optimizer state swapped."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in packed}
+
+    def change(name: str | None, value: Any) -> Any:
+        if name in shapes and isinstance(value, Slot) and (keep := value.keep):
+            return value._replace(keep=lambda tensor: keep(swap(tensor, outer, inner)))
+        is_packed = name in shapes and isinstance(value, Tensor) and value.shape == shapes[name]
+        return swap(value, outer, inner) if is_packed else value
+
+    return map_states(content, model, change)

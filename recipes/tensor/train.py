@@ -1,0 +1,182 @@
+"""Tensor parallelism times data parallelism: layers split over the ranks of a replica, and replicas side by side.
+
+    make run RECIPE=tensor NODES=2 NPROC_PER_NODE=2
+    .venv/bin/torchrun --nproc-per-node=4 -m recipes.tensor.train --tensor-parallel 4 --data text --model gpt-tiny
+
+Success: the last line is `result recipe=tensor world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+
+from recipes.common import sharding
+from recipes.common.agreement import run_on_all_ranks, shard
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.optim import autocast, build_optimizer, build_scaler
+from recipes.common.options import Options, option, parse, positive_int
+from recipes.common.ranks import read_ranks
+from recipes.common.signals import Stop
+from recipes.common.world import World, connected_world, grid_mesh
+from recipes.tensor.plans import parallelize, reorder_packed
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that travel together, as in DistributedDataParallel."""
+
+
+@dataclass(frozen=True)
+class TensorOptions(Options):
+    """Tensor parallelism."""
+
+    tensor_parallel: int = option(2, positive_int, "ranks that each layer is split over", "N")
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        if self.amp == "fp16":
+            raise UserError("--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16")
+        if self.sync_batchnorm:
+            raise UserError("--sync-batchnorm: each replica normalises its own share; use --batchnorm-group")
+
+
+def options(argv: Sequence[str] | None = None) -> TensorOptions:
+    """Return the options of this recipe; raises UserError for what cannot work."""
+    return parse(TensorOptions, "tensor", __doc__, argv)
+
+
+def check_replicas(world_size: int, tensor_parallel: int) -> None:
+    """Raise UserError where the processes do not make up whole replicas."""
+    if world_size % tensor_parallel:
+        fix = f"start a multiple of {tensor_parallel} processes, or give --tensor-parallel {world_size}"
+        raise UserError(f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes; {fix}")
+
+
+class GradientSum:
+    """Sums gradients over the replicas while backward goes on; each rank has those of its own shards."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.group, self.is_last = group, True
+        self.bucket: list[Tensor] = []
+        self.sums: list[tuple[list[Tensor], Tensor, dist.Work]] = []
+        if group.size() > 1:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(self.add)
+
+    def add(self, parameter: Tensor) -> None:
+        """Take a gradient that is complete after the last pass of a step, and send a bucket that is full."""
+        if self.is_last:
+            gradient = cast(Tensor, parameter.grad)
+            self.bucket.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            if sum(gradient.nbytes for gradient in self.bucket) >= BUCKET_BYTES:
+                self.send()
+
+    def send(self) -> None:
+        """Begin to sum the gradients in the bucket."""
+        flat = torch.cat([gradient.flatten() for gradient in self.bucket])
+        # Tensor: replicas have other samples: the ranks that hold the same shards all-reduce their gradients. Of D
+        # replicas, each rank sends 2 (D-1)/D of a bucket's bytes, while backward goes on.
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.sums.append((self.bucket, flat, work))
+        self.bucket = []
+
+    def finish(self) -> None:
+        """Put the sums in place of all gradients that were taken."""
+        if self.bucket:
+            self.send()
+        for gradients, flat, work in self.sums:
+            work.wait()
+            for gradient, total in zip(gradients, flat.split([part.numel() for part in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        self.sums.clear()
+
+
+def update(job: Job, check: Check) -> None:
+    """Step the optimizer on this rank's shards and on what all ranks hold; call it on all ranks."""
+    with implicit_replication():  # a parameter that is not split is the same on all ranks
+        sharding.update(job, check)
+
+
+def train(args: TensorOptions, world: World, stop: Stop) -> None:
+    """Train as the options say; call it on all ranks."""
+    replicas = world.world_size // args.tensor_parallel
+    data, model = load_data_and_model(args, "tensor", world, stop, replicas)
+    # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (those
+    # that hold the same shards).
+    mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
+    tp, dp = mesh["tp"], mesh["dp"]
+    with world.watch("model", computes=True):
+        packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp), world)
+        if args.compile:
+            model.compile(mode=args.compile_mode)
+    gradients = GradientSum(model, dp.get_group())
+    optimizer = build_optimizer(args, model.parameters())
+    scaler, parts = build_scaler(args, world.device), replicas * args.accumulate_steps
+    job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, batch_parts=parts)
+
+    def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        gradients.is_last = is_last
+        with world.watch("gradients", computes=True):
+            with autocast(args, world.device):
+                loss = job.loss(model(inputs), targets)
+            loss.backward()
+            gradients.finish()
+        # Tensor: all ranks of a replica have its loss: each gives a part of it to the sum that is logged.
+        return loss.detach() / tp.size()
+
+    def predict(inputs: Tensor) -> Tensor | None:
+        # Tensor: evaluation sums activations too; the first rank of a replica counts its samples.
+        with world.watch("evaluation", computes=True), autocast(args, world.device):
+            output = model(inputs)
+        return output if tp.get_local_rank() == 0 else None
+
+    def gather_state() -> Content | None:
+        # Tensor: rank 0 gathers the shards of its replica; the file is that of a model that is not split.
+        state = sharding.gather_state(job)
+        return state and reorder_packed(state, model, packed, tp.size(), 3)
+
+    def own_shards(outline: Content | None) -> Content | None:
+        shards = sharding.own_shards(model, outline)
+        return shards and reorder_packed(shards, model, packed, 3, tp.size())
+
+    technique = Technique(
+        forward_backward,
+        model,
+        predict=predict,
+        update=update,
+        # Tensor: the ranks of a replica take the same samples.
+        shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
+        counts_skipped=tp.get_local_rank() == 0,
+        gather_state=gather_state,
+    )
+    # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards.
+    begin_run(job, own_shards=own_shards)
+    train_epochs(job, technique)
+    job.finish(sample_on_all_ranks=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train as the options say; call it on every rank."""
+    args = options(argv)
+    stop = Stop()
+    # Tensor: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    ranks = read_ranks("tensor")
+    check_replicas(ranks.world_size, args.tensor_parallel)
+    with connected_world(args, ranks) as world:
+        train(args, world, stop)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

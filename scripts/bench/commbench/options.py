@@ -1,0 +1,42 @@
+"""The options that the command and its ranks have in common, without torch: a refusal comes at once."""
+
+from __future__ import annotations
+
+import re
+
+from recipes.common.errors import UserError
+from recipes.common.options import Parser, positive_float
+
+BACKENDS = ("gloo", "nccl", "mpi", "horovod")
+OPS = ("all-reduce", "broadcast", "all-gather")
+SIZES = "4,1k,16k,256k,4m,64m"
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+LARGEST = 2**33
+"""Bytes; beyond this even one call can outlast every bound."""
+
+
+def add_options(parser: Parser) -> None:
+    """Add what the ranks and the command that starts them have in common."""
+    parser.add_argument("--ops", default=",".join(OPS), metavar="OP,...", help=f"some of {', '.join(OPS)}")
+    parser.add_argument("--sizes", default=SIZES, metavar="BYTES,...", help="sizes of the result: 4,64k,16m")
+    parser.add_argument(
+        "--seconds", type=positive_float, default=0.5, metavar="S", help="how long each line is measured"
+    )
+    parser.add_argument(
+        "--timeout-s", type=positive_float, default=60.0, metavar="S", help="longest wait for another rank"
+    )
+    parser.add_argument("--link-gbit", type=positive_float, metavar="G", help="the link's speed in Gbit/s")
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the bytes that "4,64k,16m" stands for, smallest first; raises UserError for what is no size."""
+    sizes = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,12})([kmg]?)b?", word.strip().lower())
+        size = int(match[1]) * UNITS[match[2]] if match else 0
+        if size % 4 or not 4 <= size <= LARGEST:
+            raise UserError(
+                f"--sizes expects multiples of 4 bytes up to {LARGEST // 2**30}g, such as 4,64k,16m, got {word!r}"
+            )
+        sizes.append(size)
+    return sorted(set(sizes))

@@ -1,0 +1,152 @@
+"""One rank of the communication benchmark, for one backend.
+
+    mpirun -q -np 4 python -m scripts.bench.commbench.rank --backend mpi
+    torchrun --nproc-per-node=2 -m scripts.bench.commbench.rank --backend gloo --sizes 64k,16m
+
+Rank 0 prints the table, or writes its rows to --result. scripts/bench/commbench/__main__.py starts it on local
+nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from recipes.common.entry import exit_status
+from recipes.common.errors import UserError
+from recipes.common.options import Parser, one_of, parse_words
+from recipes.common.ranks import HAVE_MET
+from scripts.bench.commbench.backends import Backend, connect
+from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
+from scripts.bench.commbench.rows import COLUMNS, Row, write_rows
+from scripts.doctor.collectives import pattern
+from scripts.launch.command import check_names, table
+from scripts.launch.mpirun import MPI_RANK, first_set
+
+WARM_UPS, FEWEST, MOST = 2, 3, 2000
+"""Calls that are not counted, and how many are, at least and at most."""
+
+
+def options(argv: Sequence[str] | None = None) -> Namespace:
+    """Return the options of a rank; raises UserError for what cannot work."""
+    parser = Parser("python -m scripts.bench.commbench.rank", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--backend", type=one_of(*BACKENDS), required=True, help=f"one of {', '.join(BACKENDS)}")
+    add_options(parser)
+    parser.add_argument("--result", type=Path, metavar="FILE", help="where rank 0 writes its rows")
+    args = parse_words(parser, argv)
+    parse_sizes(args.sizes)
+    check_names("--ops", args.ops.split(","), OPS)
+    return args
+
+
+class WrongResultError(UserError):
+    """A result that is not what it has to be: no mistake of the user's, but one line and the same on all ranks."""
+
+    status = 1
+
+
+class Bound:
+    """Ends this process when a line takes too long: MPI and Horovod wait for a lost rank as long as it takes."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.what = seconds, "meeting the others"
+        self._deadline = time.monotonic() + seconds
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def start(self, what: str, seconds: float) -> None:
+        """Begin something that may take so long, and the time that ranks may wait for each other."""
+        self.what, self._deadline = what, time.monotonic() + self.seconds + seconds
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._deadline:
+            time.sleep(0.1)
+        message = f"{self.what} took longer than --timeout-s {self.seconds:g}: a rank does not answer"
+        os.write(2, f"error: {message}\n".encode())
+        os._exit(1)
+
+
+def check(world: Backend, op: str, numel: int) -> None:
+    """Raise WrongResultError if a result is not what it has to be; call it on all ranks.
+
+    Rank r gives (r + 1) times the pattern.
+    """
+    given = pattern(numel, world.device)
+    own = given * (world.rank + 1)
+    if op == "all-reduce":
+        result, wanted = world.all_reduce(own), given * (world.size * (world.size + 1) // 2)
+    elif op == "broadcast":
+        result, wanted = world.broadcast(own), given
+    else:
+        result = world.all_gather(own)
+        wanted = torch.cat([given * (rank + 1) for rank in range(world.size)])
+    wrong = int((result != wanted).sum())
+    worst = world.largest(wrong)
+    if worst:
+        raise WrongResultError(f"{op} of {numel * 4} bytes: {worst:.0f} elements of a rank are wrong")
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, until its result is there."""
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, float, int]:
+    """Return the result's bytes, the seconds of a call and the number of calls; call it on all ranks."""
+    parts = world.size if op == "all-gather" else 1
+    numel = max(1, size // (4 * parts))
+    check(world, op, numel)
+    data = torch.zeros(numel, device=world.device)  # zeros stay zeros, however often they are added up
+    calls = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}
+    call = calls[op]
+    once = min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS))
+    # All ranks have to repeat as often.
+    count = int(min(MOST, max(FEWEST, seconds / max(world.largest(once), 1e-7))))
+    times = [timed(lambda: call(data), world.device) for _ in range(count)]
+    return numel * 4 * parts, world.largest(median(times)), count
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every operation and size; call it on every rank."""
+    # Rank 0 alone prints refusals (recipes/common/entry.py); not every launcher says RANK.
+    rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
+    has_ranks = "RANK" in os.environ
+    os.environ["RANK"] = str(rank)
+    args = options(argv)
+    if args.backend in ("gloo", "nccl") and not has_ranks:
+        raise UserError(
+            "RANK is not set: a launcher sets it; `make commbench`, or torchrun -m scripts.bench.commbench.rank"
+        )
+    torch.set_num_threads(1)
+    bound = Bound(args.timeout_s)
+    world = connect(args.backend, args.timeout_s)
+    os.environ["RANK"] = str(world.rank)
+    HAVE_MET.set()
+    rows = []
+    for op in args.ops.split(","):
+        for size in parse_sizes(args.sizes):
+            bound.start(f"{op} of {size} bytes", 2 * args.seconds)
+            result_bytes, latency_s, calls = measure(world, op, size, args.seconds)
+            row = (args.backend, op, result_bytes, world.size, world.device.type, 1e6 * latency_s, calls)
+            rows.append(Row(*row))
+    bound.start("leaving", 0)
+    world.leave()
+    if world.rank == 0:
+        if args.result:
+            write_rows(rows, args.result)
+        else:
+            print(table(COLUMNS, [row.as_dict(args.link_gbit) for row in rows], left=2), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(exit_status(main))

@@ -1,0 +1,180 @@
+"""Run recipes one after another on the same data, model, seed and global batch, and set them side by side.
+
+    make compare RECIPES="single ddp" NODES=2
+    python -m scripts.bench.compare single ddp --nodes 2 --nproc-per-node 1 -- --epochs 10
+
+writes runs/compare-001/: a run of each recipe, table.md, and compare.png (loss, differences, samples per second).
+The first recipe is the one that the others are compared with. OMP_NUM_THREADS=1 gives each process one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+from scripts.launch.command import (
+    ONE_PROCESS,
+    ROOT,
+    Column,
+    CommandParser,
+    check_recipe,
+    command,
+    count,
+    next_folder,
+    parse,
+    table,
+)
+from scripts.launch.runs import read_losses, read_metrics
+
+SMALLEST_DIFFERENCE = 1e-9
+"""A smaller one is drawn as this: fp32 has no digits for it, and a logarithm none for zero."""
+
+TARGET_ACCURACY = 0.97
+"""Test accuracy whose first epoch "time to accuracy" tells."""
+
+
+COLUMNS = (
+    Column("recipe", "recipe", "{}"),
+    Column("processes", "world_size", "{}"),
+    Column("samples/s", "samples_per_s", "{:,.0f}"),
+    Column("s per epoch", "epoch_s", "{:.3f}"),
+    Column(f"s to {TARGET_ACCURACY:.0%}", "target_s", "{:.2f}"),
+    Column("peak memory, MB", "peak_memory_mb", "{:,.0f}"),
+    Column("kB sent per process and step", "sent_kb", "{:,.1f}"),
+    Column("test accuracy", "test_result", "{:.4f}"),
+    Column("largest loss difference", "difference", "{:.1e}"),
+)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return a completed run's losses by step and the figures of its row."""
+    result = json.loads((folder / "result.json").read_text())
+    headline = result.get("headline", "test_accuracy")
+    epochs = [row for row in read_metrics(folder) if "test_loss" in row]
+    reached = [row["train_s"] for row in epochs if row.get("test_accuracy", 0) >= TARGET_ACCURACY]
+    return {
+        "recipe": result["recipe"],
+        "world_size": result["world_size"],
+        "samples_per_s": result["samples_per_s"],
+        "epoch_s": result["train_s"] / len(epochs) if epochs else None,
+        "target_s": reached[0] if reached else None,
+        "peak_memory_mb": result["peak_memory_bytes"] / 1e6,
+        "sent_kb": result["sent_bytes_per_step"] / result["world_size"] / 1e3,
+        "test_title": headline.replace("_", " "),
+        "test_result": result[headline],
+        "losses": read_losses(folder),
+    }
+
+
+def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
+    """Return the relative difference of two loss curves at each step that both have."""
+    return {step: abs(losses[step] - loss) / abs(loss) for step, loss in reference.items() if step in losses}
+
+
+def difference(losses: dict[int, float], reference: dict[int, float], steps: int) -> float | None:
+    """Return the largest relative difference of two loss curves over their first steps."""
+    return max((value for step, value in differences(losses, reference).items() if step <= steps), default=None)
+
+
+def columns_for(runs: Sequence[dict[str, Any]]) -> list[Column]:
+    """Return the columns, the test's named by what the task measures."""
+    return [replace(one, title=runs[0]["test_title"]) if one.key == "test_result" else one for one in COLUMNS]
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the first run's loss curve, how far the others are from it, and the samples per second of all."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    first, *others = runs
+    figure, axes = plt.subplot_mosaic(
+        [["loss", "speed"], ["difference", "speed"]], figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained"
+    )
+    names = [f"{run['recipe']} x{run['world_size']}" for run in runs]
+    colors = [f"C{i}" for i in range(len(runs))]
+    axes["loss"].plot(list(first["losses"]), list(first["losses"].values()), color=colors[0])
+    axes["loss"].set(ylabel="training loss", yscale="log", title=f"The loss of {names[0]} ...")
+    axes["loss"].sharex(axes["difference"])
+    axes["loss"].tick_params(labelbottom=False)
+    for run, name, color in zip(others, names[1:], colors[1:], strict=True):
+        found = differences(run["losses"], first["losses"])
+        values = [max(value, SMALLEST_DIFFERENCE) for value in found.values()]
+        axes["difference"].plot(list(found), values, color=color, label=name)
+    axes["difference"].set(
+        xlabel="step", ylabel="relative", yscale="log", title="... and how far the others are from it"
+    )
+    bars = axes["speed"].barh(names, [run["samples_per_s"] for run in runs], color=colors)
+    axes["speed"].bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes["speed"].invert_yaxis()
+    axes["speed"].set_xlim(0, 1.2 * max(run["samples_per_s"] for run in runs) or 1)
+    axes["speed"].set(xlabel="samples per second", title="Speed; the colors are those of the curves")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def notes_of(folder: Path, recipes: Sequence[str], nodes: int, processes: int, steps: int) -> list[str]:
+    """Return the sentences that say what was compared, on what."""
+    config = json.loads((folder / recipes[0] / "config.json").read_text())
+    options, hardware, versions = config["options"], config["hardware"], config["versions"]
+    gpus = ", ".join(hardware["gpus"]) or "no GPU"
+    return [
+        f"Data {options['data']}, model {options['model']}, global batch {options['global_batch_size']}, seed "
+        f"{options['seed']}; {nodes} node(s) of {processes} process(es) on one machine.",
+        f"{hardware['cpus']} CPU cores ({hardware['machine']}), {gpus}; Python {versions['python']}, torch "
+        f"{versions['torch']}. {recipes[0]}: {'; '.join(config['launches'][-1]['ranks'])}.",
+        "Samples per second leave out each run's first step and its evaluations. Peak memory is that of rank 0. "
+        "Bytes are those of the machine's network interfaces while training, loopback included; shared memory and "
+        "NVLink are not in them.",
+        f"The largest loss difference is relative to {recipes[0]}, over the first {steps} steps: rounding grows "
+        "with the steps, whatever the recipe.",
+    ]
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Run, compare, write; return 0, or the status of the first recipe that failed."""
+    parser = CommandParser("python -m scripts.bench.compare", (__doc__ or "").split("\n")[0])
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE")
+    parser.add_argument("--nodes", type=count, default=1)
+    parser.add_argument("--nproc-per-node", type=count, default=1)
+    parser.add_argument("--steps", type=int, default=50, help="steps over which loss curves are compared")
+    args = parse(parser, argv)
+    if not args.recipes:
+        raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
+    recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
+    nodes, processes = args.nodes, args.nproc_per_node
+    for word in args.options:
+        if word.split("=")[0] in ("--name", "--runs-dir", "--resume"):
+            raise UserError(f"{word.split('=')[0]} is set by compare itself; leave it out of ARGS")
+    folder = next_folder("compare")
+    for recipe in recipes:
+        alone = recipe in ONE_PROCESS
+        print(f"--- {recipe}", flush=True)
+        command = [sys.executable, "-m", "scripts.launch.local", recipe]
+        command += ["--nodes", "1" if alone else str(nodes), "--nproc-per-node", "1" if alone else str(processes)]
+        command += ["--", "--runs-dir", str(folder), "--name", recipe, *args.options]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        if status:
+            print(f"error: {recipe} ended with status {status}; its record is in {folder}", file=sys.stderr)
+            return USAGE_STATUS if status == USAGE_STATUS else 1
+    runs = [read_run(folder / recipe) for recipe in recipes]
+    for run in runs:
+        run["difference"] = difference(run["losses"], runs[0]["losses"], args.steps)
+    text, notes = table(columns_for(runs), runs, left=1), notes_of(folder, recipes, nodes, processes, args.steps)
+    (folder / "table.md").write_text(text + "\n\n" + "\n".join(notes) + "\n")
+    plot(runs, folder / "compare.png")
+    print(f"{text}\n\nwrote {folder.relative_to(ROOT)}/table.md and compare.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

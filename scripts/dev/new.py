@@ -1,0 +1,107 @@
+"""Copy a recipe under a new name: train.py, minimal.py, README.md and a test, which run and pass as they are.
+
+make new NAME=mine FROM=ddp
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from recipes.common.errors import UserError
+from recipes.common.options import Parser
+from scripts.launch.command import ROOT, check_recipe, command
+
+SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
+"""Recipes whose ranks torchrun starts. Launch files know the others' ways to start by their names."""
+
+CALLS = "parse|read_ranks|load_same_data|load_data_and_model|Job|train"
+"""Functions that are given the recipe's name."""
+
+TEST = '''"""{name} against the one-process run, at 1, 2 and 3 processes: the same losses and the same evaluation.
+
+Made by `make new`.
+"""
+
+import functools
+
+import pytest
+
+from tests.page import run_page
+from tests.support import Ranks, accuracies, losses, train
+
+OPTIONS = {options!r}
+PAGE_OPTIONS = {page_options!r}
+STEPS = ("--max-steps", "8", "--seed", "1", "--global-batch-size", "48")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_step_and_evaluation_equals_single(tmp_path, world_size):
+    options = [str(world_size) if word == "WORLD_SIZE" else word for word in OPTIONS]
+    run = train("{name}", tmp_path, world_size, *STEPS, *options)
+    single = train("single", tmp_path, 1, *STEPS)
+    assert len(losses(run)) == 8
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert accuracies(run) == accuracies(single)
+
+
+def test_the_page_runs(tmp_path):
+    setup = functools.partial(run_page, "{name}", ["--epochs", "1", *PAGE_OPTIONS])
+    outcome = Ranks("{name}", [], 2, tmp_path, setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    assert "result recipe={name} world_size=2 " in outcome.outputs[0]
+'''
+
+OPTIONS = {
+    "apex": ["--opt-level", "O0"],
+    "tensor": ["--tensor-parallel", "WORLD_SIZE"],
+    "pipeline": ["--stages", "WORLD_SIZE", "--num-microbatches", "4"],
+}
+PAGE_OPTIONS = {"apex": ["--opt-level", "O0"], "pipeline": ["--stages", "2"]}
+"""What makes a recipe, and its page, compute what single does."""
+
+
+def rename(text: str, source: str, name: str) -> str:
+    """Return a file of a recipe with the recipe's name changed where it stands for the recipe."""
+    for before in ("RECIPE=", "recipe=", "recipes/", r"recipes\."):
+        text = re.sub(rf"(?<={before}){source}\b", name, text)
+    text = re.sub(rf'(\b(?:{CALLS})\((?:\w+, )?)"{source}"', rf'\1"{name}"', text)
+    return re.sub(rf"\A# {source}\b", f"# {name}", text)
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Copy the recipe.
+
+    Raises:
+        UserError: the name is taken or cannot be one, or the recipe's ranks are not started by torchrun.
+    """
+    parser = Parser("make new", __doc__ or "")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--from", dest="source", default="ddp")
+    args = parser.parse_args(argv)
+    name, source = args.name, check_recipe(args.source)
+    if source not in SOURCES:
+        way = "launch files choose how its ranks start by its name"
+        raise UserError(f"FROM={source}: {way}; copy {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UserError(
+            f"NAME={name}: give lower-case letters, digits and _, as for a module of Python: NAME=mine"
+        )
+    folder, test = ROOT / "recipes" / name, ROOT / "tests" / "parallel" / f"test_{name}.py"
+    for path in (folder, test):
+        if path.exists():
+            raise UserError(f"NAME={name}: {path.relative_to(ROOT)} exists; choose another name, or remove it")
+    folder.mkdir()
+    for path in sorted((ROOT / "recipes" / source).iterdir()):
+        if path.is_file():
+            (folder / path.name).write_text(rename(path.read_text(), source, name))
+    test.write_text(
+        TEST.format(name=name, options=OPTIONS.get(source, []), page_options=PAGE_OPTIONS.get(source, []))
+    )
+    print(f"copied recipes/{source} to recipes/{name}, with a test")
+    print(f'try it: make run RECIPE={name} NODES=2   and   make test ARGS="tests/parallel/test_{name}.py"')
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Become Python 3.11 or later in this repository's folder: .venv's, else the host's.
+#
+#   scripts/dev/python.sh -m scripts.launch.local --list
+#
+# For programs that need no package: .venv may not exist yet. PYTHON names another interpreter.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+pythons=(.venv/bin/python python3 python3.14 python3.13 python3.12 python3.11)
+if [[ -n ${PYTHON:-} ]]; then pythons=("$PYTHON"); fi
+for python in "${pythons[@]}"; do
+    if "$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null; then exec "$python" "$@"; fi
+done
+echo "error: ${PYTHON:-python3} is missing or older than Python 3.11; install it, or name one: PYTHON=python3.12 make ..." >&2
+exit 2

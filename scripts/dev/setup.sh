@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Create .venv with the exact packages of requirements/: once, and again when the list has changed.
+#
+#   scripts/dev/setup.sh run       what recipes need
+#   scripts/dev/setup.sh dev       that, and what tests and checks need
+#   scripts/dev/setup.sh bench     that of run, and the peers that make bench measures
+#
+# Prints large downloads and the end; all that pip says is in .venv/setup.log. PYTHON names the Python to make it with.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+want=${1:-}
+if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
+    echo "usage: scripts/dev/setup.sh run|dev|bench" >&2
+    exit 2
+fi
+
+# .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
+# does, in the same versions.
+is_ready() { runs && cmp --silent ".venv/.installed/$want.txt" "requirements/$want.txt"; }
+# Its Python may be gone, or too old: then .venv is made anew.
+runs() { .venv/bin/python -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null; }
+is_ready && exit 0
+
+python=$(scripts/dev/python.sh -c 'import sys; print(sys.executable)') || exit
+if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    echo "error: $python cannot make virtual environments; install its venv package (Debian: python3-venv)" >&2
+    exit 2
+fi
+
+# Two calls at once: the second waits for the first and finds everything in place.
+exec 9>.venv.lock
+"$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+is_ready && exit 0
+
+say() { echo "setup: $*" >&2; }
+
+# Show pip's progress in a few lines: each download of 50 MB or more, every 20th package, the start of unpacking.
+show_progress() {
+    local line words count=0
+    while IFS= read -r line; do
+        read -ra words <<<"$line"
+        if [[ $line =~ ([^/ ]+)\ \(([5-9][0-9]|[0-9]{3,})(\.[0-9]+)?\ MB\)$ ]]; then
+            say "${words[0]} ${BASH_REMATCH[1]} (${BASH_REMATCH[2]} MB)"
+        elif [[ $line == "Collecting "* || $line == "Processing "* ]]; then
+            count=$((count + 1))
+            if ((count % 20 == 0)); then say "$count packages"; fi
+        elif [[ $line == "Installing collected packages: "* ]]; then
+            say "unpacking $((${#words[@]} - 3)) packages"
+        fi
+    done
+}
+
+log=.venv/setup.log
+runs || "$python" -m venv --clear .venv
+say "installing requirements/$want.txt into .venv (PyTorch with CUDA: about 6 GB, some minutes); log: $log"
+[[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
+rm -f ".venv/.installed/$want.txt"
+if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \
+    --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
+    tail -n 20 "$log" >&2
+    echo "error: pip could not install requirements/$want.txt; its last lines are above, all of them in $log" >&2
+    exit 2
+fi
+mkdir -p .venv/.installed
+for list in run "$want"; do cp "requirements/$list.txt" .venv/.installed/; done
+say "done"

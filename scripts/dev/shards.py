@@ -1,0 +1,41 @@
+"""Pack an image folder into shards, which --data shards reads (recipes/common/data/shards.py).
+
+make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards
+python -m scripts.dev.shards /data/imagenet /data/imagenet-shards --shard-mb 1000
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from recipes.common.data.shards import pack
+from recipes.common.errors import UserError
+from scripts.launch.command import CommandParser, command, count, parse
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Pack, and print a line for each shard."""
+    parser = CommandParser("python -m scripts.dev.shards", (__doc__ or "").split("\n")[0])
+    parser.add_argument("source", metavar="DATA_DIR", type=Path)
+    parser.add_argument("folder", metavar="OUT", type=Path)
+    parser.add_argument(
+        "--shard-mb", type=count, default=1000, help="begin another shard after so many 10^6 bytes"
+    )
+    args = parse(parser, argv)
+    images = 0
+    try:
+        for name, number in pack(args.source, args.folder, args.shard_mb * 10**6):
+            images += number
+            print(f"{args.folder / name}: {number} images", flush=True)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or args.folder}: {error.strerror or error}; nothing is whole: remove "
+            f"{args.folder}, fix this and pack again"
+        ) from None
+    print(f"packed {images} images; train with --data shards --data-dir {args.folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Absolute floors: what a GPU, its links and its network have to reach, however slow all the others are, too.
+
+A comparison with other nodes cannot see that all of them fell back: to an older PCIe generation, from NVLink to
+PCIe, from RDMA to TCP. The floors lie between the two: about half of the data sheet (scripts/plan/fabrics.py) for
+products of matrices, above PCIe 4 for GPUs on PCIe 5, above PCIe for NVLink, half of a port's own rate for a rail.
+None has been measured on every kind of GPU; Azure's health checks ask for more (55 GB/s from the host to an H200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from scripts.doctor.kernel_log import ADVICE, WATCH, XIDS
+
+if TYPE_CHECKING:
+    from scripts.doctor.rules import Case, Finding
+
+RAIL_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least of a GPU; None where its kind does not say."""
+
+    tflops: float
+    """bfloat16, 10^12 operations a second."""
+    host_gb_s: float
+    """Each way between pinned memory and the GPU."""
+    peer_gb_s: float | None
+    """To the next GPU of the node, over NVLink; boards without NVLink have none."""
+
+
+FLOORS = {
+    "B200": Floor(1100.0, 40.0, 350.0),
+    "H200 NVL": Floor(400.0, 40.0, None),
+    "H200": Floor(450.0, 40.0, 200.0),
+    "H100 80GB HBM3": Floor(450.0, 40.0, 200.0),
+    "H100 PCIe": Floor(300.0, 40.0, None),
+    "A100-SXM4": Floor(150.0, 18.0, 120.0),
+    "A100-PCIE": Floor(140.0, 18.0, None),
+    "A100 80GB PCIe": Floor(140.0, 18.0, None),
+}
+"""By a part of torch's name of the GPU; the first that fits counts."""
+
+
+PCIE = "see the PCIe link (nvidia-smi -q -d PCIE), NUMA binding, IOMMU"
+MEASURED = {
+    "tflops": ("Tflop/s in bfloat16", "see its clocks and power cap (nvidia-smi -q -d PERFORMANCE)"),
+    "to_device_gb_s": ("GB/s from the host", PCIE),
+    "from_device_gb_s": ("GB/s to the host", PCIE),
+    "peer_gb_s": (
+        "GB/s to the next GPU",
+        "see nvidia-smi nvlink --status and topo -m; is the fabric manager running",
+    ),
+}
+"""By the name of a measurement in torch_facts.py: its unit, and what to look at where it is too low."""
+
+
+def gpu_floors(case: Case) -> Iterator[Finding]:
+    """GPUs, and their links to host and to each other, below the floor of their kind."""
+    for rank, torch in case.each("torch"):
+        for device in torch.get("devices", []):
+            floor = next((floor for name, floor in FLOORS.items() if name in device["name"]), None)
+            if floor is None:
+                continue
+            host = floor.host_gb_s
+            floors = (floor.tflops, host, host, floor.peer_gb_s)
+            for (key, (unit, remedy)), least in zip(MEASURED.items(), floors, strict=True):
+                value = device.get(key)
+                if value is not None and least is not None and value < least:
+                    what = f"{device['device']} ({device['name']}) does {value:.0f} {unit}"
+                    yield case.error(rank, f"{what}, at least {least:.0f} are expected", remedy)
+
+
+def rails(case: Case) -> Iterator[Finding]:
+    """Rails of GPUs that do less than half of what the slowest active RDMA port can, by local rank."""
+    for node, found in sorted(case.ranks.items()):
+        rates = (case.facts.get(node, {}).get("rdma_gbit_s") or {}).values()
+        least = RAIL_SHARE * min(rates, default=0.0)
+        slow: dict[int, float] = {}
+        for rank in found["ranks"]:
+            links = {**(rank.get("links_gbit_s") or {}), **(rank.get("rail_gbit_s") or {})}
+            speeds = [speed for other, speed in links.items() if case.machine(int(other)) != case.machine(node)]
+            if str(rank.get("device", "")).startswith("cuda") and speeds and max(speeds) < least:
+                slow[rank["local_rank"]] = max(speeds)
+        if slow:
+            which = f"{'rails' if len(slow) > 1 else 'the rail'} of local rank {', '.join(map(str, sorted(slow)))}"
+            speed = f"{median(slow.values()):.0f} Gbit/s, at least {least:.0f} are expected"
+            yield case.error(
+                node,
+                f"{which} at {speed}",
+                "see the transport (NCCL_DEBUG=INFO), the port (ibstat), its cable, and NCCL_IB_HCA",
+            )
+
+
+def transport(case: Case) -> Iterator[Finding]:
+    """NCCL over sockets on a node that has RDMA devices, or was told to use a fabric."""
+    for node, found in sorted(case.ranks.items()):
+        networks = {rank.get("network") for rank in found["ranks"]} - {None}
+        fabric = (case.facts.get(node, {}).get("variables") or {}).get("FABRIC") or "auto"
+        if "Socket" not in networks or fabric == "tcp":
+            continue
+        remedy = "see docs/site.md: the device in the pod, libibverbs1 or aws-ofi-nccl in the image, locked memory"
+        if fabric != "auto":
+            yield case.error(node, f"FABRIC={fabric}, and NCCL uses Socket, which is TCP", remedy)
+        elif case.facts.get(node, {}).get("rdma"):
+            device = case.facts[node]["rdma"][0]
+            yield case.warning(
+                (node,), f"{case.name(node)} has {device}, and NCCL uses Socket, which is TCP", remedy
+            )
+
+
+def kernel_log(case: Case) -> Iterator[Finding]:
+    """Xid events and memory errors of the last day, with what to do."""
+    for rank, events in case.each("kernel_log"):
+        for event in events:
+            times = f"{event['count']} times" if event["count"] > 1 else "once"
+            if event["xid"]:
+                advice, what = XIDS[event["xid"]]
+                text = f"GPU {event['device']}, Xid {event['xid']} {times} in a day: {what}"
+                say = case.warning if advice == WATCH else case.error
+                yield say(rank, text, ADVICE[advice])
+            else:
+                remedy = "drain the node and replace the module (ras-mc-ctl --errors, ipmitool sel list)"
+                yield case.error(rank, f"uncorrected errors of its main memory {times} in a day", remedy)

@@ -1,0 +1,78 @@
+"""What the kernel's log of the last day says of this node's GPUs and memory: Xid events and uncorrected errors.
+
+NVIDIA's driver writes `NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.`; the numbers and what to
+do are those of NVIDIA's Xid catalog. Events that a program's own mistake causes (13, 31, 43, 45) are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from typing import Any
+
+RECENT_S = 24 * 3600
+
+DRAIN, RESET, REBOOT, WATCH = "drain", "reset", "reboot", "watch"
+XIDS = {
+    48: (RESET, "uncorrectable ECC error"),
+    62: (RESET, "internal micro-controller halt"),
+    63: (WATCH, "a row of its memory is to be remapped"),
+    64: (DRAIN, "remapping a row of its memory failed"),
+    74: (DRAIN, "NVLink error"),
+    79: (REBOOT, "fallen off the bus"),
+    92: (WATCH, "many correctable ECC errors"),
+    94: (WATCH, "contained ECC error"),
+    95: (RESET, "uncontained ECC error"),
+    110: (REBOOT, "security fault"),
+    119: (RESET, "its GSP firmware does not answer"),
+    120: (RESET, "its GSP firmware failed"),
+    140: (RESET, "unrecovered ECC error"),
+    149: (DRAIN, "fatal NVLink error"),
+}
+ADVICE = {
+    DRAIN: "drain the node and have the board and its links tested",
+    RESET: "drain the node and reset the GPU (nvidia-smi --gpu-reset), or reboot; if it comes back, replace it",
+    REBOOT: "drain the node and switch it off and on; if it comes back, replace the GPU",
+    WATCH: "go on, and watch it: a reset when the GPU is idle makes the remapping effective",
+}
+XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
+MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Uncorrected")
+
+
+def parse(text: str, uptime_s: float) -> list[dict[str, Any]]:
+    """Return the events of the last day in /dev/kmsg's records, one for each number and device, counted."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in text.splitlines():
+        head, _, message = line.partition(";")
+        fields = head.split(",")
+        if len(fields) < 3 or not fields[2].isdigit() or uptime_s - int(fields[2]) / 1e6 > RECENT_S:
+            continue
+        if (xid := XID.search(message)) and int(xid[2]) in XIDS:
+            key = (xid[1], int(xid[2]))
+        elif MEMORY.search(message):
+            key = ("memory", 0)
+        else:
+            continue
+        event = found.setdefault(key, {"device": key[0], "xid": key[1], "count": 0})
+        event["count"] += 1
+    return list(found.values())
+
+
+def read(path: str = "/dev/kmsg") -> list[dict[str, Any]] | None:
+    """Return this node's events; None where the log cannot be read (kernel.dmesg_restrict, most containers)."""
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    records = []
+    try:
+        while record := os.read(log, 8192):
+            records.append(record)
+    except BlockingIOError:
+        pass  # that was the last one
+    except OSError:
+        return None
+    finally:
+        os.close(log)
+    return parse(b"".join(records).decode(errors="replace"), time.clock_gettime(time.CLOCK_BOOTTIME))

@@ -1,0 +1,1 @@
+"""Faults planted in real jobs: jobs to watch, faults to plant, figures to take."""

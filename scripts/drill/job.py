@@ -1,0 +1,155 @@
+"""A job under a fault: all its processes, wherever they end up, and the steps that it logs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from scripts.launch.command import ROOT
+
+MARK = "DRILL_JOB"
+"""A variable that each process of a job inherits: one that has lost its parents still has it."""
+
+
+class Steps:
+    """The steps that a run logs, and when each was first seen."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "metrics.jsonl"
+        self.seen: list[tuple[float, int]] = []
+        self.is_ended = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self.is_ended:
+            step = self.last()
+            if not self.seen or step != self.seen[-1][1]:
+                self.seen.append((time.monotonic(), step))
+            time.sleep(0.01)
+
+    def last(self) -> int:
+        """Return the newest whole line's step, 0 for none."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
+                lines = file.read().split(b"\n")[:-1]
+            return int(json.loads(lines[-1])["step"]) if lines else 0
+        except (OSError, ValueError):  # not there yet, or being replaced
+            return 0
+
+    def end(self) -> None:
+        """Stop watching."""
+        self.is_ended = True
+        self._thread.join()
+
+    def first_after(self, moment: float, above: int = -1) -> float | None:
+        """Return when a step above the given one was first seen after a moment."""
+        return next((seen for seen, step in self.seen if seen > moment and step > above), None)
+
+    def longest_pause(self, since: float) -> float:
+        """Return the seconds of the longest pause between two steps since a moment."""
+        times = [seen for seen, _ in self.seen]
+        return max((b - max(a, since) for a, b in itertools.pairwise(times) if b > since), default=0.0)
+
+
+class Job:
+    """What `make run` starts, in a session of its own, with what it prints in a file."""
+
+    def __init__(self, words: Sequence[str], options: Sequence[str], log: Path, env: dict[str, str]) -> None:
+        self.mark, self.log = uuid.uuid4().hex, log
+        inherited = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MAKEFLAGS", "MIN_NODES")}
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.launch.local", "ddp", *words, "--", *options],
+                cwd=ROOT,
+                env={**inherited, MARK: self.mark, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        """What this job and those before it in the same file have printed."""
+        return self.log.read_text(errors="replace")
+
+    def processes(self, text: str = "") -> list[psutil.Process]:
+        """Return the job's processes that run, those with the text in their command line."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get(MARK) == self.mark and text in " ".join(process.cmdline())
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def of_node(self, node: int, text: str) -> list[psutil.Process]:
+        """Return a node's processes with the text in their command line."""
+        return [p for p in self.processes(text) if environment_of(p).get("NODE_RANK") == str(node)]
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the ranks in their order."""
+        found = self.processes("-m recipes.ddp.train")
+        return sorted(found, key=lambda process: int(environment_of(process).get("RANK", "0")))
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for a condition while the job runs; return whether it came to hold."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                return condition()
+            time.sleep(0.002)
+        return True
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the job's exit status, None at the bound."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def left_over(self, within_s: float = 3.0) -> list[str]:
+        """Return the command lines of the processes that are left a while after the end, and kill them."""
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        names = []
+        for process in left:
+            try:
+                names.append(" ".join(process.cmdline())[:80])
+                process.kill()
+            except psutil.Error:
+                continue
+        return names
+
+    def kill(self) -> None:
+        """Kill everything at once, as a power cut does."""
+        self.process.kill()
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        self.process.wait()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Return a process's variables, none where it has just gone."""
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}

@@ -1,1 +1,0 @@
-"""Jobs that outlive their nodes: rounds of training, each with the nodes that are there."""

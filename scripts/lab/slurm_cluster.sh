@@ -1,0 +1,266 @@
+#!/usr/bin/env bash
+# A real Slurm cluster on this machine: munge, slurmctld, and a slurmd for each node, up in seconds and gone in one.
+#
+#   scripts/lab/slurm_cluster.sh up [NODES]     start it (2 nodes) and print how to use it
+#   scripts/lab/slurm_cluster.sh status         its nodes and jobs
+#   scripts/lab/slurm_cluster.sh down           end it, its jobs included
+#   scripts/lab/slurm_cluster.sh run CMD...     run a command inside; `on NODE CMD...` runs it on a node
+#   scripts/lab/slurm_cluster.sh restart NODE   start the slurmd of a node that has lost it
+#
+# It needs root and Debian's packages slurm-wlm, munge and iproute2. Each node is a network namespace with an address
+# and a host name of its own (n1 at 10.77.0.1, ...), on a bridge behind the controller's. All of it lives in one PID
+# namespace: when that namespace's first process is killed, the kernel kills every other one.
+#
+# Variables: SLURM_CLUSTER_DIR (state, /run/cluster-recipes-slurm), GPUS (2: as many GPUs a node as Slurm shall count;
+# they are names only, unless the machine has them), CPUS (8: cores a node as Slurm shall count).
+set -euo pipefail
+
+state=${SLURM_CLUSTER_DIR:-/run/cluster-recipes-slurm}
+here=$(readlink -f "${BASH_SOURCE[0]}")
+subnet=10.77.0
+packages="slurm-wlm munge iproute2"
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+is_up() { [[ -s $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null; }
+
+# The first process of the new namespaces: it makes the network, starts the daemons and reaps orphans.
+init() {
+    local nodes=$1 i
+    hostname ctl
+    mkdir -p /run/netns
+    mount -t tmpfs -o mode=755 netns /run/netns
+    mount --bind "$state/hosts" /etc/hosts
+    mount --bind "$state/resolv.conf" /etc/resolv.conf
+    ip link set lo up
+    ip link add br0 type bridge
+    ip addr add "$subnet.254/24" dev br0
+    ip link set br0 up
+    for ((i = 1; i <= nodes; i++)); do
+        ip netns add "n$i"
+        ip link add "v$i" type veth peer name eth0 netns "n$i"
+        ip link set "v$i" master br0 up
+        ip -n "n$i" addr add "$subnet.$i/24" dev eth0
+        ip -n "n$i" link set lo up
+        ip -n "n$i" link set eth0 up
+        ip -n "n$i" route add default via "$subnet.254"
+    done
+    munged --foreground --force --key-file="$state/munge.key" --socket="$state/munge.sock" --num-threads=4 \
+        --pid-file="$state/munge.pid" --log-file="$state/munge.log" --seed-file="$state/munge.seed" &>/dev/null &
+    slurmctld -D -i &>"$state/slurmctld.out" &
+    for ((i = 1; i <= nodes; i++)); do start_node "n$i"; done
+    touch "$state/started"
+    while :; do wait -n 2>/dev/null || sleep 1; done
+}
+
+# slurmd in the node's network, under its host name, with a /dev/shm of its own.
+start_node() {
+    ip netns exec "$1" unshare --uts sh -c '
+        hostname "$1"
+        mount -t tmpfs shm /dev/shm
+        exec slurmd -D -N "$1"' sh "$1" &>"$state/$1.out" &
+}
+
+write_configuration() {
+    local nodes=$1 i cgroup=disabled
+    (umask 077 && head -c 128 /dev/urandom >"$state/munge.key")
+    {
+        printf '127.0.0.1 localhost\n%s.254 ctl\n' "$subnet"
+        # The second line of each is for programs that look up an IPv4 address on an IPv6 socket, as torch's store does.
+        for ((i = 1; i <= nodes; i++)); do printf '%s n%d\n::ffff:%s n%d\n' "$subnet.$i" "$i" "$subnet.$i" "$i"; done
+    } >"$state/hosts"
+    echo "options timeout:1 attempts:1" >"$state/resolv.conf" # nobody to ask: a look-up fails at once
+    cat >"$state/slurm.conf" <<CONF
+ClusterName=recipes
+SlurmctldHost=ctl($subnet.254)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job waits until its credential has expired.
+AuthInfo=socket=$state/munge.sock,cred_expire=5
+StateSaveLocation=$state/save
+SlurmdSpoolDir=$state/spool.%n
+SlurmctldPidFile=$state/slurmctld.pid
+SlurmdPidFile=$state/%n.pid
+SlurmctldLogFile=$state/slurmctld.log
+SlurmdLogFile=$state/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+# PMIx's sockets: two nodes on one host need a folder each.
+TmpFS=$state/tmp.%n
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+PropagateResourceLimits=NONE
+MpiDefault=none
+SrunPortRange=60001-61000
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=${SLURMD_TIMEOUT_S:-15}
+TCPTimeout=2
+MessageTimeout=10
+KillWait=${KILL_WAIT_S:-10}
+CompleteWait=0
+InactiveLimit=0
+JobRequeue=1
+# A job that no nodes of a partition can ever run is refused at once.
+EnforcePartLimits=ALL
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# Without it a job that is preempted gets no USR1, only the TERM of a cancelled one.
+SlurmctldParameters=preempt_send_user_signal
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,sched_interval=1
+NodeName=n[1-$nodes] NodeAddr=$subnet.[1-$nodes] CPUs=${CPUS:-8} RealMemory=16000 Gres=gpu:${GPUS:-2} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=24:00:00 PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=ALL MaxTime=24:00:00 PriorityTier=10 PreemptMode=OFF
+CONF
+    for ((i = 0; i < ${GPUS:-2}; i++)); do
+        touch "$state/gpu$i" # Slurm expects a file for each GPU, and hands out their numbers
+        echo "Name=gpu File=$state/gpu$i" >>"$state/gres.conf"
+    done
+    # slurmd up to 23.02 cannot do without a cgroup plugin, and v1 is the one that tolerates that there is none.
+    if [[ $(slurmd -V) =~ ^slurm(-wlm)?\ (1|2[012]|23\.02) ]]; then cgroup=cgroup/v1; fi
+    echo "CgroupPlugin=$cgroup" >"$state/cgroup.conf"
+    for ((i = 1; i <= nodes; i++)); do mkdir "$state/spool.n$i" "$state/tmp.n$i"; done
+    mkdir "$state/save"
+}
+
+# Plain names for Slurm's commands: each runs inside the cluster, from the same folder.
+write_activate() {
+    local name
+    mkdir "$state/bin"
+    for name in sbatch srun salloc scontrol squeue scancel sinfo sacct; do
+        printf '#!/bin/sh\nexec %q run %s "$@"\n' "$here" "$name" >"$state/bin/$name"
+    done
+    chmod 755 "$state/bin/"*
+    cat >"$state/activate" <<ACTIVATE
+export SLURM_CLUSTER_DIR=$(printf %q "$state")
+case ":\$PATH:" in *:"\$SLURM_CLUSTER_DIR/bin":*) ;; *) PATH="\$SLURM_CLUSTER_DIR/bin:\$PATH" ;; esac
+# All nodes share this machine's cores.
+export OMP_NUM_THREADS=\${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=\${GOMP_SPINCOUNT:-1000}
+# MPI's mpirun says no to root unless told twice.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+ACTIVATE
+}
+
+up() {
+    local nodes=${1-2} command
+    if ! [[ $nodes =~ ^[1-9][0-9]?$ ]]; then refuse "NODES expects a whole number from 1 to 99, got '$nodes'"; fi
+    if [[ $(id -u) != 0 ]]; then refuse "a test cluster needs root: namespaces and slurmd do"; fi
+    for command in munged slurmctld slurmd sbatch ip unshare nsenter; do
+        if ! command -v "$command" >/dev/null; then
+            refuse "there is no $command; apt-get install --no-install-recommends $packages"
+        fi
+    done
+    if is_up; then refuse "a test cluster runs already (process $(<"$state/pid")); make slurm-down ends it"; fi
+    rm -rf "$state"
+    mkdir -p "$state"
+    chmod 755 "$state"
+    write_configuration "$nodes"
+    write_activate
+    SLURM_CONF=$state/slurm.conf setsid unshare --pid --fork --kill-child=KILL --mount-proc --mount --net --uts --ipc \
+        --propagation private "$here" init "$nodes" &>"$state/init.out" </dev/null &
+    local parent=$! i
+    for ((i = 0; i < 300; i++)); do
+        # The child of unshare: the namespaces' first process.
+        cat "/proc/$parent/task/$parent/children" >"$state/pid" 2>/dev/null || true
+        sed -i 's/ .*//' "$state/pid"
+        if [[ -e $state/started && $(run sinfo -h -N -p main -o %T 2>/dev/null | grep -c '^idle$') == "$nodes" ]]; then
+            print_use
+            return
+        fi
+        if ! kill -0 "$parent" 2>/dev/null; then break; fi
+        sleep 0.1
+    done
+    kill -KILL "$parent" 2>/dev/null || true
+    rm -f "$state/pid"
+    tail -n 3 "$state"/*.out "$state"/*.log >&2
+    echo "error: the cluster was not ready within 30 s; $state/*.log and *.out tell why" >&2
+    exit 1
+}
+
+print_use() {
+    local root
+    root=$(cd "$(dirname "$here")/../.." && pwd)
+    cat <<USE
+A Slurm cluster of $(find "$state" -name 'spool.n*' | wc -l) nodes is up. To use Slurm's commands in a shell:
+
+    source $state/activate
+    sbatch --wait $root/slurm/ddp.sbatch --device cpu
+
+make slurm-down ends it.
+USE
+}
+
+# Become the command: it keeps process id, folder and terminal, and sees the controller's network and host name.
+run() {
+    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
+    export SLURM_CONF=$state/slurm.conf PATH=${PATH//"$state/bin:"/}
+    exec nsenter --target "$(<"$state/pid")" --mount --net --uts --ipc --wd="$PWD" -- "$@"
+}
+
+on() {
+    local node=$1
+    shift
+    if [[ ! -s $state/$node.pid ]]; then refuse "no slurmd runs on a node '$node'"; fi
+    run nsenter --target "$(<"$state/$node.pid")" --mount --net --uts --wd="$PWD" -- "$@"
+}
+
+restart() {
+    local node=$1
+    if [[ ! -e $state/$node.out ]]; then refuse "there is no node '$node'"; fi
+    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
+    SLURM_CONF=$state/slurm.conf setsid nsenter --target "$(<"$state/pid")" --all "$here" start_node "$node" </dev/null
+}
+
+status() {
+    if ! is_up; then
+        echo "no test cluster is up"
+        return
+    fi
+    (run sinfo -N -p main -o '%10N %10T %15C %10G %E')
+    (run squeue -o '%10i %20j %10P %10T %10M %6D %R')
+}
+
+down() {
+    if ! is_up; then
+        echo "no test cluster is up"
+        rm -rf "$state"
+        return
+    fi
+    local pid parent net process
+    pid=$(<"$state/pid")
+    parent=$(awk '/^PPid/ { print $2 }' "/proc/$pid/status")
+    net=$(readlink "/proc/$pid/ns/net")
+    # Commands that were run inside from outside, an srun say, are not of the PID namespace.
+    for process in /proc/[0-9]*; do
+        if [[ $(readlink "$process/ns/net" 2>/dev/null) == "$net" ]]; then kill -KILL "${process#/proc/}" 2>/dev/null || true; fi
+    done
+    kill -KILL "$pid" 2>/dev/null || true
+    local i
+    for ((i = 0; i < 200; i++)); do
+        # A zombie has ended, too: in a container there may be no init that reaps it.
+        if ! kill -0 "$parent" 2>/dev/null || grep -q '^State:.Z' "/proc/$parent/status" 2>/dev/null; then
+            rm -rf "$state"
+            return
+        fi
+        sleep 0.05
+    done
+    echo "error: process $pid did not end within 10 s" >&2
+    exit 1
+}
+
+command=${1:-}
+shift || true
+case $command in
+up | down | status | run | on | restart | init | start_node) "$command" "$@" ;;
+*) refuse "usage: $here up [NODES] | down | status | run CMD... | on NODE CMD... | restart NODE" ;;
+esac

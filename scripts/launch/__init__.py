@@ -1,0 +1,1 @@
+"""What scripts/launch.sh calls: the launchers of one node's processes, and the network's environment."""

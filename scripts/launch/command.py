@@ -1,0 +1,158 @@
+"""What the commands of this repository share: how they read arguments, refuse, name recipes and print tables.
+
+A command is `main(argv) -> status` under @command: what it raises as UserError becomes one line on standard error
+and status 2. Arguments after -- are the recipe's own. It imports nothing heavy: a refusal comes at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Parser
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ONE_PROCESS = ("single", "dataparallel")
+"""Recipes that are one process, however many GPUs there are."""
+
+
+class CommandParser(Parser):
+    """A parser whose refusals name what the user typed: a flag, or the variable of make that became it."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise what argparse would print after its usage text."""
+        message = message.removeprefix("argument ")
+        super().error(
+            re.sub(r"^--(nodes|nproc-per-node|min-nodes|max-restarts|rounds|seed|gpus): ", variable, message)
+        )
+
+
+def variable(flag: re.Match[str]) -> str:
+    """Return the variable of make that becomes a flag, and a space."""
+    return flag[1].upper().replace("-", "_") + " "
+
+
+def whole_number(at_least: int, at_most: int = 1024) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number between bounds."""
+
+    def parse_value(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not at_least <= int(text) <= at_most:
+            raise ArgumentTypeError(f"expects a whole number from {at_least} to {at_most}, got {text!r}")
+        return int(text)
+
+    return parse_value
+
+
+count = whole_number(1)
+"""A number of nodes, processes or rounds."""
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> Namespace:
+    """Return a command's own arguments, with those after -- as `options`; raises UserError for an unknown one."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    args, unknown = parser.parse_known_args(words[:at], Namespace(options=words[at + 1 :]))
+    if unknown:
+        hint = nearest(unknown[0], parser.flags(), cutoff=0.7) or "; those of a recipe come after --"
+        raise UserError(f"unknown option {unknown[0]}{hint}; --help lists all")
+    return args
+
+
+def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
+    """Let main(argv) take the process's arguments by default, and turn a UserError into a line and its status."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(list(sys.argv[1:] if argv is None else argv)) or 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return error.status
+
+    return run
+
+
+def recipes() -> dict[str, str]:
+    """Return every recipe with the first line of its docstring."""
+    found = {}
+    for path in sorted(ROOT.glob("recipes/*/train.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.parent.name] = docstring.split("\n")[0]
+    return found
+
+
+def check_recipe(name: str) -> str:
+    """Return the name of a recipe that exists; raises UserError with the nearest."""
+    if name.endswith(".py"):
+        raise UserError(f"RECIPE {name} is a file; set SCRIPT={name}, and RECIPE to how it starts (default: ddp)")
+    check_names("RECIPE", [name], list(recipes()), cutoff=0.4)  # names are short: two of three letters say much
+    return name
+
+
+def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: float = 0.5) -> list[str]:
+    """Return the names, each once; raises UserError for one that is not known, with the nearest."""
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known, cutoff)
+            raise UserError(f"{what}: invalid choice {name!r}{hint} (choose from {', '.join(known)})")
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its title, and how a row's figure is shown."""
+
+    title: str
+    key: str
+    form: str = "{}"
+    factor: float = 1
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """Return a row's figure as text; one that is None is a dash."""
+        value = row[self.key]
+        if value is None:
+            return "-"
+        return self.form.format(value * self.factor if isinstance(value, int | float) else value)
+
+
+def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: int = 0) -> str:
+    """Return rows of figures as a Markdown table, the first `left` columns aligned to the left."""
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return markdown([[column.title for column in columns], *cells], left)
+
+
+def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
+    """Make runs/KIND-001, or the next free number."""
+    runs.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while (runs / f"{kind}-{number:03d}").exists():
+        number += 1
+    folder = runs / f"{kind}-{number:03d}"
+    folder.mkdir()
+    return folder
+
+
+def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return rows, the first of them the header, as a Markdown table of columns of equal width.
+
+    The first `left` columns are aligned to the left, the others to the right.
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rule = [("-" * width if i < left else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
+    lines = [
+        [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])

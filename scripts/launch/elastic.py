@@ -1,0 +1,442 @@
+"""Elastic jobs: torchrun's c10d rendezvous, set and extended so that a lost node is noticed within 8 s.
+
+    python -m scripts.launch.elastic 29500              # the job's store, in a process that outlives the nodes
+    python -m scripts.launch.elastic 29500 127.0.0.1    # at one address instead of all
+
+torchrun restarts the ranks of all nodes when a rank fails or a node joins. `install()` adds what it lacks, by a
+handler in torch's registry of rendezvous handlers and a subclass of its agent:
+- A node that is silent, or was cut off, restarts the others (pytorch#111646: torchrun waits for a rank to fail),
+  and ends its own ranks.
+- Before a node joins, ranks write a checkpoint, for up to CHECKPOINT_S; ranks that lost a peer end at once.
+- A refusal (status 2) ends the job, since a restart would meet it again.
+- Heartbeats carry the store's time and touch no disk: neither a clock nor a file system costs a restart.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from functools import partial
+from typing import Any, NoReturn
+
+import psutil
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    dynamic_rendezvous,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.launcher import api as launcher
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+from recipes.common.node import port_taken
+from recipes.common.parent import end_with_launcher
+from scripts.launch.command import command
+from scripts.launch.rejoin import UnsavedStopError, say
+
+BACKEND = "elastic"
+"""The name of the handler in torch's registry."""
+
+BEAT_S = 1
+"""How often a node shows that it is alive."""
+
+SILENT_BEATS = 7
+"""A node is lost after so many beats without one of its own ..."""
+
+STORE_SILENCE_S = 5
+"""... and ends its ranks earlier than that, when it has had no answer from the store for so long."""
+
+STORE_TIMEOUT_S = 15
+"""Longest wait for a key that another node is about to set."""
+
+FIRST_CALL_S, LAST_CALL_S = 30, 2
+"""How long the first round, and a later one, waits for missing nodes once MIN_NODES have joined."""
+
+NEWCOMER_WAIT_S, ROUND_S = 2.0, 10.0
+"""Nodes that arrive within the first share one restart; a round runs for the second before it ends for them."""
+
+CHECKPOINT_S = 60.0
+"""How long ranks may take to write a checkpoint before a node joins."""
+
+REFUSAL_S = 10.0
+"""How long a refusal waits for the other nodes' refusals: a lost node, which can cause one, is noticed before."""
+
+EXIT_BARRIER_S = 60.0
+"""How long a node whose ranks have finished waits for the others to finish."""
+
+
+def names_of(nodes: Iterable[Any]) -> str:
+    """Return the names of nodes."""
+    return ", ".join(f"{node.addr} (pid {node.pid})" for node in sorted(nodes))
+
+
+# ---- the store
+
+
+def serve(port: int, address: str) -> None:
+    """Be the job's store, which tells the time too, until this process is killed.
+
+    Raises:
+        UserError: the port is taken, or the address is not this machine's.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(4096)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise port_taken(port) from None
+        raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
+    store = TCPStore(
+        address or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    while True:
+        store.set("clock", repr(time.monotonic()))
+        time.sleep(0.2)
+
+
+class JobClock(datetime):
+    """The store's time: it stays comparable between nodes whose own clocks differ or jump."""
+
+    offset_s = 0.0
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        """Return the job's time."""
+        return datetime.fromtimestamp(time.monotonic() + cls.offset_s, tz)
+
+
+# ---- the rendezvous
+
+
+class Backend(C10dRendezvousBackend):
+    """torchrun's c10d backend, which counts the answers of the store."""
+
+    answers = 0
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the rendezvous' state."""
+        state = super().get_state()
+        self.answers += 1
+        return state
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Set the rendezvous' state."""
+        result = super().set_state(state, token)
+        self.answers += 1
+        return result
+
+
+class Timeouts(RendezvousTimeout):
+    """torchrun's bounds, with a longer last call in the first round, to which nodes start at different times."""
+
+    is_first: Callable[[], bool] = staticmethod(lambda: True)
+
+    @property
+    def last_call(self) -> timedelta:
+        """How long a round waits for more nodes once there are enough."""
+        return timedelta(seconds=FIRST_CALL_S if self.is_first() else LAST_CALL_S)
+
+
+class Handler(DynamicRendezvousHandler):
+    """torchrun's rendezvous, which also reports lost nodes as a reason to restart."""
+
+    members: frozenset[Any] = frozenset()
+    """The nodes of the round."""
+    left: frozenset[Any] = frozenset()
+    """Those that have left it since, lost or to restart their ranks."""
+    lost: frozenset[Any] = frozenset()
+    """Those of them that do not wait to join again."""
+    round = 0
+    has_stopped = False
+    """Whether this node's ranks have stopped for a node that joins or leaves."""
+    has_result = False
+    """Whether this node's ranks have finished, or failed for the last time."""
+    is_over = False
+    backend: Backend
+    _begun_s = 0.0
+    _newcomers_since_s = 0.0
+
+    def get_backend(self) -> str:
+        """Return the handler's name."""
+        return BACKEND
+
+    @property
+    def notes(self) -> Store:
+        """What nodes note for each other, apart from torchrun's keys."""
+        return PrefixStore(f"{self.get_run_id()}/notes", self._store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round."""
+        before = self.members
+        info = super().next_rendezvous()
+        state = self._state_holder.state
+        self.members, self.round = frozenset(state.participants), state.round
+        self.left = self.lost = frozenset()
+        self.has_stopped, self._begun_s, self._newcomers_since_s = False, time.monotonic(), 0.0
+        if info.rank == 0 and (self.round or info.world_size < self.settings.max_nodes):
+            without = f", without {names_of(before - self.members)}" if before - self.members else ""
+            say(f"round {self.round + 1}: {info.world_size} of {self.settings.max_nodes} nodes{without}")
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 where the ranks are to restart: a node was lost, restarts its own, leaves or joins; else 0."""
+        has_waiting = super().num_nodes_waiting() > 0
+        state = self._state_holder.state
+        self.left = self.members - state.participants.keys()
+        self.lost = self.left - state.wait_list
+        return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
+
+    def _is_time_to_join(self) -> bool:
+        now = time.monotonic()
+        self._newcomers_since_s = self._newcomers_since_s or now
+        return now > max(self._newcomers_since_s + NEWCOMER_WAIT_S, self._begun_s + ROUND_S)
+
+    def announce_stop(self) -> None:
+        """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job."""
+        self.notes.add(f"stopping/{self.round}", 1)
+
+    def is_stopping(self) -> bool:
+        """Whether any node has noted that."""
+        return self.notes.add(f"stopping/{self.round}", 0) > 0
+
+    def has_lost(self) -> bool:
+        """Whether a node is not there any more that has not left by itself."""
+        return bool(self.lost) and len(self.lost) > self.notes.add(f"left/{self.round}", 0)
+
+    def is_refusal(self) -> bool:
+        """Whether ranks that ended with status 2 refuse the job, and have not just lost others as they met.
+
+        Ranks share a refusal: it is one where the ranks of all nodes end so, or where no node is lost.
+        """
+        key, deadline = f"refused/{self.round}", time.monotonic() + REFUSAL_S
+        self.notes.add(key, 1)
+        while time.monotonic() < deadline:
+            if self.notes.add(key, 0) >= len(self.members):
+                return True
+            self.num_nodes_waiting()
+            if self.has_lost():
+                return False
+            time.sleep(0.1)
+        return True
+
+    def leave(self) -> None:
+        """Leave the round, so that the others need not wait until this node counts as lost."""
+        self.notes.add(f"left/{self.round}", 1)
+        self._stop_heartbeats()
+        self._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), time.monotonic() + STORE_SILENCE_S)
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous for all nodes if the job has ended; leave it if only this node has."""
+        self.is_over = True
+        if self.has_result:
+            return super().shutdown()
+        self._stop_heartbeats()
+        return True
+
+    def watch_store(self, give_up: Callable[[], object]) -> None:
+        """Call give_up() once the store has not answered for STORE_SILENCE_S; count beats, which a pause stops."""
+        seen, misses = -1, 0
+        while not self.is_over:
+            time.sleep(BEAT_S)
+            misses = misses + 1 if seen == self.backend.answers else 0
+            seen = self.backend.answers
+            if misses >= STORE_SILENCE_S and not self.is_over:
+                give_up()
+                return
+
+
+def connect(endpoint: str) -> TCPStore:
+    """Return a connection of its own to the store: a wait for a key blocks the connection."""
+    host, _, port = endpoint.rpartition(":")
+    timeout = timedelta(seconds=STORE_TIMEOUT_S)
+    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def create_handler(parameters: RendezvousParameters) -> Handler:
+    """Create the handler; torch's registry calls this."""
+    store = connect(parameters.endpoint)
+    JobClock.offset_s = float(store.get("clock")) - time.monotonic()
+    timeouts = Timeouts(join=timedelta(seconds=parameters.get_as_int("timeout", 300) or 300))
+    backend = Backend(connect(parameters.endpoint), parameters.run_id)
+    handler = Handler.from_backend(
+        parameters.run_id,
+        store,
+        backend,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        timeouts,
+        keep_alive_interval=BEAT_S,
+        keep_alive_max_attempt=SILENT_BEATS,
+    )
+    assert isinstance(handler, Handler)
+    handler.backend = backend
+    timeouts.is_first = lambda: handler._state_holder.state.round == 0
+    return handler
+
+
+def status_of_job(endpoint: str, job_id: str) -> int:
+    """Return the exit status of a job that has ended without this node."""
+    notes = PrefixStore(f"{job_id}/notes", connect(endpoint))
+    return int(notes.get("status")) if notes.check(["status"]) else 0
+
+
+# ---- the agent
+
+
+@dataclass(frozen=True)
+class Job:
+    """What torchrun does not know of the job."""
+
+    later_arguments: Callable[[], tuple[str, ...]]
+    """Returns the arguments of ranks in rounds after the first."""
+    cause: Callable[[dict[int, int], dict[int, int]], str]
+    """Says which of a node's failed ranks is to blame, from their statuses and process ids."""
+    stopped_by: set[int]
+    """The stop signals that came to this node."""
+    announce: list[Callable[[], object]]
+    """What is called before such a signal is passed on."""
+    give_up: Callable[[], object]
+    """Ends this process at once: the store does not answer."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
+
+    def __init__(self, job: Job, **parameters: Any) -> None:
+        super().__init__(**{**parameters, "exit_barrier_timeout": EXIT_BARRIER_S})
+        self.job = job
+        self.handler: Handler = parameters["spec"].rdzv_handler
+        job.announce.append(self.handler.announce_stop)
+        threading.Thread(target=self.handler.watch_store, args=(job.give_up,), daemon=True).start()
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run the node's ranks to the end of the job."""
+        # None: the job ended while this node was one too many.
+        return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.job.stopped_by:  # while the nodes met
+            self._leave(has_checkpoint=False)
+        if self.handler.round > 0:
+            worker_group.spec.args = self.job.later_arguments()
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED:
+            if self.job.stopped_by:
+                self._leave(has_checkpoint=True)
+            self.handler.has_stopped = self.handler.is_stopping()
+            if self.handler.has_stopped:
+                return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() then restarts them
+            self.handler.has_result = True
+        elif result.state == WorkerState.FAILED:
+            if self.job.stopped_by:
+                self._leave(has_checkpoint=False)
+            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+            pids = {rank: failure.pid for rank, failure in result.failures.items()}
+            is_refusal = USAGE_STATUS in statuses.values() and self.handler.is_refusal()
+            if is_refusal:
+                self._remaining_restarts = 0
+            if self._remaining_restarts == 0:
+                self.handler.has_result = True
+                self.handler.notes.set("status", str(USAGE_STATUS if is_refusal else 1))
+            else:
+                count = worker_group.spec.max_restarts - self._remaining_restarts + 1
+                restart = f"restart {count} of at most {worker_group.spec.max_restarts}"
+                say(f"{self.job.cause(statuses, pids)}; {restart}")
+        return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY and not self.handler.has_stopped:
+            if self.handler.has_lost():
+                say(f"lost {names_of(self.handler.lost)}: silent for {BEAT_S * SILENT_BEATS} s")
+            elif not self.handler.left or self.handler.is_stopping():
+                state = self._ask_for_checkpoint(worker_group)
+                if self.job.stopped_by and state == WorkerState.SUCCEEDED:
+                    self._leave(has_checkpoint=True)
+            if self.job.stopped_by:
+                self._leave(has_checkpoint=False)
+        super()._stop_workers(worker_group)
+
+    def _leave(self, has_checkpoint: bool) -> NoReturn:
+        """Leave the job, as a stop signal asks this node to."""
+        self.handler.leave()
+        if not has_checkpoint:
+            raise UnsavedStopError(
+                "ranks ended after the stop signal without a checkpoint; their own words are above"
+            )
+        raise SignalException("this node leaves the job", signal.Signals(min(self.job.stopped_by)))
+
+    def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> WorkerState:
+        """Let the ranks write a checkpoint and end, unless they lose a peer meanwhile; return their state."""
+        say("a node joins or leaves: ranks write a checkpoint first")
+        self.handler.announce_stop()
+        for worker in psutil.Process().children():
+            worker.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + CHECKPOINT_S
+        while True:
+            state = super()._monitor_workers(worker_group).state
+            self.handler.num_nodes_waiting()
+            if state != WorkerState.HEALTHY or self.handler.has_lost() or time.monotonic() > deadline:
+                return state
+            time.sleep(0.1)
+
+
+NEEDED = (
+    (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers")),
+    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "shutdown")),
+    (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
+    (launcher, ("LocalElasticAgent",)),
+)
+"""What of torch the classes above extend, and what install() replaces."""
+
+
+def missing_parts() -> list[str]:
+    """Return what this version of torch lacks of it."""
+    missing = [f"{owner.__name__}.{name}" for owner, names in NEEDED for name in names if not hasattr(owner, name)]
+    is_state_there = "_state_holder" in DynamicRendezvousHandler.__annotations__
+    return missing + ([] if is_state_there else ["DynamicRendezvousHandler._state_holder"])
+
+
+def install(job: Job) -> None:
+    """Let torchrun, in this process, use the handler and the agent of this file."""
+    dynamic_rendezvous.datetime = JobClock  # type: ignore[misc]
+    # It names the caller in each note of a heartbeat, and for that looks at source files: a disk may stall.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    rendezvous_handler_registry.register(BACKEND, create_handler)
+    launcher.LocalElasticAgent = partial(Agent, job)  # type: ignore[misc, assignment]
+    # Else survivors that lose rank 0's node keep the address of its store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["PORT_IS_CHOSEN"] = "1"  # torchrun chooses a port for each round
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from node ranks, without a further exchange
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Serve the store."""
+    end_with_launcher()
+    serve(int(argv[0]), argv[1] if len(argv) > 1 else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

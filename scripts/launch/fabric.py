@@ -1,0 +1,34 @@
+"""The environment that scripts/launch/fabric.sh makes of this node's, for starters that are not shell scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from recipes.common.errors import UserError
+from scripts.launch.command import ROOT
+
+TIMEOUT_S = 60.0
+
+
+def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
+    """Return the variables after fabric.sh and the line in which it says what it chose.
+
+    Args:
+        defaults: variables for where the environment does not set them, such as FABRIC.
+
+    Raises:
+        UserError: it refuses; subprocess.TimeoutExpired: a device or a name does not answer.
+    """
+    done = subprocess.run(
+        ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env --null"],
+        cwd=ROOT,
+        env={**defaults, **os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    if done.returncode:
+        raise UserError(" ".join(done.stderr.split()).removeprefix("error: "), on_every_node=True)
+    return dict(item.split("=", 1) for item in done.stdout.split("\0") if "=" in item), done.stderr

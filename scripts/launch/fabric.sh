@@ -1,0 +1,170 @@
+# shellcheck shell=bash
+# Set the network and thread environment of a node's processes by FABRIC; source it on each node of a job.
+#
+#   FABRIC=auto MASTER_ADDR=node-a PYTHON=.venv/bin/python source scripts/launch/fabric.sh
+#
+#   ib     InfiniBand: NCCL finds it; Ethernet ports of the same cards are kept out of it
+#   roce   RDMA over Ethernet: NCCL (2.21 and later) finds the GID index; a traffic class is the network owner's matter
+#   efa    AWS: FI_EFA_USE_HUGE_PAGE=0, or processes that fork (data loaders) break
+#   tcp    plain Ethernet: NCCL shall not look for RDMA, and takes the interface that reaches MASTER_ADDR
+#   auto   the fastest of these that this process can use; tcp where there is none
+#
+# A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
+# its uverbs device opens, and NCCL finds its library: libibverbs.so.1 (rdma-core), for EFA the plugin aws-ofi-nccl
+# (libnccl-net*.so). Without them NCCL would go over TCP without a word; FABRIC=ib, roce or efa is refused then.
+#
+# site.env in this folder (SITE_ENV names another file) holds what a site needs beyond that, NAME=value a line:
+# docs/site.md has examples. Its FABRIC takes the place of auto.
+#
+# With RDZV_TIMEOUT_S set, MASTER_ADDR may take so long to become a known name.
+# In all of them gloo and NCCL's sockets take the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is a process's share of the
+# cores that the node may use (scripts/launch/cores.py).
+# A variable that is set already stays as it is. One line on standard output says what was chosen, and why.
+
+fabric_devices() {
+    local device
+    for device in "${SYSFS:-/sys}"/class/infiniband/*; do
+        if [[ -e $device ]]; then echo "$device"; fi
+    done
+}
+
+# efa, ib or roce for one device of /sys/class/infiniband.
+fabric_of() {
+    if [[ $(readlink "$1/device/driver") == */efa ]]; then
+        echo efa
+    elif grep -qs InfiniBand "$1"/ports/*/link_layer; then
+        echo ib
+    else
+        echo roce
+    fi
+}
+
+# Whether the dynamic linker finds a library, by the beginning of its name.
+has_library() {
+    local folder
+    for folder in ${LD_LIBRARY_PATH//:/ }; do
+        if compgen -G "$folder/$1*" >/dev/null; then return; fi
+    done
+    PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | grep -F "$(printf '\t')$1" >/dev/null
+}
+
+# Why a device cannot be used; nothing for one that can.
+fabric_fault() {
+    local device=$1 name verbs node
+    name=$(basename "$device")
+    if grep -qs . "$device"/ports/*/state && ! grep -qs ACTIVE "$device"/ports/*/state; then
+        echo "no port of $name is active"
+        return
+    fi
+    verbs=$(basename "$device"/device/infiniband_verbs/uverbs*)
+    node=${DEVFS:-/dev}/infiniband/$verbs
+    if [[ ! -e $node ]] || ! : 2>/dev/null <>"$node"; then # to open what is not there would make it
+        echo "/dev/infiniband/$verbs of $name does not open"
+    elif [[ $(fabric_of "$device") == efa ]]; then
+        if [[ -z ${NCCL_NET_PLUGIN:-} ]] && ! has_library libnccl-net; then
+            echo "$name needs the plugin aws-ofi-nccl, and there is no libnccl-net*.so"
+        fi
+    elif ! has_library libibverbs.so.1; then
+        echo "$name needs libibverbs1 and ibverbs-providers, and there is no libibverbs.so.1"
+    fi
+}
+
+# The fabric of this node that can be used, the fastest where there are several, and what shows it; or tcp, and why.
+find_fabric() {
+    local device kind fault reason="no ${1:-RDMA} device"
+    for kind in ${1:-efa ib roce}; do
+        for device in $(fabric_devices); do
+            if [[ $(fabric_of "$device") != "$kind" ]]; then continue; fi
+            fault=$(fabric_fault "$device")
+            if [[ -z $fault ]]; then
+                echo "$kind $(basename "$device")"
+                return
+            fi
+            reason=$fault
+        done
+    done
+    echo "tcp $reason"
+}
+
+# Take what the site's file sets, unless it is set already.
+read_site() {
+    local file=${SITE_ENV:-site.env} line name
+    if [[ ! -e $file && -z ${SITE_ENV:-} ]]; then return; fi
+    if [[ ! -r $file ]]; then
+        echo "error: cannot read $file; SITE_ENV names the file of this site" >&2
+        return 2
+    fi
+    while read -r line || [[ -n $line ]]; do
+        if [[ -z $line || $line == \#* ]]; then continue; fi
+        if [[ ! $line =~ ^[A-Z_][A-Z0-9_]*= ]]; then
+            echo "error: $file: '$line' is not NAME=value; remove it, or begin it with #" >&2
+            return 2
+        fi
+        name=${line%%=*}
+        if [[ $name == FABRIC ]]; then
+            if [[ ${FABRIC:-auto} == auto ]]; then FABRIC=${line#*=}; fi
+        else
+            fabric_set "$name" "${line#*=}"
+        fi
+    done <"$file"
+}
+
+# Set a variable, unless the user has, and keep what to say about it.
+fabric_set() {
+    local name=$1 value=$2
+    if [[ -n ${!name:-} ]]; then
+        fabric_said+=" $name=${!name} (as set)"
+    else
+        export "$name=$value"
+        fabric_said+=" $name=$value"
+    fi
+}
+
+set_fabric() {
+    local fabric reason="FABRIC" interface cores device ethernet="" fabric_said="" found
+    read_site || return 2
+    fabric=${FABRIC:-auto}
+    case $fabric in
+    auto)
+        read -r fabric reason <<<"$(find_fabric)"
+        ;;
+    ib | roce | efa)
+        found=$(find_fabric "$fabric")
+        if [[ $found == tcp* ]]; then
+            echo "error: $(hostname): FABRIC=$fabric cannot be used: ${found#tcp }; FABRIC=auto takes what there is" >&2
+            return 2
+        fi
+        ;;
+    tcp) ;;
+    *)
+        echo "error: FABRIC expects auto, ib, roce, efa or tcp, got '$fabric'" >&2
+        return 2
+        ;;
+    esac
+    interface=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return 2
+    case $fabric in
+    ib)
+        for device in $(fabric_devices); do
+            if [[ $(fabric_of "$device") == roce ]]; then ethernet+=${ethernet:+,}$(basename "$device"); fi
+        done
+        # ^ leaves out, = compares whole names: ^mlx5_1 alone would also drop mlx5_10 and mlx5_11.
+        if [[ -n $ethernet ]]; then fabric_set NCCL_IB_HCA "^=$ethernet"; fi
+        ;;
+    efa)
+        fabric_set FI_EFA_USE_HUGE_PAGE 0
+        ;;
+    tcp)
+        fabric_set NCCL_IB_DISABLE 1
+        ;;
+    esac
+    # NCCL's processes find each other by sockets on every fabric. = is the exact name, else any that begins so.
+    fabric_set NCCL_SOCKET_IFNAME "=$interface"
+    fabric_set GLOO_SOCKET_IFNAME "$interface"
+    cores=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.cores) || return 2
+    cores=$((cores / ${TASK_PROCESSES:-${NPROC_PER_NODE:-1}}))
+    fabric_set OMP_NUM_THREADS $((cores > 0 ? cores : 1))
+    if ((${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}} > 0)); then return; fi # one line a node
+    echo "$(hostname): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
+}
+
+set_fabric || exit 2

@@ -1,0 +1,98 @@
+r"""Run one node's processes of the Horovod recipe over Gloo: no ssh, no MPI, the variables of every launch file.
+
+    NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 \
+        python -m scripts.launch.horovod horovod
+
+horovodrun has to reach the other nodes by ssh and to start everything from one of them. Here each node starts
+its own processes, as a scheduler does with every other recipe, and node 0 answers Horovod's rendezvous at
+MASTER_ADDR:MASTER_PORT, by IPv4. Signals, exit codes and orphans are handled as in scripts/launch/agent.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from recipes.common.errors import UserError
+from recipes.common.node import Node, check_head, port_taken
+from scripts.launch.agent import main, rank_command, run_processes
+
+
+@contextmanager
+def rendezvous(node: Node) -> Iterator[None]:
+    """On node 0, serve the addresses at which Horovod's processes find one another."""
+    if node.node_rank > 0:
+        yield
+        return
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
+    try:
+        # On all addresses: node 0's own name may stand for 127.0.1.1 there (Debian), where no other node comes.
+        server = RendezvousHTTPServer(("", node.master_port), RendezvousHandler, 0)
+    except OSError:
+        raise port_taken(node.master_port) from None
+    server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+
+
+def resolve_ipv4(name: str) -> str:
+    """Return a name's IPv4 address: Horovod's processes ask the rendezvous by IPv4 alone."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        raise UserError(
+            f"MASTER_ADDR {name} has no IPv4 address, and Horovod meets by IPv4 only; name one of node 0's"
+        ) from None
+
+
+def environment(node: Node, local_rank: int) -> dict[str, str]:
+    """Return the variables by which Horovod's Gloo controller learns a process's place."""
+    rank = node.node_rank * node.nproc_per_node + local_rank
+    own = {
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": resolve_ipv4(node.master_addr),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(node.master_port),
+        "HOROVOD_HOSTNAME": f"node-{node.node_rank}",
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": str(node.nnodes * node.nproc_per_node),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(node.nproc_per_node),
+        "HOROVOD_CROSS_RANK": str(node.node_rank),
+        "HOROVOD_CROSS_SIZE": str(node.nnodes),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+    }
+    shared = dict(os.environ)
+    if "GLOO_SOCKET_IFNAME" in shared:
+        shared.setdefault("HOROVOD_GLOO_IFACE", shared["GLOO_SOCKET_IFNAME"])
+    shared.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(node.rdzv_timeout_s))
+    return {**shared, **own}
+
+
+def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
+    """Start this node's processes and wait for them; return the job's exit status on this node."""
+    check_head(node)
+    if importlib.util.find_spec("horovod") is None:
+        raise UserError("Horovod is not there; `make horovod` builds it for this torch")
+    command = rank_command(recipe, options)
+    first = node.node_rank * node.nproc_per_node
+    environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}
+    with rendezvous(node):
+        return run_processes(command, environments, logs)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main(run)

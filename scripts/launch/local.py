@@ -1,0 +1,394 @@
+"""Run a job of several nodes on this machine: a scripts/launch.sh for each node, as a cluster would start them.
+
+    python -m scripts.launch.local ddp --nodes 2 --nproc-per-node 1 -- --epochs 3
+
+`make run RECIPE=ddp NODES=2` calls it. Each node gets its NODE_RANK and its share of the GPUs and cores. Node 0
+writes to this terminal; what other nodes print is marked with their number. USR1 and TERM are passed on (write a
+checkpoint, then leave). Ctrl-C, or the end of any node with an error, ends every process within seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import PortTakenError, UserError
+from recipes.common.parent import LAUNCHER_PID, end_with_parent
+from recipes.common.watch import HANG_STATUS
+from scripts.launch import script
+from scripts.launch.command import (
+    ONE_PROCESS,
+    ROOT,
+    CommandParser,
+    check_recipe,
+    command,
+    count,
+    parse,
+    recipes,
+    whole_number,
+)
+from scripts.launch.cores import count_cores
+from scripts.launch.rejoin import LOST_STATUS
+from scripts.launch.stopped_status import option
+
+ERROR_GRACE_S = 3.0
+"""How long the other nodes may take to say what they have seen, once a node has failed."""
+
+PORT_TRIES = 3
+"""How many ports are tried: another process may take one between its choice and the moment rank 0 listens."""
+
+STOP_GRACE_S = 60.0
+"""How long a checkpoint may take after a stop signal."""
+
+_PORTS = range(10000, 20000)
+_offsets = itertools.count(secrets.randbelow(len(_PORTS)))
+_held: collections.deque[socket.socket] = collections.deque(maxlen=64)
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES would name them, without importing torch."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    return re.findall(r"^GPU (\d+):", listing, re.MULTILINE)
+
+
+def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
+    """Return each node's GPUs: as many for each, none at all where there are fewer GPUs than nodes."""
+    share = len(gpus) // nodes
+    return [gpus[node * share : (node + 1) * share] for node in range(nodes)]
+
+
+def free_port(address: str = "") -> int:
+    """Return a TCP port of an address (all) that nobody listens on now, another one each time.
+
+    It lies below those that a system gives to outgoing connections and to whoever asks for any port: one of those
+    may be somebody else's by the time that rank 0 listens. On Linux this process holds the last 64 ports, so that
+    no other call of this function returns them; whoever sets SO_REUSEADDR can listen there all the same.
+    """
+    for offset in itertools.islice(_offsets, len(_PORTS)):
+        port = _PORTS[offset % len(_PORTS)]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        probe = socket.socket(family)
+        with contextlib.suppress(OSError):
+            probe.bind((address, port))
+            if sys.platform == "linux":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind(): that was exclusive
+                _held.append(probe)
+            else:
+                probe.close()
+            return port
+        probe.close()
+    raise UserError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; end what holds them (ss -tlnp shows it)")
+
+
+def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
+    """Return the environment of one node: the five variables, its GPUs, and what suits one machine."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "RDZV_ENDPOINT")},
+        "NNODES": str(nodes),
+        "NODE_RANK": str(node),
+        "NPROC_PER_NODE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "PORT_IS_CHOSEN": "1",
+        "PYTHON": sys.executable,
+    }
+    cores = count_cores()
+    # All nodes are this machine: a thread per core in all, and nothing listens beyond it.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
+    # Threads that wait at a barrier soon sleep instead of burning a core that another process needs.
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
+    environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    return environment
+
+
+def start_process(command: list[str], environment: dict[str, str], **streams: Any) -> subprocess.Popen[str]:
+    """Start a process that ends with this one, in a session of its own: Ctrl-C comes here first."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**environment, LAUNCHER_PID: str(os.getpid())},
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+        stdin=subprocess.DEVNULL,
+        **streams,
+    )
+
+
+class LocalJob:
+    """The nodes of a job on this machine, from their start to their common end."""
+
+    is_elastic = False
+
+    def __init__(self) -> None:
+        self.nodes: list[subprocess.Popen[str]] = []
+        self.relays: list[threading.Thread] = []
+        self.refusals: list[str] = []
+        self.interrupted_by = 0
+        self.stop_signals: set[int] = set()
+        self.stop_deadline = float("inf")
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start the next node."""
+        is_first = not self.nodes
+        stdout, stderr = (None, None) if is_first else (subprocess.PIPE, subprocess.STDOUT)
+        if self.is_elastic:  # rank 0, which uses standard output, may be on any node
+            stdout, stderr = None, subprocess.PIPE
+        node = start_process(command, environment, stdout=stdout, stderr=stderr, text=True, errors="replace")
+        self.nodes.append(node)
+        if stderr:
+            relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
+            relay.start()
+            self.relays.append(relay)
+
+    def relay(self, number: int, node: subprocess.Popen[str]) -> None:
+        """Pass a node's lines on, marked with its number; keep refusals, which node 0 may say as well."""
+        for line in node.stdout or node.stderr or ():
+            if line.startswith("error: ") and not self.is_elastic:
+                self.refusals.append(f"[node {number}] {line}")
+            else:
+                sys.stderr.write(f"[node {number}] {line}")
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Remember a stop signal: wait() then sends it to every node."""
+        self.stop_signals.add(number)
+        self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Remember Ctrl-C: wait() then ends everything."""
+        self.interrupted_by = number
+
+    def wait(self) -> int:
+        """Wait for all nodes; on the first failure or Ctrl-C end the others; return the job's status."""
+        failed_at: float | None = None
+        next_signal = 0.0
+        while any(node.poll() is None for node in self.nodes):
+            now = time.monotonic()
+            if failed_at is None and any(self.has_failed(node) for node in self.nodes):
+                failed_at = now
+            late = failed_at is not None and now > failed_at + ERROR_GRACE_S
+            if late or self.interrupted_by or now > self.stop_deadline:
+                first_failed = self.failed()  # those that are killed here have not failed by themselves
+                self.kill()
+                break
+            if self.stop_signals and now > next_signal:  # again each second: a node may not have listened yet
+                next_signal = now + 1
+                for node in self.nodes:
+                    node.send_signal(max(self.stop_signals))
+            time.sleep(0.05)
+        else:
+            first_failed = self.failed()
+        for node in self.nodes:
+            node.wait()
+        for relay in self.relays:
+            relay.join(timeout=1)
+        return self.report(first_failed)
+
+    def failed(self) -> list[int]:
+        """Return the numbers of the nodes that ended badly so far."""
+        return [number for number, node in enumerate(self.nodes) if self.has_failed(node)]
+
+    def has_failed(self, node: subprocess.Popen[str]) -> bool:
+        """Whether a node ended badly; one that a stop signal met before it listened to signals did not."""
+        status = node.poll()
+        return status is not None and status != 0 and -status not in self.stop_signals
+
+    def report(self, failed: list[int]) -> int:
+        """Say why the job has failed, once, and return its exit status."""
+        if self.interrupted_by:
+            whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to go on"
+            print(f"interrupted{whole}", file=sys.stderr)
+            return 128 + self.interrupted_by
+        if not failed:
+            if any(self.has_failed(node) for node in self.nodes):
+                print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
+                return 1
+            return 0
+        statuses = {number: self.nodes[number].returncode for number in failed}
+        # Where another program has the port, nodes that reach it instead of node 0 may call that a mistake.
+        if statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values():
+            return USAGE_STATUS  # node 0 has said why
+        sys.stderr.writelines(self.refusals)
+        for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
+            if spoken in statuses.values():
+                return spoken
+        for number, status in statuses.items():
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            print(f"error: node {number} {how}; all nodes are stopped", file=sys.stderr)
+        return max(status if status > 0 else 128 - status for status in statuses.values())
+
+    def kill(self) -> None:
+        """Kill every node's agent; its processes end with it (recipes/common/parent.py)."""
+        for node in self.nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+class ElasticJob(LocalJob):
+    """Nodes that may be lost, and the store beside them by which the others go on (scripts/launch/elastic.py)."""
+
+    is_elastic = True
+
+    def __init__(self, min_nodes: int, max_restarts: int, address: str) -> None:
+        super().__init__()
+        port = free_port()
+        self.environment = {
+            "MIN_NODES": str(min_nodes),
+            "MAX_RESTARTS": str(max_restarts),
+            "RDZV_ENDPOINT": f"{address}:{port}",
+        }
+        command = [sys.executable, "-m", "scripts.launch.elastic", str(port), address]
+        self.store = start_process(command, {**os.environ, "PORT_IS_CHOSEN": "1"}, text=True)
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        """Start the next node."""
+        super().start(command, {**environment, **self.environment})
+
+    def wait(self) -> int:
+        """Wait for all nodes that are not lost; return the job's status."""
+        status = super().wait()
+        self.store.kill()
+        self.store.wait()
+        return status
+
+    def has_failed(self, node: subprocess.Popen[str]) -> bool:
+        """Whether a node ended badly; one that is lost has not, and the others go on."""
+        return not (self.is_lost(node) or node.poll() in (None, 0)) or bool(self.store.poll())
+
+    def is_lost(self, node: subprocess.Popen[str]) -> bool:
+        """Whether a node was killed, or has lost the store for good."""
+        status = node.poll()
+        return status is not None and (status < 0 or status == LOST_STATUS)
+
+    def report(self, failed: list[int]) -> int:
+        """Say why the job has failed, and return its exit status."""
+        if self.store.poll():
+            return self.store.returncode if self.store.returncode > 0 else 1
+        if not self.interrupted_by and all(self.is_lost(node) for node in self.nodes):
+            print("error: all nodes are lost; to go on: the same command with --resume auto", file=sys.stderr)
+            return 1
+        return super().report(failed)
+
+
+def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[int, int] | None:
+    """Return MIN_NODES and MAX_RESTARTS of an elastic job, None for any other, or refuse."""
+    if args.min_nodes is None:
+        if args.max_restarts is not None:
+            raise UserError("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
+        return None
+    if script.is_set():
+        raise UserError("MIN_NODES is for recipes; unset it to run SCRIPT")
+    if args.min_nodes > nodes:
+        raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {nodes}")
+    if recipe in (*ONE_PROCESS, "probe", "spawn", "horovod"):
+        raise UserError(f"{recipe} is not for an elastic job; RECIPE=ddp is, say")
+    return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Return the launcher's own arguments; what follows -- is the recipe's."""
+    parser = CommandParser("python -m scripts.launch.local", (__doc__ or "").split("\n")[0])
+    parser.add_argument("recipe", nargs="?", default="")
+    parser.add_argument("--nodes", type=count, default=1)
+    parser.add_argument("--nproc-per-node", type=count)
+    parser.add_argument("--min-nodes", type=count, help="go on with so many, and take in those that come back")
+    restarts = whole_number(0, 1000)
+    parser.add_argument("--max-restarts", type=restarts, help="after failures, with --min-nodes (3)")
+    # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
+    parser.add_argument("--networks", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="", help="the run's name, where SCRIPT is set")
+    parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    return parse(parser, argv)
+
+
+def processes_per_node(args: argparse.Namespace, recipe: str, shares: list[list[str]]) -> int:
+    """Return --nproc-per-node; where it is not given, one process for each GPU, and one without GPUs."""
+    return args.nproc_per_node or (1 if recipe in ONE_PROCESS else max(1, len(shares[0])))
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Start the nodes, see them to their end, and return the job's exit status."""
+    args = parse_args(argv)
+    if args.list:
+        for name, summary in recipes().items():
+            print(f"{name:14} {summary}")
+        return 0
+    recipe = check_recipe(args.recipe)
+    shares = share_out(visible_gpus(), args.nodes)
+    elastic = check_elastic(args, recipe, args.nodes)
+    processes = processes_per_node(args, recipe, shares)
+    if script.is_set():
+        os.environ |= script.job_environment(args.name)
+        print(
+            f"{os.environ['SCRIPT']}: {args.nodes} nodes x {processes}, RUN_DIR {os.environ['RUN_DIR']}",
+            flush=True,
+        )
+    if os.environ.get("MAKELEVEL"):
+        end_with_parent(number=signal.SIGINT)  # make has been killed: nobody waits for this job any more
+
+    for _ in range(PORT_TRIES):
+        status = run_job(args, shares, processes, elastic)
+        if status != PortTakenError.status:
+            break
+    if script.is_set():
+        with contextlib.suppress(OSError):  # it has written nothing
+            Path(os.environ["RUN_DIR"]).rmdir()
+    return status
+
+
+def run_job(
+    args: argparse.Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None
+) -> int:
+    """Start a node for each share of the GPUs, see them to their end, and return the job's exit status.
+
+    Args:
+        args: the launcher's own arguments, and the recipe's.
+        shares: the GPUs of each node.
+        processes: how many ranks a node starts.
+        elastic: MIN_NODES and MAX_RESTARTS, or None.
+    """
+    nodes, port = len(shares), free_port()
+    networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
+    job = ElasticJob(*elastic, networks[-1][1] if networks else "127.0.0.1") if elastic else LocalJob()
+    if elastic and not option("--name", "", args.options):  # a restart goes on with the run of this name
+        args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
+    signal.signal(signal.SIGINT, job.interrupt)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, job.pass_on)
+    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
+        for node in range(nodes):
+            environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
+            prefix = []
+            if networks:
+                environment |= {"MASTER_ADDR": networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
+                prefix = ["nsenter", f"--net=/run/netns/{networks[node][0]}", "--"]
+            job.start([*prefix, "scripts/launch.sh", args.recipe, *args.options], environment)
+        return job.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

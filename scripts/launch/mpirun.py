@@ -1,0 +1,255 @@
+"""Start a recipe under mpirun: MPI says who is who, then each process becomes its rank of the recipe.
+
+    mpirun -q -np 4 python -m scripts.launch.mpirun recipes.ddp.train --epochs 3
+    mpirun -q -np 4 python -m scripts.launch.mpirun train.py --lr 0.1           # a script of your own
+    mpirun -q -np 4 python -m scripts.launch.mpirun --nproc-per-node 2 recipes.ddp.train   # two nodes on one host
+
+It sets what torchrun would set (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in
+torchrun's order: node by node, whatever --map-by says. Then it closes MPI and replaces itself by
+`python -m MODULE`, so that training shares its process with no MPI library. MASTER_ADDR and MASTER_PORT are kept
+where they are set.
+
+- `mpirun -q` says nothing when a rank fails (the recipe has said why); the job's status is that of the rank that
+  failed first, 2 for a refusal.
+- USR1 sent to mpirun reaches the ranks: they write a checkpoint and leave with status 0. Use it to stop a job.
+- TERM and Ctrl-C sent to mpirun kill the job: Open MPI 4 gives the ranks a TERM after one second and a KILL after
+  another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), and ends with status 1 in any case.
+- A rank that is killed ends the job. When mpirun itself is killed, the ranks end too.
+- Horovod speaks MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this starter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from argparse import REMAINDER, Namespace
+from typing import TYPE_CHECKING, NoReturn
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Parser, positive_int
+from recipes.common.parent import become, end_with_parent
+from recipes.common.signals import STOP_SIGNALS
+from scripts.launch import script
+from scripts.launch.command import recipes
+from scripts.launch.local import LOOPBACK, free_port
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recipes.ddp.train [OPTIONS]"
+
+CONNECT_TIMEOUT_S = 3.0
+"""How long another node tries one address of rank 0's before the next."""
+
+MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
+"""What mpirun (Open MPI, MPICH and its kin) tells a process before MPI starts, the first one set."""
+
+
+def first_set(names: tuple[str, ...], default: int) -> int:
+    """Return the number in the first variable that is set."""
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), default)
+
+
+def refuse(message: str, rank: int | None = None) -> NoReturn:
+    """Exit with status 2; rank 0 says why in one line."""
+    if (first_set(MPI_RANK, 0) if rank is None else rank) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(USAGE_STATUS)
+
+
+def parse_args(argv: list[str]) -> Namespace:
+    """Return the starter's own arguments, the module and the module's options; raises UserError."""
+    parser = Parser("python -m scripts.launch.mpirun", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--nproc-per-node", type=positive_int, metavar="N", help="play nodes of N processes each")
+    parser.add_argument("module", nargs="?", default="", metavar="MODULE")
+    parser.add_argument("options", nargs=REMAINDER, metavar="OPTIONS")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown or not args.module:
+        what = f"unknown option {unknown[0]}" if unknown else "no module to start"
+        raise UserError(f"{what}; usage: {USAGE}")
+    if args.module.endswith(".py"):
+        os.environ["SCRIPT"] = args.module
+        args.options = [str(script.read_script()), *args.options]
+        args.module = "scripts.launch.script"
+    check_module(args.module)
+    return args
+
+
+def check_module(name: str) -> None:
+    """Raise UserError for a module that does not exist, and for one that does not go with this starter."""
+    try:
+        is_known = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        is_known = False
+    if not is_known:
+        known = sorted(f"recipes.{recipe}.train" for recipe in recipes())
+        hint = nearest(name, known) or f"; one of {', '.join(known)}"
+        raise UserError(f"there is no module {name}{hint}")
+    if name == "recipes.horovod.train":
+        raise UserError(f"horovod speaks MPI itself: mpirun -np 4 python -m {name}, without scripts.launch.mpirun")
+
+
+def start_mpi() -> MPI.Comm:
+    """Return all processes of this mpirun; refuse where there is no MPI, or another one than mpirun's."""
+    remedy = "pip install mpi4py, and apt-get install openmpi-bin or your cluster's MPI module"
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        missing = "mpi4py is not installed" if error.name == "mpi4py" else f"mpi4py finds no MPI: {error}"
+        refuse(f"{missing}; {remedy}")
+    except RuntimeError as error:
+        refuse(f"mpi4py finds no MPI: {' '.join(str(error).split())}; {remedy}")
+    world = MPI.COMM_WORLD
+    started = first_set(MPI_SIZE, 1)
+    if world.size == 1 and started > 1:
+        vendor = f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}"
+        refuse(
+            f"mpirun has started {started} processes, but mpi4py's MPI ({vendor}) sees only itself: "
+            "they are of different MPIs; use the mpirun of that one"
+        )
+    return world
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses at which other hosts may reach this one, the likeliest first."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [
+        (name, a.address)
+        for name, list_ in psutil.net_if_addrs().items()
+        for a in list_
+        if a.family == socket.AF_INET
+    ]
+    virtual = ("docker", "virbr", "veth", "br-", "cni", "flannel")
+    found.sort(key=lambda item: item[0].startswith(virtual))
+    return [address for name, address in found if name in up and not address.startswith("127.")]
+
+
+class Meeting:
+    """A port of rank 0's that shows a token to whoever connects, so that others know rank 0 from a namesake."""
+
+    def __init__(self, port: int) -> None:
+        self.token = secrets.token_hex(8)
+        self.listener = socket.create_server(("", port), backlog=1024)
+        self.port = int(self.listener.getsockname()[1])
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        """Show the token; the other side closes first, so that the port is free at once."""
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(CONNECT_TIMEOUT_S)
+                connection.sendall(self.token.encode())
+                connection.recv(1)
+
+    def close(self) -> None:
+        """Free the port."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self.listener.close()
+
+
+def is_reached(address: str, port: int, token: str) -> bool:
+    """Whether rank 0 answers at the address."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
+            return connection.recv(len(token)).decode(errors="replace") == token
+    except OSError:
+        return False
+
+
+def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:
+    """Return an address of rank 0's that a process of every node has reached, and a free port there."""
+    given = os.environ.get("MASTER_ADDR")
+    meeting = None
+    offer: tuple[list[str], int, str] | None = None
+    if world.rank == 0:
+        try:
+            meeting = Meeting(int(os.environ.get("MASTER_PORT") or free_port()))
+            candidates = (
+                [given] if given else ["127.0.0.1"] if is_one_host else [*own_addresses(), socket.getfqdn()]
+            )
+            offer = candidates, meeting.port, meeting.token
+        except (OSError, ValueError, OverflowError) as error:
+            print(
+                f"error: MASTER_PORT {os.environ.get('MASTER_PORT')}: {error}; choose another one", file=sys.stderr
+            )
+    offer = world.bcast(offer)
+    if offer is None:
+        sys.exit(USAGE_STATUS)
+    candidates, port, token = offer
+    chosen = None
+    for address in candidates:
+        # One process of each node tries; the smallest answer of all is 1 where every node has reached it.
+        answer = is_reached(address, port, token) if local.rank == 0 else True
+        if min(world.allgather(answer)):
+            chosen = address
+            break
+    if meeting:
+        meeting.close()
+    if chosen is None:
+        refuse(f"no node reaches rank 0 at {', '.join(candidates)}, port {port}; set MASTER_ADDR", world.rank)
+    return chosen, port
+
+
+def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, str]:
+    """Return the environment of this process's rank; every process calls it."""
+    from mpi4py import MPI
+
+    host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
+    local = host.Split(host.rank // nproc_per_node, key=host.rank) if nproc_per_node else host
+    # Nodes in the order of their lowest MPI rank, and within a node the order of MPI.
+    nodes = world.allgather((local.bcast(world.rank), local.rank, world.rank))
+    rank = [mpi_rank for _, _, mpi_rank in sorted(nodes)].index(world.rank)
+    is_one_host = host.size == world.size
+    address, port = choose_address(world, local, is_one_host)
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(local.size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1",
+    }
+    if not os.environ.get("MASTER_PORT"):
+        variables["PORT_IS_CHOSEN"] = "1"
+    if is_one_host and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    return variables
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Agree with the other processes, then become the module."""
+    # A stop signal waits until the recipe listens: a blocked signal stays pending across exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    end_with_parent()
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        refuse(str(error))
+    world = start_mpi()
+    os.environ.update(process_variables(world, args.nproc_per_node))
+    from mpi4py import MPI
+
+    # MPI's part is done. From here on mpirun only watches the processes, which it goes on doing after this call.
+    MPI.Finalize()
+    become(["-m", args.module, *args.options])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Start processes side by side, the output of each in a file, and wait for all of them within a bound."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.common.parent import end_with_parent
+from scripts.launch.command import ROOT
+
+END_GRACE_S = 5.0
+"""How long processes may go on after one of them has failed: they notice it by themselves."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    status: int
+    """Its exit status; of one that a signal has ended, the signal's number below 0."""
+    is_late: bool
+    """Whether it was killed at the bound."""
+    output: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line that it printed, or its status."""
+        lines = self.output.strip().splitlines()
+        return lines[-1] if lines else f"status {self.status}"
+
+
+def rank_environment(node_rank: int, nnodes: int, nproc_per_node: int, local_rank: int = 0) -> dict[str, str]:
+    """Return the variables that say which rank a process is, as torchrun sets them."""
+    return {
+        "RANK": str(node_rank * nproc_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nnodes * nproc_per_node),
+        "LOCAL_WORLD_SIZE": str(nproc_per_node),
+    }
+
+
+def run_side_by_side(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], folder: Path, timeout_s: float
+) -> list[Ended]:
+    """Run commands with their environments until all have ended; they end with this process.
+
+    What is left is killed at the bound, or END_GRACE_S after a failure.
+    """
+    processes = []
+    for i, (command, environment) in enumerate(commands):
+        with open(folder / f"{i}.txt", "wb") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
+            )
+        processes.append(process)
+    is_late = not wait(processes, timeout_s)
+    ended = []
+    for i, process in enumerate(processes):
+        is_killed = process.poll() is None
+        process.kill()
+        text = (folder / f"{i}.txt").read_text(errors="replace")
+        ended.append(Ended(process.wait(), is_killed and is_late, text))
+    return ended
+
+
+def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
+    """Wait for all within the bound, or for a while after a failure; return False at the bound."""
+    deadline, failed_at = time.monotonic() + timeout_s, float("inf")
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        if failed_at == float("inf") and any(process.poll() for process in processes):
+            failed_at = now
+        if now > failed_at + END_GRACE_S:
+            return True
+        if now > deadline:
+            return failed_at < float("inf")
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,148 @@
+"""Keep this node in an elastic job: run its agent, and run it again where it was killed or has lost the store.
+
+    MIN_NODES=2 NNODES=4 NODE_RANK=1 MASTER_ADDR=node-a python -m scripts.launch.rejoin ddp --name mine
+
+scripts/launch.sh calls it where MIN_NODES is set. The nodes meet in the store at RDZV_ENDPOINT (host:port); where
+that is not set, node 0 serves one at MASTER_ADDR:MASTER_PORT. MAX_RESTARTS (3) bounds the agent's returns.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from recipes.common.entry import USAGE_STATUS
+from recipes.common.errors import UserError
+from recipes.common.node import check_port, read_master, read_number
+from recipes.common.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
+from recipes.common.signals import STOP_SIGNALS
+from scripts.launch.command import command
+from scripts.launch.stopped_status import option, run
+
+LOST_STATUS = 69
+"""Exit status of an agent that has lost the store: its node may come back (EX_UNAVAILABLE)."""
+
+RETURN_AFTER_S = 1.0
+"""How long a lost node stays away: what broke it may need a moment."""
+
+CONNECT_S = 30
+"""How long the store may take to answer a connection."""
+
+LINGER_S = 3.0
+"""How long node 0's store outlives its ranks: others read there how the job has ended."""
+
+
+def say(text: str) -> None:
+    """Print a line about the job's nodes, beside what the recipe prints."""
+    print(f"elastic: {text}", file=sys.stderr, flush=True)
+
+
+def own_address(endpoint: str, master_addr: str) -> str:
+    """Return the address at which other nodes reach this one: that which the store sees.
+
+    A node on the store's machine may reach it by the loopback, which means that machine's own name.
+    """
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
+        address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+    return master_addr if address.startswith("127.") or address == "::1" else address
+
+
+class TooFewNodesError(UserError):
+    """Fewer than MIN_NODES nodes."""
+
+    status = 1
+
+
+class UnsavedStopError(UserError):
+    """Ranks that were to stop have failed."""
+
+    status = 1
+
+
+def options_of_later_rounds(options: list[str]) -> list[str]:
+    """Return the options of a round after the first: it goes on with the run, from its newest checkpoint."""
+    run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
+    begun_from = option("--resume", "none", options)
+    if begun_from not in ("none", "auto") and not (run / "config.json").exists():
+        return [*options, "--no-overwrite"]  # it has not begun yet: from the same checkpoint again
+    return [*options, "--resume", "auto"]
+
+
+def check(options: list[str]) -> int:
+    """Return MAX_RESTARTS; raises UserError for variables that make no sense."""
+    nnodes, min_nodes = read_number("NNODES", 1, at_least=1), read_number("MIN_NODES", 1, at_least=1)
+    if min_nodes > nnodes:
+        raise UserError(f"MIN_NODES {min_nodes} of NNODES {nnodes}: at most as many as there are")
+    endpoint = os.environ.get("RDZV_ENDPOINT", "")
+    host, _, port = endpoint.rpartition(":")
+    if endpoint and not (host and port.isdigit()):
+        raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
+    if not option("--name", "", options):
+        raise UserError("an elastic job needs a name, by which it goes on after a restart: add --name")
+    return read_number("MAX_RESTARTS", 3, at_least=0)
+
+
+class OwnStore:
+    """The store of a job whose node 0 serves it."""
+
+    def __init__(self) -> None:
+        is_needed = not os.environ.get("RDZV_ENDPOINT") and read_number("NODE_RANK", 0, at_least=0) == 0
+        self.command = (
+            [sys.executable, "-m", "scripts.launch.elastic", str(read_master(1)[1])] if is_needed else []
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+        if is_needed:
+            check_port(read_master(1)[1])
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if self.command and (self.process is None or self.process.poll() is not None):
+            self.process = subprocess.Popen(self.command, start_new_session=True, preexec_fn=end_with_parent)
+
+    def end(self) -> None:
+        """End it once the others have read how the job ended."""
+        if self.process:
+            time.sleep(LINGER_S)
+            self.process.kill()
+
+
+def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
+    """Run the agent until the job has ended; return this node's exit status."""
+    store = OwnStore()
+    for restart in range(max_restarts + 1):
+        store.start()
+        status, was_stopped = run([*agent, *options], {**os.environ, LAUNCHER_PID: str(os.getpid())})
+        if was_stopped or (status <= 128 and status != LOST_STATUS):
+            # A refusal ends the whole job; that of a node that comes back says that it does not reach the store.
+            status = LOST_STATUS if restart and status == USAGE_STATUS else status
+            break
+        how = "lost the store" if status == LOST_STATUS else f"was killed by {signal.Signals(status - 128).name}"
+        say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
+        options = options_of_later_rounds(options)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
+            status = 0
+            break
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    else:
+        status = LOST_STATUS  # for good: the others go on
+    store.end()
+    return status
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Run this node; return its exit status."""
+    end_with_launcher()
+    recipe, *options = argv
+    return keep(options, check(options), [sys.executable, "-m", "scripts.launch.agent", recipe])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

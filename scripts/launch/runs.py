@@ -1,0 +1,35 @@
+"""Read the records that runs leave, and say where and with what a measurement was made."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_losses(run: Path) -> dict[int, float]:
+    """Return the training loss of each logged step of a run."""
+    return {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}
+
+
+def measured_on(*packages: str) -> dict[str, Any]:
+    """Return the time, this machine, and the versions of Python and of those packages that are installed."""
+    installed = {dist.metadata["Name"].lower() for dist in metadata.distributions()}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cpus": os.cpu_count(),
+        "system": platform.platform(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages if name in installed},
+        },
+    }

@@ -1,0 +1,140 @@
+"""Run a script of the user's own in a recipe's place: what launchers agree on, and what each rank becomes.
+
+    SCRIPT=train.py RECIPE=ddp NODES=2 ARGS="--lr 0.1 --out {run_dir}" make run
+    RUN_DIR=runs/mine python -m scripts.launch.script train.py --lr 0.1      # one rank: what a launcher starts
+
+docs/your-own.md is the contract. These variables name the script and its run; every launcher sets all of them:
+SCRIPT   the file
+WORKDIR  the folder in which it runs (default: the one in which the launcher was called)
+RUN_DIR  where it writes: NAME in RUNS_DIR, which is runs of this repository where it is not set
+RESUME   auto: resume from what RUN_DIR holds, if it holds anything; none: start anew
+In the script's options {run_dir} and {resume} stand for the last two. It gets no option that it was not given.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes.common.errors import UserError, nearest
+from recipes.common.parent import become, end_with_launcher
+from recipes.common.signals import STOP_SIGNALS
+from scripts.launch.command import ROOT, command, next_folder
+
+
+def is_set() -> bool:
+    """Whether the job runs a script of the user's own."""
+    return bool(os.environ.get("SCRIPT"))
+
+
+def read_script() -> Path:
+    """Return the absolute path of SCRIPT; raises UserError where no launcher can run it, or no WORKDIR."""
+    path = Path(os.environ["SCRIPT"]).expanduser().absolute()
+    if path.parent.parent == ROOT / "recipes" and path.name == "train.py":
+        recipe = path.parent.name
+        raise UserError(f"SCRIPT {path} is a recipe, not a script; set RECIPE={recipe} and no SCRIPT")
+    try:
+        source = path.read_bytes()
+    except FileNotFoundError:
+        others = [other.name for other in path.parent.glob("*.py")]
+        raise UserError(f"SCRIPT {path} does not exist{nearest(path.name, others)}") from None
+    except OSError as error:
+        raise UserError(f"SCRIPT {path} cannot be read: {error.strerror}; name a Python file") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(source)
+    except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise UserError(f"SCRIPT {path} is not Python: {what}{line}; fix it, or name a Python file") from None
+    workdir = os.environ.get("WORKDIR") or "."
+    if not Path(workdir).expanduser().is_dir():
+        raise UserError(f"WORKDIR {workdir} is not a folder; name the folder in which the script is to run")
+    return path
+
+
+def check_job() -> None:
+    """Make RUN_DIR where it is set, and raise UserError for what this node could not run."""
+    if run_dir := os.environ.get("RUN_DIR"):
+        Path(run_dir).mkdir(parents=True, exist_ok=True)  # it may be WORKDIR, too
+    read_script()
+    read_resume()
+
+
+def read_resume() -> str:
+    """Return RESUME, none where it is not set; raises UserError for anything else than auto or none."""
+    resume = os.environ.get("RESUME") or "none"
+    if resume not in ("auto", "none"):
+        raise UserError(f"RESUME: expected auto or none, got {resume!r}")
+    return resume
+
+
+def runs_dir() -> Path:
+    """Return the absolute path of RUNS_DIR, which holds a folder for each run."""
+    return Path(os.environ.get("RUNS_DIR") or ROOT / "runs").expanduser().absolute()
+
+
+def make_run_dir(script: Path, name: str) -> Path:
+    """Make the folder of a run and return it: NAME, or the script's name with the next free number.
+
+    Raises:
+        UserError: the name has folders in it, or the folder holds a run that is not to be resumed.
+    """
+    if name and (Path(name).name != name or name in (".", "..")):
+        raise UserError(f"NAME: expected a name without folders, got {name!r}")
+    if not name:
+        return next_folder(script.stem, runs_dir())
+    run_dir = runs_dir() / name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if read_resume() == "none" and any(run_dir.iterdir()):
+        raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
+    return run_dir
+
+
+def job_environment(name: str) -> dict[str, str]:
+    """Return the four variables of a job on this machine, and make its folder; raises UserError."""
+    script = read_script()
+    return {
+        "SCRIPT": str(script),
+        "WORKDIR": str(Path(os.environ.get("WORKDIR") or ".").expanduser().absolute()),
+        "RUN_DIR": str(make_run_dir(script, name)),
+        "RESUME": read_resume(),
+    }
+
+
+def fill_in(options: Sequence[str]) -> list[str]:
+    """Return a script's options with {run_dir} and {resume} replaced by their values."""
+    run_dir, resume = os.environ["RUN_DIR"], os.environ["RESUME"]
+    return [option.replace("{run_dir}", run_dir).replace("{resume}", resume) for option in options]
+
+
+@command
+def main(argv: Sequence[str]) -> None:
+    """Become the script: in its folder, with stop signals that take effect at once, as long as its launcher."""
+    is_check = argv[0] == "--check"
+    os.environ["SCRIPT"], *options = argv[is_check:]
+    script, resume = read_script(), read_resume()
+    if is_check:
+        return
+    run_dir = Path(os.environ.get("RUN_DIR") or runs_dir() / script.stem).absolute()
+    os.environ |= {"RUN_DIR": str(run_dir), "RESUME": resume}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    os.chdir(os.environ.pop("WORKDIR", "") or ".")
+    del os.environ["SCRIPT"]  # a launcher that the script itself calls starts something else
+    os.environ["PYTHONUNBUFFERED"] = (
+        os.environ.get("PYTHONUNBUFFERED") or "1"
+    )  # or what it printed before a signal ended it would be lost
+    end_with_launcher()
+    # The launcher kept them blocked. One that came meanwhile ends this process now, before it has done anything.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    become([str(script), *fill_in(options)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

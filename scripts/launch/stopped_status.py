@@ -1,0 +1,94 @@
+"""Be a container's first process, and tell a run that was stopped before its end from one that has come to it.
+
+    STOPPED_STATUS=143 python -m scripts.launch.stopped_status ddp --name mine --runs-dir /runs --resume auto
+
+scripts/launch.sh calls it where STOPPED_STATUS is set. A recipe that is told to stop writes a checkpoint and
+leaves with status 0, on all nodes. Slurm's batch script looks further; a Kubernetes Job takes the 0 of a drained
+node for "done" and never starts it again. So it ends with STOPPED_STATUS here, a failure, and the restart goes on
+from the checkpoint. Signals are passed on, and what lost its parent is reaped, as befits a first process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from recipes.common.node import read_number
+from recipes.common.parent import LAUNCHER_PID
+from recipes.common.signals import STOP_SIGNALS
+from scripts.launch import script
+from scripts.launch.command import command
+
+CLOCKS_S = 2.0
+"""How far a file server's clock may be behind."""
+
+
+def option(name: str, default: str, words: Sequence[str]) -> str:
+    """Return the last value of an option among words: --name x or --name=x."""
+    value = default
+    for i, word in enumerate(words):
+        if word == name and i + 1 < len(words):
+            value = words[i + 1]
+        elif word.startswith(f"{name}="):
+            value = word.removeprefix(f"{name}=")
+    return value
+
+
+def has_finished(options: Sequence[str], begin: float) -> bool | None:
+    """Whether these options' run has come to its end since begin; None where no record tells."""
+    name = option("--name", "", options)
+    folder = Path(option("--runs-dir", "runs", options)) / name
+    if not name or not (folder / "config.json").exists():
+        return None  # no run at all, or its record is not on this node
+    result = folder / "result.json"
+    return result.exists() and result.stat().st_mtime >= begin
+
+
+def run(command: Sequence[str], env: dict[str, str]) -> tuple[int, list[int]]:
+    """Return a command's exit status, 128 + n for signal n, and the stop signals that came to this process."""
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number not in received:
+            received.append(number)
+            if process:
+                process.send_signal(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    process = subprocess.Popen(command, env=env)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the launcher has blocked them
+    for early in received:  # before there was a process to pass it on to
+        process.send_signal(early)
+    while True:
+        pid, wait_status = os.wait()
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(wait_status)
+            status = process.returncode
+            return (status if status >= 0 else 128 - status), received
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Run scripts/launch.sh with the arguments; return the status that the container is to end with."""
+    stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
+    begin = time.time() - CLOCKS_S
+    env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
+    env[LAUNCHER_PID] = str(os.getpid())
+    status, was_stopped = run(["scripts/launch.sh", *argv], env)
+    finished = None if script.is_set() else has_finished(argv, begin)
+    if status == 0 and (finished is False or (finished is None and was_stopped)):
+        print(f"stopped before its end: status {stopped_status}, so that a restart goes on", flush=True)
+        return stopped_status
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Start the ranks of a script from a fork server that has torch loaded, or by a launcher, and wait for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.common.parent import end_with_parent
+from scripts.launch.command import ROOT
+from scripts.launch.local import LOOPBACK, free_port, visible_gpus
+
+FAILURE_GRACE_S = 10.0
+"""How long the other ranks may run once one has failed: they may say why."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script with its arguments, and how to start it."""
+
+    script: str
+    argv: list[str]
+    launch: str = ""
+    """A launcher's command before `-m scripts.same.observe`; "" starts the ranks from a fork server."""
+
+
+def environment(job: Job, world_size: int, folder: Path, variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks share."""
+    shared = {
+        "SAME_FOLDER": str(folder),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        **variables,
+    }
+    if len(visible_gpus()) < world_size:  # each rank needs one of its own
+        shared["CUDA_VISIBLE_DEVICES"] = ""
+    return shared
+
+
+def run_rank(job: Job, env: dict[str, str], rank: int) -> None:
+    """Be a rank: set its variables, send what it prints to files, and run the script."""
+    end_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # the script's workers: torch's default, not this server's
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+    folder = Path(env["SAME_FOLDER"])
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, number)
+    os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from scripts.same.observe import run_script
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    run_script(job.script, job.argv)
+
+
+def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: float) -> list[int | None]:
+    """Wait for all ranks; kill those that outlive the bound (None), or a failed one by FAILURE_GRACE_S."""
+    deadline = time.monotonic() + timeout_s
+    failed = False
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if not failed and any(process.exitcode for process in processes):
+            failed, deadline = True, min(deadline, time.monotonic() + FAILURE_GRACE_S)
+        time.sleep(0.02)
+    hung = [process.is_alive() for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return [
+        None if is_hung and not failed else process.exitcode
+        for is_hung, process in zip(hung, processes, strict=True)
+    ]
+
+
+def run(job: Job, world_size: int, folder: Path, timeout_s: float, **variables: str) -> list[int | None]:
+    """Run a job to its end; return each rank's status, negative for a signal, None where it hung.
+
+    Args:
+        job: the script.
+        world_size: how many ranks.
+        folder: where the ranks record what they do; it is created.
+        timeout_s: the end of a job that hangs.
+        variables: of the observer.
+    """
+    folder.mkdir(parents=True)
+    env = environment(job, world_size, folder, variables)
+    if job.launch:
+        return run_by_launcher(job, env, folder, timeout_s)
+    processes = [CONTEXT.Process(target=run_rank, args=(job, env, rank)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    return wait(processes, timeout_s)
+
+
+def run_by_launcher(job: Job, env: dict[str, str], folder: Path, timeout_s: float) -> list[int | None]:
+    """Run a job by its launcher; return the launcher's status alone."""
+    command = [*shlex.split(job.launch), "-m", "scripts.same.observe", job.script, *job.argv]
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:
+        process = subprocess.Popen(
+            command, env=inherited | env | {"PYTHONPATH": paths}, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            return [process.wait(timeout_s)]
+        except subprocess.TimeoutExpired:
+            return [None]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

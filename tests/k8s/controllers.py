@@ -1,0 +1,87 @@
+"""Count failures and delay new pods as the controllers do: what a fault costs a job, without a cluster.
+
+Each class holds the rules of one controller, with the lines that they were read from. It is given the manifest's
+own numbers and policies, and driven by exit statuses. The controllers themselves are not run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DRAINED = "DisruptionTarget"
+"""In place of an exit status: the pod was evicted, preempted or lost with its machine."""
+
+
+class Job:
+    """The Job controller (Kubernetes 1.32, pkg/controller/job) for an Indexed Job."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec, self.failed = spec, ""
+        nodes = spec["completions"]
+        self.counted, self.ignored = [0] * nodes, [0] * nodes
+
+    def action(self, status: int | str) -> str:
+        """Return what the first matching rule does: pod_failure_policy.go, matchPodFailurePolicy."""
+        for rule in self.spec.get("podFailurePolicy", {}).get("rules", []):
+            codes = rule.get("onExitCodes", {}).get("values", [])
+            conditions = [pattern["type"] for pattern in rule.get("onPodConditions", [])]
+            if status in codes or status in conditions:
+                return str(rule["action"])
+        return "Count"
+
+    def fail(self, statuses: dict[int, int | str]) -> dict[int, int]:
+        """Let pods of these indexes fail at once; return the seconds until each has a new pod.
+
+        An empty result means that the job has failed, for the reason in `failed`.
+        """
+        for index, status in statuses.items():
+            action = self.action(status)
+            if action == "FailJob":
+                self.failed = "PodFailurePolicy"
+            elif action == "Ignore":
+                self.ignored[index] += 1
+            else:
+                self.counted[index] += 1
+        if "backoffLimitPerIndex" in self.spec:
+            # indexed_job_utils.go, isIndexFailed: a counted failure with as many before it as the limit
+            lost = sum(count > self.spec["backoffLimitPerIndex"] for count in self.counted)
+            # job_controller.go, syncJob; without maxFailedIndexes the other indexes would run on
+            if lost > self.spec.get("maxFailedIndexes", len(self.counted)):
+                self.failed = self.failed or "MaxFailedIndexesExceeded"
+            # backoff_utils.go:199, getRemainingTimePerIndex: the index's own failures, ignored ones too
+            delays = {index: wait_s(self.counted[index] + self.ignored[index]) for index in statuses}
+        else:
+            # job_controller.go, syncJob: exceedsBackoffLimit
+            if sum(self.counted) > self.spec["backoffLimit"]:
+                self.failed = self.failed or "BackoffLimitExceeded"
+            # backoff_utils.go:91, newBackoffRecord: all pods that failed, ignored ones too, since the last success
+            delays = dict.fromkeys(statuses, wait_s(sum(self.counted) + sum(self.ignored)))
+        return {} if self.failed else delays
+
+
+def wait_s(failures: int) -> int:
+    """Return the Job controller's delay: 10 s, doubled with each failure, 600 s at most (backoff_utils.go:210)."""
+    return min(600, 10 * 2 ** (failures - 1)) if failures else 0
+
+
+class PyTorchJob:
+    """The training operator 1.9: containers start again in their pods, and a job counts them all together."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.limit = spec["runPolicy"]["backoffLimit"]
+        groups = spec["pytorchReplicaSpecs"]
+        assert {group["restartPolicy"] for group in groups.values()} == {"OnFailure"}
+        self.restarts = [0] * sum(group["replicas"] for group in groups.values())
+        # pkg/controller.v1/pytorch/initcontainer.go: Workers wait for a Master's name in an init container
+        self.has_init_container = "Master" in groups
+
+    def fail(self, statuses: dict[int, int | str]) -> bool:
+        """Let pods fail, and run again; return whether the job goes on.
+
+        pkg/core/job.go:101-132: the restart counts of all containers of running pods are added up, whatever the
+        exit status. The job has failed when the sum reaches the limit, and its pods are deleted. A drained node's
+        pod is made anew and counts from 0 (pkg/controller.v1/common/pod.go:350).
+        """
+        for index, status in statuses.items():
+            self.restarts[index] = 0 if status == DRAINED else self.restarts[index] + 1
+        return sum(self.restarts) < self.limit

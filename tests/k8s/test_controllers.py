@@ -1,0 +1,91 @@
+"""What faults cost a job: restarts, delays and ends by the controllers' counting and the manifests' numbers."""
+
+import pytest
+
+from k8s.manifest import KINDS, Request, render
+from tests.k8s.controllers import DRAINED, Job, PyTorchJob
+
+NODES = 8
+ALL = range(NODES)
+
+
+def spec_of(kind, nodes=NODES):
+    documents = render(Request(kind, "ddp", "mine", nodes=nodes))
+    return next(one for one in documents if one["kind"] != "Service")["spec"]
+
+
+def job_of(kind, nodes=NODES):
+    """Return the Job that the kind ends up with; JobSet and trainer make one of the template's spec."""
+    spec = spec_of(kind, nodes)
+    if kind == "jobset":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    elif kind == "trainjob":
+        spec = spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"] | {"completions": nodes}
+    return Job(spec)
+
+
+JOBS = ["indexed-job", "jobset", "trainjob"]
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_drain_of_many_nodes_costs_no_more_than_one_of_two(kind):
+    """143 on all pods, and the drained one's disruption: the next pods come after 10, then 20, then 40 s."""
+    job = job_of(kind)
+    for expected in (10, 20, 40):
+        assert set(job.fail(dict.fromkeys(ALL[1:], 143) | {0: DRAINED}).values()) == {expected}
+    for _ in range(20):
+        job.fail(dict.fromkeys(ALL, 143))
+    assert job.failed == "", "stops are not counted"
+
+
+def test_without_limits_for_each_index_it_would_cost_minutes():
+    spec = spec_of("indexed-job") | {"backoffLimit": 3 * NODES}
+    del spec["backoffLimitPerIndex"]
+    assert set(Job(spec).fail(dict.fromkeys(ALL, 143)).values()) == {600}
+    assert set(Job(spec).fail(dict.fromkeys(ALL[:6], 143)).values()) == {320}
+
+
+@pytest.mark.parametrize("nodes", [2, NODES])
+def test_a_failing_rank_is_started_again_three_times(nodes):
+    job = job_of("indexed-job", nodes)
+    assert [set(job.fail(dict.fromkeys(range(nodes), 1)).values()) for _ in range(4)] == [{10}, {20}, {40}, set()]
+    assert job.failed == "MaxFailedIndexesExceeded"
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_a_failing_rank_hands_the_job_to_its_jobset_at_once(kind):
+    job = job_of(kind)
+    assert job.fail({3: 1}) == {}
+    assert job.failed == "MaxFailedIndexesExceeded", "no reason of the rule that ends the JobSet"
+    spec = spec_of(kind) if kind == "jobset" else spec_of(kind)["template"]["spec"]
+    assert spec["failurePolicy"]["maxRestarts"] == 3
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_refusal_ends_the_job(kind):
+    job = job_of(kind)
+    assert job.fail({5: 2}) == {}
+    assert job.failed == "PodFailurePolicy"
+
+
+@pytest.mark.parametrize("nodes", [1, 2, NODES])
+def test_all_containers_of_a_pytorchjob_start_again_three_times(nodes):
+    job = PyTorchJob(spec_of("pytorchjob", nodes))
+    assert [job.fail(dict.fromkeys(range(nodes), 1)) for _ in range(3)] == [True] * 3
+    assert job.fail({0: 1}) is False
+
+
+def test_a_pytorchjob_has_no_part_of_the_operators_in_its_pods():
+    """The restricted standard refuses it, and its restarts would count."""
+    assert not PyTorchJob(spec_of("pytorchjob")).has_init_container
+
+
+def test_stops_of_a_pytorchjob_count():
+    """Exit status 143 is counted like any other: k8s/README.md says so."""
+    job = PyTorchJob(spec_of("pytorchjob"))
+    drains = [job.fail(dict.fromkeys(ALL[1:], 143) | {0: DRAINED}) for _ in range(4)]
+    assert drains == [True, True, True, False]
+
+
+def test_every_kind_is_simulated_or_counted_elsewhere():
+    assert {*JOBS, "pytorchjob", "pytorchjob-elastic", "mpijob", "doctor"} == set(KINDS)

@@ -1,0 +1,288 @@
+"""FSDP: hybrid sharding, its options, what each rank holds, and one curve in double precision."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from recipes.common import loop
+from recipes.common.data import load_data
+from recipes.common.job import Job
+from recipes.common.models import build_model
+from recipes.common.ranks import read_ranks
+from recipes.common.world import connected_world
+from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
+from recipes.fsdp.train import blocks, options, wrap
+from tests.support import Ranks, largest_difference, losses, metrics, train, weights, words_for
+
+TEXT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """Return the run of single on text."""
+    return train("single", tmp_path_factory.mktemp("single"), 1, *TEXT)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv"),
+    [
+        (4, ("--replicas", "2", "--activation-checkpointing")),
+        (2, ("--replicas", "2")),
+        (2, ("--no-reshard-after-forward", "--accumulate-steps", "2")),
+    ],
+)
+def test_every_layout_has_the_losses_of_single(single, tmp_path, world_size, argv):
+    run = train("fsdp", tmp_path, world_size, *TEXT, *argv)
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+def test_bf16_gathers_half_and_stays_close(single, tmp_path):
+    """2^-8 is bfloat16's rounding; norms and the loss average it out over a block's sums."""
+    run = train("fsdp", tmp_path, 2, *TEXT, "--amp", "bf16")
+    assert losses(run) == pytest.approx(losses(single), rel=2.0**-8)
+    assert losses(run) != pytest.approx(losses(single), rel=1e-6)
+    assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
+
+
+def test_ranks_evaluate_equally_often(tmp_path):
+    """Of 513 samples, rank 0 has one batch of 256, and rank 1 another of one sample besides."""
+    argv = ("--data", "synthetic", "--num-samples", "4104", "--image-size", "8", "--max-steps", "1")
+    runs = [train(recipe, tmp_path, n, *argv) for recipe, n in (("fsdp", 2), ("single", 1))]
+    ours, theirs = (metrics(run)[-1] for run in runs)
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
+    assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+def normed_model(spec):
+    """Return a model with batch norm among its blocks."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("--model", "tests.parallel.test_fsdp:normed_model"),
+        ("--model", "resnet18", "--data", "synthetic", "--num-samples", "16", "--image-size", "16"),
+    ],
+    ids=["block", "root"],
+)
+def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
+    run = train("fsdp", tmp_path, 2, *model, "--max-steps", "1", "--global-batch-size", "8", "--amp", "bf16")
+    assert metrics(run)[-1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--replicas", "2"), "--replicas 2 does not divide 3 processes; start a multiple of 2"),
+        (("--amp", "fp16"), "--amp fp16: its gradient scaler does not know shards; use --amp bf16"),
+        (("--cpu-offload",), "--cpu-offload: shards are in main memory already on a CPU; drop it"),
+    ],
+)
+def test_refusals(tmp_path, argv, message):
+    outcome = Ranks("fsdp", words_for(tmp_path, "run", "--device", "cpu", *argv), 3, tmp_path / "out").wait()
+    assert outcome.statuses == [2, 2, 2], outcome.text
+    assert f"error: {message}" in outcome.text
+
+
+# ---- in double precision: what is left of the difference is the order of sums
+
+STEPS = 200
+
+
+def train_in_double(folder, argv):
+    """Train LeNet for 200 steps as one rank; write the losses and the bytes of the shards, and leave."""
+    args = options(["--device", "cpu", "--no-channels-last", *argv])
+    with connected_world(args, read_ranks("fsdp")) as world:
+        data = load_data(args, world.device, print)
+        model = build_model(args, data).double()
+        module = wrap(model, args, world)
+        found = double_losses(model, data, world.rank, world.world_size)
+        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+        if world.rank == 0:
+            (folder / "losses.json").write_text(json.dumps(found))
+    sys.exit()
+
+
+def double_losses(model, data, rank=0, world_size=1):
+    """Return the loss of each step, that of the whole batch, by a plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
+    found = []
+    for step in range(STEPS):
+        batch = order[(step * 11) % 1400 :][:11]
+        ((images, labels),) = data.train.batches([batch.tensor_split(world_size)[rank]], 0)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images.double()), labels, reduction="sum") / len(batch)
+        (loss * world_size).backward()
+        optimizer.step()
+        loss = loss.detach()
+        if world_size > 1:
+            torch.distributed.all_reduce(loss)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "argv"), [(4, ()), (4, ("--replicas", "2"))])
+def test_200_steps_in_double_precision(tmp_path, world_size, argv):
+    args = options(["--device", "cpu", "--no-channels-last"])
+    data = load_data(args, torch.device("cpu"), print)
+    expected = double_losses(build_model(args, data).double(), data)
+    setup = functools.partial(train_in_double, tmp_path, argv)
+    outcome = Ranks("fsdp", [], world_size, tmp_path / "out", setup=setup, OMP_NUM_THREADS="1").wait()
+    assert outcome.statuses == [0] * world_size, outcome.text
+    found = json.loads((tmp_path / "losses.json").read_text())
+    assert len(found) == STEPS
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_blocks_are_the_children_of_the_outermost_sequences():
+    gpt = build_model(args := options(["--data", "text"]), load_data(args, torch.device("cpu"), print))
+    assert [type(block).__name__ for block in blocks(gpt)] == ["Block"] * 4
+    args = options([])
+    lenet = build_model(args, load_data(args, torch.device("cpu"), print))
+    assert sum(1 for block in blocks(lenet) if any(True for _ in block.parameters())) == 5
+
+
+# ---- memory
+
+
+def note_bytes(folder):
+    """Let each rank write the bytes of its weights, gradients and optimizer state, as allocated, in a step."""
+    update = loop.update
+
+    def noting_update(job, check):
+        parameters = list(job.model.parameters())
+        held = allocated(parameters) + allocated([parameter.grad for parameter in parameters])
+        update(job, check)
+        state = [value for values in job.optimizer.state.values() for value in values.values()]
+        held += allocated([tensor for tensor in state if tensor.ndim])
+        (folder / f"bytes{job.peers.rank}").write_text(str(held))
+
+    loop.update = noting_update
+
+
+def allocated(tensors):
+    storages = [tensor.to_local().untyped_storage() for tensor in tensors]  # gradients of a block share one
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("world_size", "argv"), [(3, ()), (4, ("--replicas", "2"))])
+def test_each_rank_holds_its_share(tmp_path, world_size, argv):
+    argv = (*TEXT, "--max-steps", "1", *argv)
+    words = words_for(tmp_path, "run", "--device", "cpu", *argv)
+    setup = functools.partial(note_bytes, tmp_path)
+    outcome = Ranks("fsdp", words, world_size, tmp_path / "out", setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    args = options([*argv])
+    model = build_model(args, load_data(args, torch.device("cpu"), print))
+    total = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())  # AdamW: two numbers a weight
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(world_size)]
+    shards = world_size // args.replicas
+    assert sum(held) >= total * args.replicas
+    assert max(held) <= 1.1 * total / shards
+
+
+def note_restored_bytes(folder):
+    """Let each rank write the bytes that it keeps of a checkpoint."""
+    restore = Job.restore
+
+    def noting_restore(job, content):
+        optimizer = [value for values in content["optimizer"]["state"].values() for value in values.values()]
+        tensors = [*content["model"].values(), *(tensor for tensor in optimizer if tensor.ndim)]
+        (folder / f"bytes{job.peers.rank}").write_text(str(allocated(tensors)))
+        restore(job, content)
+
+    Job.restore = noting_restore
+
+
+def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
+    words = words_for(tmp_path, "run", "--device", "cpu", *TEXT, "--resume", str(single), "--max-steps", "5")
+    setup = functools.partial(note_restored_bytes, tmp_path)
+    outcome = Ranks("fsdp", words, 3, tmp_path / "out", setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(3)]
+    total = 3 * sum(tensor.nbytes for name, tensor in weights(single).items() if name != "head.weight")
+    assert total <= sum(held) <= 1.2 * total
+    assert max(held) <= 1.2 * total / 3
+
+
+# ---- initialisation
+
+
+def own_model(spec):
+    """Return a model whose initialisation looks at its own numbers."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
+    with torch.no_grad():
+        model[1].weight /= model[1].weight.norm()
+    return model
+
+
+SYNTHETIC = ("--data", "synthetic", "--image-size", "32", "--num-samples", "4")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("--model", "vit-tiny"),
+        ("--data", "text", "--model", "gpt-tiny"),
+        ("--model", "resnet18", *SYNTHETIC),
+        ("--model", "vit_b_16", *SYNTHETIC),  # its truncated normal looks at the numbers it draws
+    ],
+)
+def test_a_rank_draws_its_rows_of_what_one_process_draws(argv):
+    args = options([*argv, "--no-channels-last"])
+    data = load_data(args, torch.device("cpu"), print)
+    whole = dict(build_model(args, data).named_parameters())
+    model, shards = build_shards(lambda: build_model(args, data), 1, 3)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert shards.keys() == whole.keys()
+    for name, own in shards.items():
+        assert torch.equal(own, rows(whole[name].detach(), 1, 3)), name
+    assert sum(own.untyped_storage().nbytes() for own in shards.values()) <= 1.1 / 3 * sum(
+        parameter.nbytes for parameter in whole.values()
+    )
+    assert nn.init.normal_.__module__ == "torch.nn.init"
+
+
+def asks(tensor):
+    if not tensor.is_meta:
+        nn.init.ones_(tensor)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda weight: weight.div_(weight.norm()),
+        lambda weight: weight[0].fill_(1),
+        lambda weight: weight.copy_(torch.rand_like(weight)),
+        asks,
+    ],
+)
+def test_what_cannot_be_drawn_in_part_is_refused(spoil):
+    def build():
+        linear = nn.Linear(4, 4)
+        with torch.no_grad():
+            spoil(linear.weight)
+        return linear
+
+    with pytest.raises(UnknownInitError):
+        build_shards(build, 0, 2)
+
+
+def test_a_model_that_has_to_be_built_whole_says_so_and_trains_the_same(tmp_path):
+    argv = ("--model", "tests.parallel.test_fsdp:own_model", "--max-steps", "3")
+    run = train("fsdp", tmp_path, 2, *argv)
+    assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *argv)), rel=1e-5)
+    output = (tmp_path / "output-fsdp-2" / "rank0.txt").read_text()
+    assert "note: the model was built whole on each rank before it was sharded" in output

@@ -1,0 +1,131 @@
+"""Tensor parallelism: each model in each layout, its checkpoints, its refusals, and what crosses the wire."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+
+import pytest
+import torch
+
+from recipes.common.data import load_data
+from recipes.common.models import build_model
+from recipes.tensor.train import options
+from tests import observe
+from tests.support import Ranks, largest_difference, losses, metrics, newest_checkpoint, train, weights, words_for
+
+STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
+GPT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16")
+MODELS = {
+    "lenet": (),
+    "vit-tiny": ("--model", "vit-tiny", "--optimizer", "adamw", "--lr", "0.001"),
+    "gpt-tiny": (*GPT, "--optimizer", "adamw"),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def single(request, tmp_path_factory):
+    """Return a model's options and the run of single with it."""
+    argv = (*MODELS[request.param], *STEPS)
+    return argv, train("single", tmp_path_factory.mktemp(request.param), 1, *argv)
+
+
+def moments(run):
+    """Return the optimizer's tensors of a run's newest checkpoint, by parameter and name."""
+    state = newest_checkpoint(run)["optimizer"]["state"]
+    return {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
+
+
+def assert_same_end(run, whole):
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
+    assert largest_difference(moments(run), moments(whole)) < 1e-5
+    ours, theirs = metrics(run)[-1], metrics(whole)[-1]
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (1, 4)])
+def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks):
+    argv, whole = single
+    run = train("tensor", tmp_path, replicas * ranks, *argv, "--tensor-parallel", str(ranks))
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+def test_a_checkpoint_of_single_goes_on_in_shards(single, tmp_path):
+    argv, whole = single
+    checkpoint = str(whole / "checkpoints" / "step-000000002.pt")
+    run = train("tensor", tmp_path, 2, *argv, "--resume", checkpoint)
+    found = [line["loss"] for line in metrics(run) if "loss" in line]
+    assert found == pytest.approx(losses(whole)[2:], rel=1e-5)
+    assert_same_end(run, whole)
+
+
+def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sample(tmp_path):
+    """4 ranks train batches of 3 samples: the replicas have 1 and 2."""
+    argv = ("--max-steps", "3", "--global-batch-size", "3", "--data", "synthetic", "--num-samples", "20")
+    argv += ("--image-size", "8", "--lr", "0.001")
+    run, whole = train("tensor", tmp_path, 4, *argv), train("single", tmp_path, 1, *argv)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+def test_bf16_stays_close(tmp_path):
+    """2^-8 is bfloat16's rounding."""
+    argv = (*GPT, "--max-steps", "3", "--amp", "bf16")
+    run, whole = train("tensor", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv)
+    assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "message"),
+    [
+        (3, (), "--tensor-parallel 2 does not divide 3 processes; start a multiple of 2 processes, or give"),
+        (
+            3,
+            ("--tensor-parallel", "3", *GPT),
+            "--tensor-parallel 3 does not divide the 4 attention heads of gpt-tiny",
+        ),
+        (2, ("--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet, vit-tiny, "),
+        (2, ("--amp", "fp16"), "--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16"),
+    ],
+)
+def test_refusals(tmp_path, world_size, argv, message):
+    words = words_for(tmp_path, "run", "--device", "cpu", *argv)
+    outcome = Ranks("tensor", words, world_size, tmp_path / "out").wait(60)
+    assert outcome.statuses == [2] * world_size, outcome.text
+    assert f"error: {message}" in outcome.text
+
+
+# ---- bytes on the wire
+
+
+def sent_per_step(folder, world_size):
+    """Return the median of the bytes that each rank sends in a step."""
+    files = [folder / f"steps{rank}.jsonl" for rank in range(world_size)]
+    counts = [[json.loads(line)["sent_bytes"] for line in file.read_text().splitlines()] for file in files]
+    return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]
+
+
+def gradient_bytes(ranks):
+    """Return the bytes of the gradients that a rank holds of gpt-tiny, whose matrices but one are split."""
+    args = options([*GPT, "--device", "cpu"])
+    model = build_model(args, load_data(args, torch.device("cpu"), print))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    split = sum(size for name, size in sizes.items() if "attention" in name or "mlp" in name)
+    return 4 * (sum(sizes.values()) - split + split // ranks)
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (1, 4)])
+def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks):
+    """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds."""
+    words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")
+    words += ["--tensor-parallel", str(ranks)]
+    setup = functools.partial(observe.observe_steps, tmp_path)
+    outcome = Ranks("tensor", words, replicas * ranks, tmp_path, setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    activations = 4 * 4 * (8 // replicas * 16 * 64 * 4)
+    expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)
+    for sent in sent_per_step(tmp_path, replicas * ranks):
+        assert expected <= sent <= 1.05 * expected

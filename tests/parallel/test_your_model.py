@@ -1,0 +1,123 @@
+"""docs/your-model.md: the module that it shows, in several recipes, on one curve; and text, the second task."""
+
+import functools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import need_horovod
+from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
+
+MINE, OWN_TASK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
+SAME = {"ddp": (), "horovod": ("--compression", "none"), "pipeline": ("--num-microbatches", "2")}
+
+
+def import_from(folder):
+    """Let a rank import modules from a folder, as if it had started there."""
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mine")
+    module = f"{MINE}\n\n{OWN_TASK}\n\ndef values():\n    x, y = spirals()['train']\n"
+    module += "    pair = (x, x.prod(1, keepdim=True))\n"
+    module += "    return {'train': pair, 'test': pair, 'target': 'values'}\n\n"
+    (path / "mine.py").write_text(
+        module + "def line(data):\n    return nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))\n"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Return a function: the run of a recipe with some options; each is trained once."""
+
+    def start(recipe, world_size, *argv):
+        if recipe == "horovod":
+            need_horovod()
+        name = f"{recipe}-{abs(hash(argv))}"
+        words = words_for(
+            folder, name, "--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ())
+        )
+        setup = functools.partial(import_from, folder)
+        outcome = Ranks(recipe, words, world_size, folder / f"output-{name}", setup=setup).wait()
+        assert not any(outcome.statuses), outcome.text
+        return folder / name
+
+    return functools.cache(start)
+
+
+SPIRALS = (
+    "--data",
+    "mine:spirals",
+    "--model",
+    "mine:net",
+    "--max-steps",
+    "36",
+    "--warmup-steps",
+    "9",
+    "--lr",
+    "0.1",
+)
+
+
+def test_the_module_has_thirty_lines():
+    assert len(MINE.splitlines()) <= 32
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "horovod", "pipeline"])
+def test_it_trains_on_one_curve_in_every_recipe(run, recipe):
+    path, single = run(recipe, 2, *SPIRALS), run("single", 1, *SPIRALS)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+    assert len(losses(path)) == 36
+    ours, theirs = ([line for line in metrics(folder) if "test_loss" in line] for folder in (path, single))
+    assert [line["test_accuracy"] for line in ours] == [line["test_accuracy"] for line in theirs]
+    assert largest_difference(weights(path), weights(single)) < 1e-5
+    assert losses(path)[-1] < 0.9 * losses(path)[0]
+
+
+VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
+    path, single = run(recipe, 2, *VALUES), run("single", 1, *VALUES)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+    (last,) = [line for line in metrics(path) if "test_loss" in line]
+    namespace = {}
+    exec(compile((path.parent / "mine.py").read_text(), "mine.py", "exec"), namespace)
+    inputs, targets = namespace["values"]()["test"]
+    model = namespace["line"](None)
+    model.load_state_dict(weights(path))
+    errors = (model(inputs) - targets).double()
+    assert last["test_loss"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
+    assert last["test_absolute_error"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
+    assert last["test_rms_error"] == pytest.approx(last["test_loss"] ** 0.5)
+
+
+def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):
+    """Best is the lowest: the last epoch of two."""
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"{number}: all work and no play\n" * 20)
+    argv = ("--data", "text", "--data-dir", str(tmp_path), "--seq-len", "16", "--epochs", "2")
+    path = train("ddp", folder, 2, *argv, "--global-batch-size", "16", "--warmup-steps", "0")
+    text = (folder / "output-ddp-2" / "rank0.txt").read_text()
+    assert "a sample of what the model writes:\n" in text
+    speeds = r"samples_per_s=(\d+) tokens_per_s=(\d+)"
+    result = re.search(rf"result recipe=ddp world_size=2 test_bits_per_byte=(\S+) {speeds} record=(\S+)\n$", text)
+    assert result, text
+    epochs = [line for line in metrics(path) if "test_loss" in line]
+    assert float(result[1]) == pytest.approx(epochs[-1]["test_loss"] / math.log(2), abs=1e-4)
+    assert int(result[3]) == pytest.approx(16 * int(result[2]), abs=16)
+    assert Path(result[4]) == path
+    best = json.loads((path / "result.json").read_text())["best_test_bits_per_byte"]
+    assert best == min(line["test_bits_per_byte"] for line in epochs), "the lowest"
+    assert losses(path)[-1] < losses(path)[0] < 1.1 * math.log(256)
+    best = torch.load(path / "checkpoints" / "best.pt", weights_only=True)["position"]
+    assert best["best_score"] == -min(line["test_bits_per_byte"] for line in epochs)

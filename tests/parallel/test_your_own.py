@@ -1,0 +1,254 @@
+"""A script of the user's own in a recipe's place: the contract of docs/your-own.md, on this machine.
+
+The scripts here need no torch, and most run as one process, whose launcher needs none either.
+"""
+
+import ast
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from recipes.common.errors import UserError
+from scripts.launch import script as contract
+from scripts.launch.command import check_recipe
+from scripts.launch.local import free_port
+from tests.conftest import need_horovod
+from tests.support import ROOT, TIMEOUT_S, Command, wait_until
+
+SHOW = """
+import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NNODES", "NODE_RANK")
+names += ("NPROC_PER_NODE", "RUN_DIR", "RESUME", "SCRIPT", "LAUNCHER_PID")
+shown = {name: os.environ[name] for name in names if name in os.environ}
+# One write: lines of several ranks may not mix.
+os.write(1, f"shown {(sys.argv[1:], os.getcwd(), os.path.isdir(os.environ['RUN_DIR']), shown)!r}\\n".encode())
+"""
+
+WAIT = """
+import os, pathlib, time
+run_dir, rank = pathlib.Path(os.environ["RUN_DIR"]), os.environ.get("RANK", "0")
+def wait(number=60):
+    (run_dir / f"up-{rank}").touch()
+    time.sleep(number)
+"""
+
+SAVE = """
+import signal, sys
+def save(number, frame):
+    with open(run_dir / "saved", "a") as file:
+        print(f"{signal.Signals(number).name} begin", file=file, flush=True)
+        time.sleep(2.5)
+        print("end", file=file)
+    sys.exit(0)
+"""
+
+UNAWARE = f"{WAIT}\nimport subprocess\nsubprocess.Popen(['sleep', '60'])\nprint('waits')\nwait()"
+AWARE = f"{WAIT}\n{SAVE}\nfor number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, save)\nwait()"
+ONE_IS_AWARE = f"{WAIT}\n{SAVE}\nif rank == '0': signal.signal(signal.SIGTERM, save)\nwait()"
+DEAF = f"{WAIT}\nimport signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\nwait()"
+
+
+class Job(Command):
+    """`make run SCRIPT=... NAME=mine`, in a folder of its own."""
+
+    def __init__(
+        self, folder, source, recipe="single", nodes=1, nproc_per_node=1, options=(), stop_grace_s=60, **env
+    ):
+        self.script, self.run = folder / "train.py", folder / "runs/mine"
+        self.script.write_text(textwrap.dedent(source))
+        own = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node), "--name=mine")
+        code = "import sys; from scripts.launch import local; "
+        code += f"local.STOP_GRACE_S = {stop_grace_s}; sys.exit(local.main())"
+        env = {"SCRIPT": str(self.script), "WORKDIR": str(folder), "RUNS_DIR": str(folder / "runs"), **env}
+        env["PYTHONUNBUFFERED"] = ""
+        super().__init__(sys.executable, "-c", code, recipe, *own, "--", *options, **env)
+
+    def wait_for_ranks(self, count=1):
+        wait_until(
+            lambda: len(list(self.run.glob("up-*"))) == count, TIMEOUT_S, lambda: f"ranks that are up\n{self.text}"
+        )
+
+
+def shown(result):
+    assert (result.status, result.errors) == (0, [])
+    return [ast.literal_eval(text) for text in re.findall(r"shown (.*)", result.stdout + result.stderr)]
+
+
+def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
+    job = Job(tmp_path, SHOW, "ddp", 2, 2, ("--lr", "0.1", "--out={run_dir}/x", "--resume", "{resume}", "{a}"))
+    found = sorted(shown(job.wait()), key=lambda one: one[3]["RANK"])
+    assert [one[0] for one in found] == [["--lr", "0.1", f"--out={job.run}/x", "--resume", "none", "{a}"]] * 4
+    assert [one[1:3] for one in found] == [(str(tmp_path), True)] * 4
+    ranks = [[one[3][name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK")] for one in found]
+    assert ranks == [["0", "0", "0"], ["1", "1", "0"], ["2", "0", "1"], ["3", "1", "1"]]
+    same = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_DIR": str(job.run)}
+    for one in found:
+        assert one[3].items() >= {**same, "RESUME": "none"}.items()
+        assert not one[3].keys() & {"SCRIPT", "LAUNCHER_PID"}
+    assert not job.run.exists(), "nothing was written to it"
+
+
+def test_spawn_starts_one_process_a_node_which_is_told_the_nodes(tmp_path):
+    found = shown(Job(tmp_path, SHOW, "spawn", 2, 3, RANK="7", WORLD_SIZE="9").wait())
+    variables = [one[3] for one in found]
+    assert sorted(one["NODE_RANK"] for one in variables) == ["0", "1"]
+    for one in variables:
+        assert (one["NNODES"], one["NPROC_PER_NODE"], one["MASTER_ADDR"]) == ("2", "3", "127.0.0.1")
+        assert not one.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+
+
+def test_horovods_launcher_starts_it(tmp_path):
+    need_horovod()
+    found = shown(Job(tmp_path, SHOW, "horovod", 1, 2).wait())
+    assert sorted(one[3]["RANK"] for one in found) == ["0", "1"]
+
+
+def test_a_run_is_not_overwritten_and_resumes_if_asked(tmp_path):
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/snapshot.pt").touch()
+    result = Job(tmp_path, SHOW).wait()
+    remedy = "set RESUME=auto to resume this run, or choose another NAME"
+    assert (result.status, result.stderr) == (2, f"error: {tmp_path}/runs/mine is not empty; {remedy}\n")
+    assert shown(Job(tmp_path, SHOW, RESUME="auto").wait())[0][3]["RESUME"] == "auto"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_one_that_does_not_handle_signals_is_ended_by_them_with_status_0(tmp_path, number):
+    job = Job(tmp_path, UNAWARE)
+    job.wait_for_ranks()
+    job.process.send_signal(number)
+    result = job.wait(timeout_s=50)
+    assert (result.status, result.errors) == (0, [])
+    assert "waits\n" in result.stdout, "output is not lost in a buffer"
+    assert f"stopped by {number.name}, which the script does not handle\n" in result.stdout
+
+
+def test_one_that_handles_them_gets_each_once_and_writes_its_checkpoint(tmp_path):
+    """The launcher repeats a signal each second: a second one would interrupt the handler."""
+    job = Job(tmp_path, AWARE)
+    job.wait_for_ranks()
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=50)
+    assert (result.status, result.stderr) == (0, "")
+    assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
+
+
+def test_a_rank_that_saves_is_left_to_finish_when_the_signal_ends_the_others(tmp_path):
+    job = Job(tmp_path, ONE_IS_AWARE, "ddp", 1, 2)
+    job.wait_for_ranks(2)
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=50)
+    assert (result.status, result.errors) == (0, [])
+    assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
+
+
+def test_one_that_ignores_them_is_killed_at_the_bound(tmp_path):
+    job = Job(tmp_path, DEAF, stop_grace_s=4)
+    job.wait_for_ranks()
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=30)
+    assert result.status == 1
+    assert result.errors == ["error: still running 4 s after the signal; killed"]
+
+
+def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path):
+    result = Job(tmp_path, "import sys; sys.exit(7)").wait()
+    assert result.status == 7
+    [line] = result.errors[:1]
+    assert re.fullmatch(r"error: rank 0 \(pid \d+ on \S+\) ended with status 7; its own error is above", line)
+
+
+def test_it_ends_with_its_launcher(tmp_path):
+    job = Job(tmp_path, f"{WAIT}\nwait()")
+    job.wait_for_ranks()
+    [agent] = job.find("-m scripts.launch.agent")
+    agent.kill()
+    assert job.wait(timeout_s=10, gone_within_s=10).status == 137
+
+
+def test_launch_sh_takes_paths_from_the_callers_folder(tmp_path):
+    (tmp_path / "train.py").write_text(SHOW)
+    env = {"SCRIPT": "train.py", "RUNS_DIR": str(tmp_path / "runs"), "PYTHON": sys.executable}
+    command = Command(str(ROOT / "scripts/launch.sh"), "single", "--lr", "1", cwd=tmp_path, **env)
+    [(options, folder, _, variables)] = shown(command.wait())
+    assert (options, folder) == (["--lr", "1"], str(tmp_path))
+    assert variables["RUN_DIR"] == str(tmp_path / "runs/train")
+
+
+def test_the_document_names_tests_that_exist():
+    text = (ROOT / "docs/your-own.md").read_text()
+    files = [ROOT / "docs" / path for path in re.findall(r"\]\((\.\./tests/\S+)\)", text)]
+    found = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in files)))
+    assert set(re.findall(r"`(test_\w+)`", text)) <= found
+
+
+def fail(monkeypatch, **env):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        contract.job_environment(env.get("NAME", ""))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["#!/bin/bash\nif [[ -e x ]]; then echo; fi\n", "1\na = (2,\n", "1\0"])
+def test_a_file_that_is_not_python_is_refused(monkeypatch, tmp_path, source):
+    path = tmp_path / "train"
+    path.write_text(source)
+    message = fail(monkeypatch, SCRIPT=str(path))
+    assert message.startswith(f"SCRIPT {path} is not Python: ")
+    assert message.endswith(" (line 2); fix it, or name a Python file" if "\n" in source else "name a Python file")
+
+
+def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("'\\d'\n")  # Python warns of it, but not twice
+    path = tmp_path / "tran.py"
+    assert fail(monkeypatch, SCRIPT=str(path)) == f"SCRIPT {path} does not exist; did you mean 'train.py'?"
+    assert fail(monkeypatch, SCRIPT=str(tmp_path)).endswith("cannot be read: Is a directory; name a Python file")
+    recipe = str(ROOT / "recipes/ddp/train.py")
+    assert fail(monkeypatch, SCRIPT=recipe).endswith("is a recipe, not a script; set RECIPE=ddp and no SCRIPT")
+    script = str(tmp_path / "train.py")
+    assert fail(monkeypatch, SCRIPT=script, NAME="a/b") == "NAME: expected a name without folders, got 'a/b'"
+    assert fail(monkeypatch, SCRIPT=script, RESUME="yes") == "RESUME: expected auto or none, got 'yes'"
+    assert fail(monkeypatch, SCRIPT=script, RESUME="", WORKDIR="/no").startswith("WORKDIR /no is not a folder; ")
+
+
+def test_a_script_in_recipes_place_is_refused():
+    with pytest.raises(
+        UserError, match=r"RECIPE my/train\.py is a file; set SCRIPT=my/train\.py, and RECIPE to how"
+    ):
+        check_recipe("my/train.py")
+
+
+def test_runs_without_a_name_are_numbered(monkeypatch, tmp_path):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("SCRIPT", str(tmp_path / "train.py"))
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    found = [Path(contract.job_environment("")["RUN_DIR"]).name for _ in range(2)]
+    assert found == ["train-001", "train-002"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["single", "ddp", "spawn", "horovod"])
+def test_the_pages_run_unchanged(tmp_path, recipe):
+    """They know nothing of launchers; test_minimal.py holds their losses and resumes to those of the recipes."""
+    if recipe == "horovod":
+        need_horovod()
+    nproc_per_node = 1 if recipe == "single" else 2
+    own = ("--nproc-per-node", "2") if recipe == "spawn" else ()
+    source = (ROOT / f"recipes/{recipe}/minimal.py").read_text()
+    options = (*own, "--epochs", "1", "--checkpoint", "{run_dir}/lenet.pt")
+    env = {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(free_port())}
+    job = Job(tmp_path, source, recipe, 1, nproc_per_node, options, **env)
+    result = job.wait()
+    assert result.status == 0, result.stderr
+    assert f"result recipe={recipe} world_size={nproc_per_node} test_accuracy=0." in result.stdout
+    assert (job.run / "lenet.pt").exists()
+    if recipe == "ddp":  # what the others get is the same: the folder, and RESUME
+        options = ("--epochs", "2", *options[-2:])
+        again = Job(tmp_path, source, recipe, 1, nproc_per_node, options, RESUME="auto", **env)
+        assert re.findall(r"^epoch (\d)", again.wait().stdout, re.MULTILINE) == ["2"]

@@ -1,0 +1,186 @@
+"""What make same makes of recorded steps and printed lines, without starting a process."""
+
+import inspect
+import re
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from scripts.same.__main__ import main
+from scripts.same.causes import CAUSES
+from scripts.same.compare import Rounding, Run, compare
+from scripts.same.printed import Reader
+from tests.same.bugs import BUGS, plant
+from tests.support import ROOT
+
+PAGE = (ROOT / "docs" / "same.md").read_text(encoding="utf-8")
+NUM_STEPS, SIZE = 4, 61
+
+
+@pytest.mark.parametrize(
+    ("line", "series"),
+    [
+        ("step 3 loss 2.10", {"loss": [2.10]}),
+        ("Train Epoch: 1 [0/60000 (0%)]\tLoss: 2.30", {"loss": [2.3]}),
+        ("epoch 1 test_loss 0.5 test_accuracy 0.9", {"test_loss": [0.5], "test_accuracy": [0.9]}),
+        (
+            "Test set: Average loss: 0.0585, Accuracy: 9812/10000 (98%)",
+            {"test_average_loss": [0.0585], "test_accuracy": [9812]},
+        ),
+        ("step 1: train loss 4.1, val loss 4.2", {"train_loss": [4.1], "val_loss": [4.2]}),
+        ("{'loss': 2.3e-05, 'grad_norm': 1.2}", {"loss": [2.3e-5]}),
+        ('{"samples_per_s": 3, "losses": [1.5, 0.002]}', {"loss": [1.5, 0.002]}),
+        ("result recipe=ddp world_size=2 samples_per_s=12", {}),
+        ("lossless compression 3", {}),
+    ],
+)
+def test_losses_are_read_under_their_usual_names(line, series):
+    reader = Reader()
+    reader.read(line)
+    assert {name: found.values for name, found in reader.series.items()} == series
+    assert all(("test" in name or "val" in name) == found.is_evaluation for name, found in reader.series.items())
+
+
+def test_a_number_resolves_one_unit_of_its_last_digit():
+    reader = Reader()
+    reader.read("loss 2.303 loss 7\nloss 1.00e-07 loss nan")
+    assert reader.series["loss"].resolutions == pytest.approx([1e-3, 1, 1e-9, 0])
+
+
+def test_a_pattern_names_what_it_finds():
+    reader = Reader(r"ce (?P<loss>\S+) top1 (?P<val_top1>\S+)")
+    reader.read("ce 2.5 top1 0.25 loss 9")
+    assert {name: found.values for name, found in reader.series.items()} == {"loss": [2.5], "val_top1": [0.25]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ([""], "SCRIPT is empty; name the script: make same SCRIPT=train.py"),
+        (["nowhere.py"], "SCRIPT nowhere.py: there is no such file; give its path from "),
+        (
+            ["--", "--batch-size", "{local_btach}"],
+            "ARGS: unknown placeholder {local_btach}; did you mean 'local_batch'?; use {local_batch}, ",
+        ),
+        (["--", "{local_batch}"], "ARGS has {local_batch}: give the samples of a step, such as GLOBAL_BATCH=48"),
+        (["--global-batch", "32", "--", "{local_batch}"], "GLOBAL_BATCH 32: 3 processes do not divide it; use 36"),
+        (["--world-sizes", "1 two"], "WORLD_SIZES '1 two': expected numbers from 1 to 64, such as '1 2 3'"),
+        (["--world-sizes", "1"], "WORLD_SIZES has 1 alone; add another number of processes, such as '1 2'"),
+        (["--loss", "("], "LOSS '(': missing ), unterminated subpattern at position 0; give a regular expression"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(capsys, argv, error):
+    script = [] if argv[0] in ("", "nowhere.py") else ["tests/same/right.py"]
+    assert main([*script, *argv]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {error}")
+
+
+@pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.source])
+def test_the_documentation_says_what_is_quoted(name):
+    cause = CAUSES[name]
+    parts = cause.source.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        break
+    assert cause.quote in " ".join(inspect.getdoc(found).split())
+
+
+def test_every_bug_can_be_planted_and_has_a_cause(tmp_path):
+    for bug in BUGS.values():
+        compile(plant(bug.edits, tmp_path).read_text(), "script.py", "exec")
+        assert bug.cause in CAUSES
+
+
+def test_the_page_lists_the_bugs():
+    rows = re.findall(r"^\| ([^|`]+) +\| `([a-z-]+)` +\|$", PAGE, re.MULTILINE)
+    assert {name.strip(): cause for name, cause in rows} == {name: bug.cause for name, bug in BUGS.items()}
+
+
+def record(world_size, gradients, rate=0.1, **fields):
+    """Return a run whose ranks all have these gradients, (steps, 61), and printed nothing."""
+    events, weights = [], np.zeros(SIZE)
+    for i, gradient in enumerate(gradients):
+        after = weights - rate * gradient
+        rows = [str(12 * i + row) for row in range(12)]
+        shared = {"event": "step", "optimizer": 0, "lr": [rate], "final": gradient.tolist(), "missing": []}
+        shared |= {"weights": weights.tolist(), "after": after.tolist(), "shapes": 1, "numel": SIZE, "moved": []}
+        shared |= {
+            "low_precision": "float32",
+            "batch_norm": False,
+            "dropout": False,
+            "random": {},
+            "iteration": -1,
+            **fields,
+        }
+        ranks = [rows[rank::world_size] for rank in range(world_size)]
+        events.append([{**shared, "rows": own, "sizes": [len(own)]} for own in ranks])
+        weights = after
+    return Run(world_size, [0] * world_size, [list(lines) for lines in zip(*events, strict=True)])
+
+
+GRADIENTS = np.random.default_rng(0).normal(size=(NUM_STEPS, SIZE))
+
+
+def disturb(size):
+    return GRADIENTS * (1 + size * np.random.default_rng(1).normal(size=GRADIENTS.shape))
+
+
+def causes(run, control=None):
+    first = record(1, GRADIENTS)
+    findings = compare(run, first, None, Rounding(first, control or record(1, disturb(1e-7))))
+    return [(finding.cause, finding.what.split(":")[0]) for finding in findings]
+
+
+def test_rounding_is_no_difference():
+    assert causes(record(2, disturb(3e-7))) == []
+
+
+def test_what_exceeds_rounding_is_found_in_its_first_step():
+    gradients = GRADIENTS.copy()
+    gradients[2] *= 1 + 1e-3 * np.arange(SIZE)
+    assert causes(record(2, gradients)) == [("unknown", "step 3, gradient")]
+
+
+def test_how_large_rounding_is_comes_from_the_control_run():
+    """The same difference: a script whose sums vary more has a larger tolerance."""
+    assert causes(record(2, disturb(1e-3))) == [("unknown", "step 1, gradient")]
+    assert causes(record(2, disturb(1e-3)), control=record(1, disturb(2e-4))) == []
+
+
+@pytest.mark.parametrize(("world_size", "factor"), [(2, 2), (3, 1 / 3), (3, 9)])
+def test_a_factor_is_told_from_other_differences(world_size, factor):
+    assert causes(record(world_size, factor * GRADIENTS)) == [("loss-scaled", "step 1, gradient")]
+
+
+def test_the_learning_rate_comes_before_what_it_changes():
+    assert causes(record(2, GRADIENTS, rate=0.2)) == [("learning-rate-scaled", "step 1, learning rate")]
+
+
+def test_batch_norm_explains_a_difference_but_is_none_by_itself():
+    assert causes(record(2, disturb(0.1), batch_norm=True)) == [("batch-norm", "step 1, gradient")]
+    assert causes(record(2, disturb(1e-7), batch_norm=True)) == []
+
+
+def test_random_numbers_in_the_loop_forbid_a_comparison():
+    assert causes(record(2, disturb(0.1), moved=["torch"])) == [("uncontrolled", "step 1, random numbers")]
+
+
+def test_samples_of_other_content_are_not_called_dropped():
+    """Each rank may have changed its own: then all of one process's are missing."""
+    run = record(2, disturb(0.1))
+    for step in run.at(0):
+        step["rows"] = [f"moved {row}" for row in step["rows"]]
+    assert causes(run) == [("other-samples", "step 1, samples")]
+
+
+def test_fewer_steps_are_named():
+    run = record(2, GRADIENTS[:-1])
+    assert ("other-steps", "3 optimizer steps, 4 at 1 process") in causes(run)

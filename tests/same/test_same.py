@@ -1,0 +1,115 @@
+"""make same on real runs: every planted bug is found and named, and scripts without one pass."""
+
+import importlib.util
+import re
+
+import pytest
+
+from scripts.same.__main__ import main
+from scripts.same.causes import CAUSES
+from tests.conftest import require
+from tests.same.bugs import BUGS, RESUME, RIGHT, plant
+from tests.support import ROOT
+
+pytestmark = pytest.mark.slow
+GLOBAL_BATCH = ("--global-batch", "12")
+LOCAL_BATCH = ("--", "--batch-size", "{local_batch}")
+CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
+PAGES = {
+    "single": (),
+    "ddp": (),
+    "scratch": (),
+    "apex": ("--opt-level", "O0"),
+    "pipeline": ("--stages", "{world_size}"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def named(output):
+    """Return the causes in a verdict, but for notes."""
+    return {cause for cause in re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) if not CAUSES[cause].is_note}
+
+
+def shown(command):
+    """Return the output that docs/same.md shows for a command, without measured differences."""
+    page = (ROOT / "docs" / "same.md").read_text(encoding="utf-8")
+    block = re.search(rf"^\$ make same {re.escape(command)}.*\n((?:.*\n)*?)```", page, re.MULTILINE)
+    return without_measurements(block[1])
+
+
+def without_measurements(text):
+    text = re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.3f}", text)  # the last digits are a machine's
+    return re.sub(r"\de-\d+", "#e-#", text).strip().splitlines()
+
+
+def test_the_right_script_gives_what_the_page_shows(capsys):
+    status = main([str(RIGHT), *GLOBAL_BATCH, *RESUME, *LOCAL_BATCH, *CHECKPOINT])
+    assert without_measurements(capsys.readouterr().out) == shown("SCRIPT=tests/same/right.py")
+    assert status == 0
+
+
+def test_a_wrong_script_gives_what_the_page_shows(capsys, tmp_path):
+    script = plant(BUGS["padded evaluation"].edits, tmp_path)
+    assert main([str(script), *GLOBAL_BATCH, *LOCAL_BATCH]) == 1
+    assert without_measurements(capsys.readouterr().out) == shown("SCRIPT=wrong.py")
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_named(capsys, tmp_path, name):
+    bug = BUGS[name]
+    script = str(plant(bug.edits, tmp_path))
+    status = main(
+        [script, *GLOBAL_BATCH, "--world-sizes", "1 2", *bug.options, *LOCAL_BATCH, *CHECKPOINT, *bug.argv]
+    )
+    output = capsys.readouterr()
+    assert named(output.out) == {bug.cause}, output
+    assert status == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_one_page_recipes_raise_no_alarm(capsys, monkeypatch, page):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in"))  # apex.amp itself takes GPUs only
+    status = main([f"recipes/{page}/minimal.py", "--", "--epochs", "1", "--log-every", "1", *PAGES[page]])
+    output = capsys.readouterr().out
+    assert output.count("     22  ") == 3
+    assert "same to rounding at 1, 2 and 3 processes" in output
+    assert status == 0
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_other_libraries_raise_no_alarm(capsys, library):
+    require("bench", importlib.util.find_spec(library), f"{library} is not installed", "run `make bench` once")
+    status = main([f"tests/same/with_{library}.py", *GLOBAL_BATCH, *LOCAL_BATCH])
+    output = capsys.readouterr().out
+    assert "gradients differ by up to" in output
+    assert status == 0, output
+
+
+def test_accumulation_raises_no_alarm(capsys):
+    argv = [str(RIGHT), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, "--accumulate", "2"]
+    assert main(argv) == 0
+    assert named(capsys.readouterr().out) == set()
+
+
+def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
+    path = tmp_path / "script.py"
+    for text, error in (
+        ("print('epoch 1 done')", f"SCRIPT {path} prints no loss that can be read; print `loss 2.3` in a line"),
+        ("raise OSError('no data')", f"SCRIPT {path} fails at 1 process, after step 0: OSError: no data; fix it"),
+    ):
+        path.write_text(text)
+        assert main([str(path)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith(f"error: {error}")
+
+
+def test_ranks_that_wait_for_each_other_are_ended(capsys, tmp_path):
+    script = str(plant({"    dist.all_reduce(total)\n": "    rank and dist.all_reduce(total)\n"}, tmp_path))
+    argv = [script, *GLOBAL_BATCH, "--world-sizes", "1 2", "--timeout-s", "15", *LOCAL_BATCH]
+    assert main(argv) == 1
+    assert named(capsys.readouterr().out) & {"hung", "failed"}

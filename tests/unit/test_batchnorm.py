@@ -1,0 +1,174 @@
+"""Batch norm over groups: what a layer computes, the mean that it keeps, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.common.batchnorm import (
+    average_statistics,
+    check_groups,
+    group_batch_norm,
+    sync_batch_norm,
+    warning,
+)
+from recipes.common.errors import UserError
+from recipes.common.options import Options, check_batch
+from recipes.common.peers import Alone
+from recipes.dataparallel import train as dataparallel
+from recipes.pipeline.partition import check_microbatches
+
+ARGS = Options(global_batch_size=24, batchnorm_group=4)
+
+
+def make_layer(momentum=0.1):
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(3, momentum=momentum).double()
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def images(step=0):
+    return torch.randn(24, 3, 2, 2, dtype=torch.double, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_each_group_has_its_own_statistics_and_a_step_keeps_their_mean(momentum):
+    layer, steps = make_layer(momentum), 3
+    expected = copy.deepcopy(layer)
+    group_batch_norm(layer, ARGS, 24)
+    for step in range(steps):
+        groups = images(step).split(4)
+        alone = [copy.deepcopy(expected) for _ in groups]
+        output = torch.cat([one(group) for one, group in zip(alone, groups, strict=True)])
+        torch.testing.assert_close(layer(images(step)), output, rtol=1e-12, atol=1e-12)
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            mean = torch.stack([getattr(one, name).double() for one in alone]).mean(dim=0)
+            getattr(expected, name).copy_(mean)
+    torch.testing.assert_close(layer.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+    assert layer.num_batches_tracked == steps
+
+
+LAYOUTS = {
+    "two passes": [[8, 16]],
+    "two ranks": [[4, 4], [4, 12]],
+    "three ranks": [[4], [8], [4, 8]],
+}
+"""The samples of each rank's passes, one after another in the batch."""
+
+
+def average(layers):
+    """Do what average_statistics() does on several ranks."""
+    parts = []
+    for layer in layers:
+        average_statistics(layer, ARGS, lambda tensor: parts.append(tensor.clone()))
+    for layer in layers:
+        average_statistics(layer, ARGS, lambda tensor: tensor.copy_(sum(parts)))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_ranks_and_passes_change_nothing(layout, momentum):
+    whole = make_layer(momentum)
+    layers = [copy.deepcopy(whole) for _ in layout]
+    group_batch_norm(whole, ARGS, 24)
+    for layer, passes in zip(layers, layout, strict=True):
+        group_batch_norm(layer, ARGS, sum(passes))
+    owners = [(layer, size) for layer, passes in zip(layers, layout, strict=True) for size in passes]
+    for step in range(5):
+        parts = images(step).split([size for _, size in owners])
+        output = torch.cat([layer(part) for (layer, _), part in zip(owners, parts, strict=True)])
+        expected = whole(images(step))
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+        (output.square() * images(9)).sum().backward()
+        (expected.square() * images(9)).sum().backward()
+        if step == 2:
+            average(layers)  # and then they go on
+    average(layers)
+    average(layers)  # changes nothing
+    for layer in layers:
+        torch.testing.assert_close(layer.state_dict(), whole.state_dict(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(layer.eval()(images()), layers[0].eval()(images()))
+    for name in ("weight", "bias"):
+        gradient = sum(getattr(layer, name).grad for layer in layers)
+        torch.testing.assert_close(gradient, getattr(whole, name).grad, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_change_in_place():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm3d(3)), nn.LayerNorm(3))
+    before = list(model.modules()), list(model.parameters())
+    group_batch_norm(model, Options(), 24)
+    assert isinstance(model[0], nn.BatchNorm1d)
+    group_batch_norm(model, ARGS, 24)
+    assert list(model.modules()) == before[0]
+    assert all(one is other for one, other in zip(model.parameters(), before[1], strict=True))
+    assert [type(module).__name__ for module in model.modules()][1::2] == ["GroupBatchNorm", "GroupBatchNorm"]
+
+
+def test_a_model_without_batch_norm_has_nothing_to_group():
+    check_groups(nn.BatchNorm2d(3), ARGS)
+    check_groups(nn.LayerNorm(3), Options())
+    with pytest.raises(UserError, match=r"^--batchnorm-group 4: --model lenet has no batch norm; drop it$"):
+        check_groups(nn.LayerNorm(3), ARGS)
+
+
+def test_one_line_says_that_losses_depend_on_the_number_of_processes():
+    plain, grouped = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+    group_batch_norm(grouped, ARGS, 24)
+    assert "each of 3 parts" in warning(plain, ARGS, 3)
+    assert "with --batchnorm-group 8 " in warning(plain, ARGS, 3)
+    assert "with --batchnorm-group G " in warning(plain, ARGS, 5)
+    for case in ((plain, ARGS, 1), (grouped, ARGS, 3), (nn.LayerNorm(3), ARGS, 3)):
+        assert warning(*case) == ""
+
+
+SMALL = (
+    "--global-batch-size {} is too small for {} processes x {} accumulation steps x a group of {}; use at least {}"
+)
+REFUSED = {
+    (24, 5, 1, 1): "--global-batch-size 24 does not divide into groups of --batchnorm-group 5; use 20 or 25",
+    (24, 4, 4, 2): SMALL.format(24, 4, 2, 4, "32 or --batchnorm-group 3"),
+    (26, 13, 9, 1): SMALL.format(26, 9, 1, 13, "117 or --batchnorm-group 2"),
+    (24, 24, 24, 1): SMALL.format(24, 24, 1, 24, "576"),
+}
+"""By global batch, group, processes and passes."""
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED.items())
+def test_shares_without_a_whole_group_are_refused_with_sizes_that_work(case, message):
+    batch, group, world_size, passes = case
+    args = Options(global_batch_size=batch, batchnorm_group=group, accumulate_steps=passes)
+    with pytest.raises(UserError) as caught:
+        check_batch(args, world_size, 1000)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 5, 6])
+def test_any_number_of_ranks_that_each_have_a_group_will_do(world_size):
+    check_batch(ARGS, world_size, 1000)
+
+
+def test_microbatches_without_a_whole_group_are_refused_with_sizes_that_work():
+    args = Options(global_batch_size=60, batchnorm_group=8)
+    with pytest.raises(UserError) as caught:
+        check_microbatches(args, num_microbatches=2, replicas=1, num_train=1000)
+    parts = "1 replicas x 1 passes x 2 microbatches x groups of 8"
+    assert str(caught.value) == f"--global-batch-size 60 does not divide into {parts}; use 48 or 64"
+
+
+@pytest.mark.parametrize("option", [{"batchnorm_group": 4}, {"sync_batchnorm": True}])
+def test_replicas_of_dataparallel_are_refused(option):
+    cpu = torch.device("cpu")
+    with pytest.raises(UserError, match=r"use RECIPE=ddp$"):
+        dataparallel.wrap(nn.BatchNorm2d(3), Options(**option), [cpu, cpu])
+
+
+def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():
+    alone = Alone(torch.device("cpu"))
+    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(sync_batchnorm=True), alone), nn.SyncBatchNorm)
+    alone.world_size = 2
+    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(), alone), nn.BatchNorm2d)
+    with pytest.raises(UserError, match=r"use --batchnorm-group, which exchanges nothing$"):
+        sync_batch_norm(nn.BatchNorm2d(3), Options(sync_batchnorm=True), alone)

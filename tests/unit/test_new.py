@@ -1,0 +1,71 @@
+"""`make new`: a copy of a recipe stands under its own name, in the shape that the house asks for."""
+
+import functools
+import re
+
+import pytest
+
+import recipes
+from scripts.dev import new
+from tests.support import ROOT, Ranks
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """A repository to copy into."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "tests" / "parallel").mkdir(parents=True)
+    for source in new.SOURCES:
+        (tmp_path / "recipes" / source).symlink_to(ROOT / "recipes" / source)
+    monkeypatch.setattr(new, "ROOT", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", new.SOURCES)
+def test_every_name_is_changed_and_nothing_else(house, source):
+    assert new.main(["--name", "mine", "--from", source]) == 0
+    for path in (ROOT / "recipes" / source).glob("*.*"):
+        before, after = path.read_text(), (house / "recipes/mine" / path.name).read_text()
+        assert before.count("\n") == after.count("\n")
+        for pair in zip(before.splitlines(), after.splitlines(), strict=True):
+            assert pair[0] == pair[1] or re.sub(r"\bmine\b", source, pair[1]) == pair[0]
+        compile(after, path.name, "exec") if path.suffix == ".py" else None
+        assert not re.search(rf"(RECIPE=|recipe=|recipes[./]){source}\b", after)
+    train = (house / "recipes/mine/train.py").read_text()
+    assert re.search(r'return parse\(\w+Options, "mine", __doc__, argv\)', train)
+    assert 'read_ranks("mine")' in train
+    assert train.count('"mine"') >= 3
+    assert re.match(r"# mine\b", (house / "recipes/mine/README.md").read_text())
+    compile((house / "tests/parallel/test_mine.py").read_text(), "test_mine.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--name", "mine", "--from", "horovod"], "FROM=horovod: launch files choose how its ranks start"),
+        (["--name", "ddp"], "NAME=ddp: recipes/ddp exists; choose another name, or remove it"),
+        (["--name", "my-recipe"], "NAME=my-recipe: give lower-case letters"),
+        (["--name", "class"], "NAME=class: give lower-case letters"),
+        ([], "NAME=: give lower-case letters"),
+        (["--name", "mine", "--from", "dpp"], "did you mean 'ddp'?"),
+    ],
+)
+def test_what_cannot_be_is_one_line(house, capsys, argv, message):
+    assert new.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def import_copy(folder):
+    """Let a rank find the copied recipe."""
+    recipes.__path__.insert(0, str(folder / "recipes"))
+
+
+def test_a_copy_trains(house, tmp_path):
+    new.main(["--name", "mine", "--from", "ddp"])
+    words = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--max-steps", "2", "--no-tensorboard"]
+    setup = functools.partial(import_copy, house)
+    outcome = Ranks("mine", words, 1, tmp_path / "output", setup=setup).wait()
+    assert outcome.statuses == [0], outcome.text
+    assert "result recipe=mine world_size=1 test_accuracy=" in outcome.outputs[0]

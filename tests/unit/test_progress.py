@@ -1,0 +1,45 @@
+"""What rank 0 shows while it trains."""
+
+import io
+import sys
+
+from recipes.common.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_one_bar_counts_the_steps_of_the_whole_run(monkeypatch):
+    terminal = Terminal()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    progress = Progress()
+    progress.begin_epoch(2, 10, 4, run_steps=40, run_done=14)
+    progress.show("loss 1.0000  5 samples/s")
+    for _ in range(6):
+        progress.advance()
+    progress.begin_evaluation()
+    assert "epoch 2: evaluating  50%|" in terminal.getvalue()
+    progress.say("epoch 2  step 20  test_loss 1.0000")
+    progress.begin_epoch(3, 10, 0, run_steps=40, run_done=20)
+    last = terminal.getvalue().split("\r")[-1]
+    assert last.startswith("epoch 3  50%|")
+    assert "| step 20/40 " in last
+    assert " left, loss 1.0000  5 samples/s" in last
+    assert "it/s" not in terminal.getvalue(), "the speed has one unit"
+    assert "epoch 2  step 20  test_loss 1.0000\n" in terminal.getvalue()
+    progress.close()
+
+
+def test_without_a_terminal_there_are_lines(capsys):
+    progress = Progress()
+    progress.begin_epoch(2, 10, 4, run_steps=40, run_done=14)
+    progress.advance()
+    progress.begin_evaluation()
+    progress.show("loss 1.0000")
+    assert capsys.readouterr() == ("", ""), "too early"
+    progress._spoke_at -= 11
+    progress.show("loss 1.0000")
+    assert capsys.readouterr() == ("epoch 2  step 5/10  loss 1.0000\n", "")

@@ -1,0 +1,432 @@
+"""The rendezvous of an elastic job: who is noticed to be lost, who joins, and what a node does then."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, dynamic_rendezvous
+
+from recipes.common.errors import PortTakenError, UserError
+from scripts.launch import agent, elastic, rejoin
+from scripts.launch.local import free_port
+from tests.support import run_command, wait_until
+
+BEAT_S = 0.1
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A job's store, with short bounds."""
+    monkeypatch.setattr(elastic, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(elastic, "SILENT_BEATS", 15)
+    monkeypatch.setattr(elastic, "LAST_CALL_S", 0.3)
+    for name in ("NEWCOMER_WAIT_S", "ROUND_S"):
+        monkeypatch.setattr(elastic, name, 0.2)
+    delay = dynamic_rendezvous._delay
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: delay(0.02))
+    for owner, name in (
+        (dynamic_rendezvous, "datetime"),
+        (dynamic_rendezvous, "get_method_name"),
+        (elastic.launcher, "LocalElasticAgent"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # install() changes them for this test alone
+    for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "PORT_IS_CHOSEN"):
+        monkeypatch.setenv(name, "")
+    elastic.install(elastic.Job(tuple, agent.cause_of_failure, set(), [], lambda: None))
+    port = free_port()
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server.set("clock", repr(time.monotonic()))
+    yield f"127.0.0.1:{port}"
+    del server
+
+
+@pytest.fixture
+def nodes(store):
+    """Make handlers of nodes; their heartbeats end with the test."""
+    made = []
+
+    def make(count, min_nodes=2, max_nodes=3, timeout_s=20):
+        for _ in range(count):
+            parameters = RendezvousParameters(
+                elastic.BACKEND, store, "job", min_nodes, max_nodes, local_addr="127.0.0.1", timeout=timeout_s
+            )
+            handler = elastic.create_handler(parameters)
+            handler._state_holder._cache_duration = 0
+            made.append(handler)
+        return made[-count:]
+
+    yield make
+    for handler in made:
+        handler._stop_heartbeats()
+
+
+def join(*handlers):
+    """Let nodes join a round together; return their ranks and the world size."""
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    [size] = {info.world_size for info in infos}
+    [port] = {info.bootstrap_store_info.master_port for info in infos}
+    assert port > 0
+    return sorted(info.rank for info in infos), size
+
+
+def wait_for_change(*handlers):
+    """Wait until all of them are to restart; return the seconds that it took."""
+    begun = time.monotonic()
+    for handler in handlers:
+        wait_until(lambda handler=handler: handler.num_nodes_waiting() == 1, 10, "a change")
+    return time.monotonic() - begun
+
+
+def test_a_silent_node_is_noticed_and_the_others_go_on(nodes, capsys):
+    a, b, c = nodes(3)
+    assert join(a, b, c) == ([0, 1, 2], 3)
+    assert [handler.num_nodes_waiting() for handler in (a, b, c)] == [0, 0, 0]
+    b._stop_heartbeats()
+    assert 15 * BEAT_S - 1 < wait_for_change(a, c) < 15 * BEAT_S + 3
+    assert {node.local_id for node in a.lost} == {b._this_node.local_id}
+    assert a.has_lost()
+    assert join(a, c) == ([0, 1], 2)
+    assert (a.num_nodes_waiting(), c.num_nodes_waiting(), a.round) == (0, 0, 1)
+    name = f"127.0.0.1 (pid {os.getpid()})"
+    assert capsys.readouterr().err == f"elastic: round 2: 2 of 3 nodes, without {name}\n"
+    assert b.num_nodes_waiting() == 1, "once it is back it joins again"
+
+
+def test_a_node_joins_the_next_round(nodes):
+    a, b = nodes(2, max_nodes=3)
+    a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False  # no wait for a third
+    assert join(a, b) == ([0, 1], 2)
+    [c] = nodes(1)
+    with ThreadPoolExecutor(1) as pool:
+        newcomer = pool.submit(c.next_rendezvous)
+        wait_for_change(a, b)
+        assert not a.left
+        assert not b.left
+        assert not a.is_stopping()
+        a.announce_stop()
+        assert b.is_stopping(), "so that ranks of b which end well have not finished"
+        join(a, b)
+        assert newcomer.result().world_size == 3
+    assert not b.is_stopping(), "in the next round"
+
+
+def test_the_first_round_waits_for_missing_nodes(nodes, monkeypatch):
+    a, b, c = nodes(3)
+    with ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(handler.next_rendezvous) for handler in (a, b)]
+        time.sleep(1)  # more than LAST_CALL_S, less than FIRST_CALL_S
+        assert not any(future.done() for future in first)
+        assert c.next_rendezvous().world_size == 3
+        assert {future.result().world_size for future in first} == {3}
+
+
+def test_a_beat_touches_no_disk(nodes, monkeypatch):
+    """A shared file system may stall: whatever reads a source file, to name the caller, would wait for it."""
+    touched, real = [], os.stat
+
+    def stat(*args, **kwargs):
+        if threading.current_thread().name.startswith("RendezvousKeepAlive"):
+            touched.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    [a] = nodes(1, min_nodes=1, max_nodes=1)
+    join(a)
+    seen = a.backend.answers
+    wait_until(lambda: a.backend.answers >= seen + 6, 10, "some beats")
+    assert touched == []
+
+
+def test_the_jobs_clock_is_the_stores(store, monkeypatch):
+    monkeypatch.setattr(elastic.JobClock, "offset_s", 1000.0)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # this node's clock has jumped
+    assert dynamic_rendezvous.datetime.now().timestamp() == pytest.approx(time.monotonic() + 1000, abs=1)
+
+
+def test_a_node_that_has_lost_the_store_gives_up(nodes, monkeypatch):
+    monkeypatch.setattr(elastic, "STORE_SILENCE_S", 3)
+    [a] = nodes(1, min_nodes=1, max_nodes=1)
+    given_up = threading.Event()
+    watch = threading.Thread(target=a.watch_store, args=(given_up.set,))
+    join(a)
+    watch.start()
+    time.sleep(10 * BEAT_S)
+    assert not given_up.is_set()
+    a._stop_heartbeats()
+    assert given_up.wait(10)
+    watch.join()
+
+
+def test_a_refusal_is_that_of_all_nodes(nodes, monkeypatch):
+    """A node that is lost while ranks meet lets the others' ranks end with status 2, too."""
+    a, b = nodes(2, max_nodes=2)
+    join(a, b)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda handler: handler.is_refusal(), (a, b))) == [True, True]
+    join(a, b)
+    b._stop_heartbeats()
+    assert not a.is_refusal()
+
+
+def test_a_refusal_of_one_node_is_one_after_a_while(nodes, monkeypatch):
+    monkeypatch.setattr(elastic, "REFUSAL_S", 0.5)
+    a, b = nodes(2, max_nodes=2)
+    join(a, b)
+    assert a.is_refusal()
+
+
+def test_a_job_that_has_ended_says_how(nodes, store):
+    a, b = nodes(2, max_nodes=2)
+    join(a, b)
+    a.notes.set("status", "2")
+    assert b.shutdown(), "a node leaves"
+    assert not a.is_closed()
+    a.has_result = True
+    assert a.shutdown()
+    b._stop_heartbeats()
+    with pytest.raises(RendezvousClosedError):
+        b.next_rendezvous()
+    assert elastic.status_of_job(store, "job") == 2
+    assert elastic.status_of_job(store, "another") == 0
+
+
+class FakeHandler:
+    """A handler of a round that all is well with."""
+
+    def __init__(self, stopping=False, refusal=True):
+        self.stopping, self.refusal, self.noted = stopping, refusal, {}
+        self.left = self.lost = frozenset()
+        self.has_stopped = False
+        self.notes = SimpleNamespace(set=self.noted.__setitem__)
+
+    def is_stopping(self):
+        return self.stopping
+
+    def is_refusal(self):
+        return self.refusal
+
+    def announce_stop(self):
+        self.stopping = True
+
+    def leave(self):
+        self.has_left = True
+
+    def has_lost(self):
+        return False
+
+    def num_nodes_waiting(self):
+        return 0
+
+
+def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
+    """Return an agent whose ranks have come to a result, and what it makes of that."""
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: result)
+    one = elastic.Agent.__new__(elastic.Agent)
+    one.handler, one._remaining_restarts = handler, restarts
+    one.job = elastic.Job(tuple, agent.cause_of_failure, set(stopped_by), [], lambda: None)
+    return one, lambda: one._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))
+
+
+def failed(**statuses):
+    failures = {int(rank[1:]): SimpleNamespace(exitcode=status, pid=7) for rank, status in statuses.items()}
+    return RunResult(state=WorkerState.FAILED, failures=failures)
+
+
+def test_a_failure_is_told_and_leaves_a_restart(monkeypatch, capsys):
+    one, monitor = monitored(monkeypatch, failed(r0=1, r1=-9), FakeHandler())
+    assert monitor().state == WorkerState.FAILED
+    assert one._remaining_restarts == 2
+    assert one.handler.noted == {}
+    line = capsys.readouterr().err
+    assert line.startswith("elastic: rank 1 (pid 7 on ")
+    assert line.endswith(") was killed by SIGKILL; restart 2 of at most 3\n")
+
+
+@pytest.mark.parametrize(("is_refusal", "restarts", "noted"), [(True, 0, "2"), (False, 2, None)])
+def test_a_refusal_is_not_tried_again(monkeypatch, is_refusal, restarts, noted):
+    one, monitor = monitored(monkeypatch, failed(r0=2), FakeHandler(refusal=is_refusal))
+    monitor()
+    assert one._remaining_restarts == restarts
+    assert one.handler.noted.get("status") == noted
+
+
+def test_the_last_failure_is_noted_for_the_others(monkeypatch):
+    one, monitor = monitored(monkeypatch, failed(r0=1), FakeHandler(), restarts=0)
+    monitor()
+    assert one.handler.noted == {"status": "1"}
+
+
+def test_ranks_that_end_well(monkeypatch):
+    """They have finished, or stopped for a node that joins or leaves, or with this node."""
+    done = RunResult(state=WorkerState.SUCCEEDED)
+    _, monitor = monitored(monkeypatch, done, FakeHandler())
+    assert monitor().state == WorkerState.SUCCEEDED
+    one, monitor = monitored(monkeypatch, done, FakeHandler(stopping=True))
+    assert monitor().state == WorkerState.HEALTHY
+    assert one.handler.has_stopped
+    one, monitor = monitored(monkeypatch, done, FakeHandler(), stopped_by=[signal.SIGTERM])
+    with pytest.raises(SignalException):
+        monitor()
+    assert one.handler.has_left
+    with pytest.raises(SignalException):
+        one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))  # its ranks have ended a moment ago
+    one, monitor = monitored(monkeypatch, failed(r0=1), FakeHandler(), stopped_by=[signal.SIGTERM])
+    with pytest.raises(UserError, match="without a checkpoint"):
+        monitor()
+    assert one.handler.has_left
+
+
+@pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
+def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, lost, bound_s):
+    monkeypatch.setattr(elastic, "CHECKPOINT_S", bound_s)
+    healthy = RunResult(state=WorkerState.HEALTHY)
+    one, _ = monitored(monkeypatch, healthy, FakeHandler())
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [rank])
+    stopped = []
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: stopped.append(group))
+    begun = time.monotonic()
+    if lost:
+        one.handler.lost = one.handler.left = frozenset(["b"])
+        one.handler.has_lost = lambda: True
+        monkeypatch.setattr(elastic, "names_of", lambda nodes: "b")
+    one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))
+    assert (0 if lost else 0.5) <= time.monotonic() - begun < 5
+    assert len(stopped) == 1
+    assert one.handler.stopping is not lost
+    if not lost:
+        assert rank.wait(10) == -signal.SIGUSR1
+    rank.kill()
+    rank.wait()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(LocalElasticAgent, "_stop_workers"), (dynamic_rendezvous, "datetime")]
+)
+def test_another_torch_is_noticed(monkeypatch, owner, name):
+    assert elastic.missing_parts() == []
+    monkeypatch.delattr(owner, name)
+    if not hasattr(owner, name):  # or it is inherited
+        assert elastic.missing_parts() == [f"{owner.__name__}.{name}"]
+
+
+AGENT = """
+import os, sys, time
+log = sys.argv[1]
+with open(log, "a") as file:
+    print(*sys.argv[2:], file=file)
+line = sum(1 for _ in open(log))
+status = int(os.environ["STATUSES"].split()[line - 1])
+if status == 0 and os.environ.get("WAIT"):
+    time.sleep(60)
+os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
+"""
+
+
+def kept(monkeypatch, tmp_path, statuses, max_restarts=3):
+    """Keep a node whose agents end with the statuses; return its own and the agents' options."""
+    monkeypatch.setattr(rejoin, "RETURN_AFTER_S", 0.05)
+    monkeypatch.setenv("STATUSES", statuses)
+    monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
+    handlers = {number: signal.getsignal(number) for number in rejoin.STOP_SIGNALS}
+    log = tmp_path / "log"
+    try:
+        status = rejoin.keep(["--name=x"], max_restarts, [sys.executable, "-c", AGENT, str(log)])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, rejoin.STOP_SIGNALS)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return status, log.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "starts"),
+    [
+        ("0", 0, 1),
+        ("2", 2, 1),
+        ("1", 1, 1),
+        ("-9 0", 0, 2),
+        ("69 -9 1", 1, 3),
+        ("-9 69 -9 -9 0", 69, 4),
+        ("-9 2", 69, 2),
+    ],
+)
+def test_an_agent_that_is_lost_runs_again(monkeypatch, tmp_path, statuses, status, starts):
+    first, later = "--name=x", "--name=x --resume auto"
+    expected = [first, later, f"{later} --resume auto", f"{later} --resume auto --resume auto"][:starts]
+    assert kept(monkeypatch, tmp_path, statuses) == (status, expected)
+
+
+def test_later_rounds_go_on_with_the_run(tmp_path):
+    words = ["--runs-dir", str(tmp_path), "--name", "x"]
+    assert rejoin.options_of_later_rounds(words) == [*words, "--resume", "auto"]
+    other = [*words, "--resume", "other.pt"]
+    assert rejoin.options_of_later_rounds(other) == [*other, "--no-overwrite"], "it has not begun yet"
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.json").touch()
+    assert rejoin.options_of_later_rounds(other) == [*other, "--resume", "auto"]
+
+
+def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
+    monkeypatch.setattr(elastic, "SILENT_BEATS", 600)
+    a, b, c = nodes(3)
+    join(a, b, c)
+    b.leave()
+    assert wait_for_change(a, c) < 5
+    assert not a.has_lost()
+    assert join(a, c) == ([0, 1], 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "words"),
+    [
+        ({"NNODES": "2", "MIN_NODES": "3"}, ["--name=x"], "MIN_NODES 3 of NNODES 2"),
+        ({"MIN_NODES": "0"}, ["--name=x"], "MIN_NODES expects a whole number of at least 1"),
+        ({"RDZV_ENDPOINT": "here"}, ["--name=x"], "RDZV_ENDPOINT: expected host:port, got 'here'"),
+        ({}, [], "an elastic job needs a name"),
+    ],
+)
+def test_settings_that_make_no_sense(monkeypatch, variables, options, words):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words):
+        rejoin.check(options)
+
+
+def test_a_store_whose_port_is_taken(monkeypatch):
+    port = free_port()
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with pytest.raises(UserError, match=f"MASTER_PORT {port} is taken"):
+        elastic.serve(port, "127.0.0.1")
+    monkeypatch.setenv("PORT_IS_CHOSEN", "1")
+    with pytest.raises(PortTakenError):
+        elastic.serve(port, "127.0.0.1")
+    del server
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("MIN_NODES=3",), "MIN_NODES 3 is more than NODES 2"),
+        (("MIN_NODES=x",), "MIN_NODES: expected a whole number, got 'x'"),
+        (("MIN_NODES=1", "MAX_RESTARTS=1001"), "MAX_RESTARTS expects a whole number from 0 to 1000"),
+        (("MAX_RESTARTS=1",), "MAX_RESTARTS belongs to an elastic job"),
+        (("MIN_NODES=1", "RECIPE=single"), "single is not for an elastic job"),
+        (("MIN_NODES=1", "RECIPE=horovod"), "horovod is not for an elastic job"),
+    ],
+)
+def test_make_run_refuses(words, refusal):
+    result = run_command("make", "run", "RECIPE=ddp", "NODES=2", *words)
+    assert result.status == 2
+    assert f"error: {refusal}" in result.stderr

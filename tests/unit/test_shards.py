@@ -1,0 +1,140 @@
+"""Shards: the very images of the folder that was packed, and one line for whatever is wrong with them."""
+
+import os
+import tarfile
+
+import pytest
+import torch
+
+from recipes.common.data import SKIPPED, load_data
+from recipes.common.data.shards import INDEX, pack
+from recipes.common.errors import UserError
+from recipes.single.train import options
+from scripts.dev import shards
+from tests.images import make_images
+
+CPU = torch.device("cpu")
+
+
+def load(data, folder, on_bad_image=print, *flags):
+    argv = ["--data", data, "--data-dir", str(folder), "--workers", "0", "--image-size", "16", *flags]
+    return load_data(options(argv), CPU, on_bad_image)
+
+
+def packed(source, folder, shard_bytes=4000):
+    assert sum(number for _, number in pack(source, folder, shard_bytes)) > 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, images):
+    return packed(images, tmp_path_factory.mktemp("shards") / "whole")
+
+
+@pytest.fixture
+def copy(images, tmp_path):
+    """Shards that a test may damage."""
+    return packed(images, tmp_path / "copy")
+
+
+def test_a_run_sees_the_images_of_the_folder(images, whole):
+    ours, theirs = load("shards", whole), load("imagefolder", images)
+    assert (ours.num_classes, ours.input) == (theirs.num_classes, theirs.input)
+    for half in ("train", "test"):
+        one, other = getattr(ours, half), getattr(theirs, half)
+        assert len(one) == len(other)
+        order = torch.randperm(len(one), generator=torch.Generator().manual_seed(0)).split(5)
+        for epoch in range(2):
+            for (a, b), (c, d) in zip(one.batches(order, epoch), other.batches(order, epoch), strict=True):
+                assert torch.equal(a, c)
+                assert torch.equal(b, d)
+
+
+def test_the_layout_is_webdatasets(images, whole):
+    """An image, and its class beside it under the same name; a shard ends once it is large enough."""
+    names = sorted(path.name for path in whole.glob("*.tar"))
+    trained = [name for name in names if name.startswith("train-")]
+    assert trained == [f"train-{i:06d}.tar" for i in range(len(trained))]
+    assert len(trained) > 2
+    found = []
+    for name in trained:
+        with tarfile.open(whole / name) as tar:
+            members = tar.getmembers()
+            for image, label in zip(members[::2], members[1::2], strict=True):
+                assert image.name.split(".")[0] == label.name.split(".")[0] == f"{len(found):08d}"
+                assert label.name.endswith(".cls")
+                found.append((tar.extractfile(image).read(), int(tar.extractfile(label).read())))
+    classes = sorted(os.listdir(images / "train"))
+    paths = [path for name in classes for path in sorted((images / "train" / name).glob("*.*[gG]"))]
+    assert found == [(path.read_bytes(), classes.index(path.parent.name)) for path in paths]
+
+
+def test_other_images_have_another_fingerprint(images, whole, tmp_path):
+    (tmp_path / "other").symlink_to(images)
+    assert load("shards", packed(tmp_path / "other", tmp_path / "same")).train.fingerprint() == (
+        load("shards", whole).train.fingerprint()
+    )
+    less = make_images(tmp_path / "less")
+    next((less / "train").rglob("*.jpg")).write_bytes(next((less / "val").rglob("*.jpg")).read_bytes())
+    other = load("shards", packed(less, tmp_path / "others")).train
+    assert len(other) == len(load("shards", whole).train)
+    assert other.fingerprint() != load("shards", whole).train.fingerprint()
+
+
+def test_a_damaged_image_is_one_line(copy):
+    path = copy / "train-000000.tar"
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    path.write_bytes(content)
+    told = []
+    ((_, labels),) = load("shards", copy, told.append).train.batches([torch.tensor([0])], 0)
+    assert labels.tolist() == [SKIPPED]
+    [error] = map(str, told)
+    assert error.startswith(f"{path}, bytes from 512 on, does not decode (its checksum is not that of the image")
+    assert error.endswith("; fix or remove it, or add --skip-bad-images")
+    split = load("shards", copy, told.append, "--skip-bad-images").train
+    list(split.batches([torch.tensor([0, 1])], 0))
+    assert (split.skipped, len(told)) == (1, 1)
+
+
+def spoil_index(folder):
+    (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-300])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (
+            lambda folder: (folder / INDEX).unlink(),
+            r"cannot read .*index\.npz \(No such file.*make shards DATA_DIR=",
+        ),
+        (spoil_index, r"index\.npz is damaged .*pack the images again"),
+        (lambda folder: (folder / "val-000000.tar").unlink(), r"cannot read .*val-000000\.tar \(No such file"),
+        (
+            lambda folder: os.truncate(folder / "train-000001.tar", 512),
+            r"train-000001\.tar has 512 bytes instead of ",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(copy, spoil, error):
+    spoil(copy)
+    with pytest.raises(UserError, match=error):
+        load("shards", copy)
+
+
+def test_the_command_packs_and_refuses(images, tmp_path, capsys):
+    assert shards.main([str(images), str(tmp_path / "out")]) == 0
+    assert f"; train with --data shards --data-dir {tmp_path / 'out'}\n" in capsys.readouterr().out
+    assert len(load("shards", tmp_path / "out").train) == len(load("imagefolder", images).train)
+    assert shards.main([str(images), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: OUT {tmp_path / 'out'} is not empty; remove what it holds, or choose another folder\n"
+    )
+    assert shards.main([str(tmp_path / "none"), str(tmp_path / "new")]) == 2
+    assert "imagefolder expects DIR/train/CLASS" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

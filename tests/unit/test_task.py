@@ -1,0 +1,281 @@
+"""Tasks, text, and GPTs: sums that ranks may add up, windows of whole files, a model that sees no future."""
+
+import math
+import string
+
+import pytest
+import torch
+from torch.nn import functional
+
+from recipes.common.data import Data, Spec, load_data
+from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
+from recipes.common.errors import UserError
+from recipes.common.gpt import GPT, rotate
+from recipes.common.models import build_model, layers
+from recipes.common.optim import build_optimizer
+from recipes.common.options import STANDARD_LIBRARY
+from recipes.common.task import SKIPPED, Classification, LanguageModel
+from recipes.common.user_code import build_task
+from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
+from recipes.single.train import options
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of 40 texts of 100 to 490 bytes, and what is left out of it."""
+    for number in range(40):
+        path = tmp_path / f"part{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(string.ascii_lowercase[number % 26] * (100 + 10 * number))
+    (tmp_path / "picture.bin").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden").write_text("hidden")
+    return tmp_path
+
+
+def text_options(folder, *argv):
+    return options(["--data", "text", "--data-dir", str(folder), "--seq-len", "16", *argv])
+
+
+class TestText:
+    def test_files_are_split_whole_and_every_byte_is_in_one_half(self, folder):
+        files = read_files(folder)
+        assert len(files) == 40
+        assert [path for path, _ in files] == sorted(path for path, _ in files)
+        train, test = split_files(files, folder)
+        assert sorted(train + test) == sorted(content for _, content in files)
+        assert sum(map(len, test)) >= TEST_SHARE * sum(len(content) for _, content in files)
+        assert len(test) < 5
+
+    def test_the_split_depends_on_names_alone(self, folder):
+        files = read_files(folder)
+        _, test = split_files(files, folder)
+        other = split_files([(path, content.upper()) for path, content in files], folder)[1]
+        assert other == [content.upper() for content in test]
+
+    def test_windows_follow_one_another_and_targets_are_one_byte_further(self):
+        text = torch.arange(50, dtype=torch.uint8)
+        split = TextSplit(text, 16)
+        assert len(split) == 3
+        ((inputs, targets),) = split.batches([torch.tensor([2, 0])], 0)
+        assert inputs.tolist() == [list(range(32, 48)), list(range(16))]
+        assert targets.tolist() == [list(range(33, 49)), list(range(1, 17))]
+        assert inputs.dtype == targets.dtype == torch.int64
+
+    def test_all_bytes_of_a_half_are_in_it_with_a_separator_after_each_file(self, folder):
+        data = load_data(text_options(folder), CPU, print)
+        train, test = split_files(read_files(folder), folder)
+        for split, files in ((data.train, train), (data.test, test)):
+            assert bytes(split.text.tolist()) == b"".join(content + SEPARATOR for content in files)
+        assert (data.input, data.target) == (Spec((16,), torch.int64), Spec((16,), torch.int64))
+        assert (data.kind, data.num_classes) == ("bytes", 256)
+
+    def test_one_byte_changes_the_fingerprint(self):
+        text = torch.arange(50, dtype=torch.uint8)
+        before = TextSplit(text, 16).fingerprint()
+        text[49] = 7
+        assert TextSplit(text, 16).fingerprint() != before
+
+    def test_the_standard_library_is_there_by_default(self):
+        args = options(["--data", "text"])
+        assert (args.data_dir, args.model, args.optimizer, args.epochs, args.max_steps) == (
+            *(STANDARD_LIBRARY, "gpt-tiny", "adamw", 1),
+            300,
+        )
+        data = load_data(args, CPU, print)
+        assert len(data.train) * 128 > 5e6
+        assert len(data.test) * 128 > TEST_SHARE * len(data.train) * 128 / 2
+
+    @pytest.mark.parametrize(
+        ("argv", "epochs", "steps"),
+        [
+            (["--epochs", "3"], 3, None),
+            (["--max-steps", "7"], 1, 7),
+            (["--epochs", "3", "--max-steps", "7"], 3, 7),
+        ],
+    )
+    def test_a_length_that_is_given_wins(self, argv, epochs, steps):
+        args = options(["--data", "text", *argv])
+        assert (args.epochs, args.max_steps) == (epochs, steps)
+        args = options(["--data", "digits"])
+        assert (args.model, args.epochs, args.max_steps, args.optimizer) == ("lenet", 40, None, "sgd")
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (
+                ["--data-dir", "nowhere"],
+                "--data text: cannot read nowhere (No such file or directory); give a folder",
+            ),
+            (["--seq-len", "9999"], "too few for --seq-len 9999; add files, or use at most --seq-len"),
+            (
+                ["--task", "classification"],
+                "--task classification does not go with --data text, whose targets are bytes",
+            ),
+        ],
+    )
+    def test_what_cannot_work_is_one_line(self, folder, argv, message):
+        with pytest.raises(UserError) as caught:
+            load_data(text_options(folder, *argv), CPU, print)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_one_file_cannot_be_split(self, tmp_path):
+        (tmp_path / "one.txt").write_text("text")
+        with pytest.raises(UserError, match="holds 1 text files; at least 2 are needed"):
+            load_data(text_options(tmp_path), CPU, print)
+
+    @pytest.mark.parametrize(
+        ("data", "model", "message"),
+        [
+            (
+                "text",
+                "lenet",
+                "--model lenet takes images, and --data text has int64 of shape (16,); use gpt-tiny",
+            ),
+            ("digits", "gpt-tiny", "--model gpt-tiny takes tokens, and --data digits has none; use --data text"),
+        ],
+    )
+    def test_a_model_for_other_data_is_refused(self, folder, data, model, message):
+        args = options(["--data", data, "--data-dir", str(folder), "--seq-len", "16", "--model", model])
+        with pytest.raises(UserError) as caught:
+            build_model(args, load_data(args, CPU, print))
+        assert message in str(caught.value)
+
+
+class TestSums:
+    def test_those_of_a_batch_are_those_of_its_samples(self):
+        language, classes = LanguageModel(8), Classification()
+        logits, tokens = torch.randn(5, 8, 256), torch.randint(256, (5, 8))
+        labels = torch.tensor([3, 1, SKIPPED, 0, 2])
+        for task, output, target in ((language, logits, tokens), (classes, logits[:, 0, :4], labels)):
+            rows = [(output[i : i + 1], target[i : i + 1]) for i in range(5)]
+            assert task.loss_sum(output, target) == pytest.approx(float(sum(task.loss_sum(*row) for row in rows)))
+            assert [float(value) for value in task.metric_sums(output, target)] == [
+                float(sum(values)) for values in zip(*(task.metric_sums(*row) for row in rows), strict=True)
+            ]
+        assert classes.count(labels) == 4
+        assert language.count(tokens) == 5
+
+    def test_label_smoothing_spreads_a_share_of_each_target(self, folder):
+        logits, labels = torch.randn(3, 4), torch.tensor([3, SKIPPED, 0])
+        chances = logits.log_softmax(dim=1)[[0, 2]]
+        expected = -0.9 * (chances[0, 3] + chances[1, 0]) - 0.1 * chances.mean(dim=1).sum()
+        args = options(["--label-smoothing", "0.1"])
+        task = load_data(args, CPU, print).task
+        assert float(task.loss_sum(logits, labels)) == pytest.approx(float(expected))
+        args = options(
+            ["--label-smoothing", "0.1", "--data", "text", "--data-dir", str(folder), "--seq-len", "16"]
+        )
+        with pytest.raises(UserError, match=r"^--label-smoothing 0\.1 is for --task classification; drop it$"):
+            load_data(args, CPU, print)
+
+    def test_the_loss_of_text_is_that_of_a_byte(self):
+        task = LanguageModel(8)
+        logits, tokens = torch.randn(5, 8, 256), torch.randint(256, (5, 8))
+        expected = functional.cross_entropy(logits.reshape(40, 256), tokens.reshape(40))
+        assert float(task.loss_sum(logits, tokens)) / 5 == pytest.approx(float(expected))
+        assert task.derive({"loss": math.log(256)}) == {"bits_per_byte": pytest.approx(8)}
+        assert (task.headline, task.unit, task.units_per_sample) == ("bits_per_byte", "tokens", 8)
+
+    @pytest.mark.parametrize(("kind", "headline"), [("bytes", "bits_per_byte"), ("tokens", "bits_per_token")])
+    def test_the_targets_choose_the_task(self, kind, headline):
+        data = Data(None, None, Spec((8,), torch.int64), Spec((8,), torch.int64), 1000, kind)
+        assert build_task(options([]), data).headline == headline
+        assert build_task(options(["--task", "language-model"]), data).headline == headline
+
+    def test_the_sample_is_the_same_for_the_same_weights(self):
+        torch.manual_seed(0)
+        model = GPT(256, width=16, depth=1, heads=2)
+        first = LanguageModel(8).sample(model, CPU)
+        assert first.startswith("a sample of what the model writes:\n")
+        assert first == LanguageModel(8).sample(model, CPU)
+        assert first != LanguageModel(8, seed=1).sample(model, CPU)
+
+
+def gpt(*argv):
+    args = options(["--data", "text", "--seed", "1", *argv])
+    spec = Spec((12,), torch.int64)
+    data = Data(None, None, spec, spec, 256, "bytes", LanguageModel(12))
+    return args, data, build_model(args, data)
+
+
+class TestGPT:
+    def test_no_place_sees_what_follows_it(self):
+        _, _, model = gpt()
+        tokens = torch.randint(256, (2, 12))
+        changed = tokens.clone()
+        changed[:, 7:] = (changed[:, 7:] + 1) % 256
+        before, after = model(tokens), model(changed)
+        assert torch.equal(before[:, :7], after[:, :7])
+        assert not torch.allclose(before[:, 7], after[:, 7])
+
+    def test_the_same_byte_means_something_else_elsewhere(self):
+        _, _, model = gpt()
+        output = model(torch.tensor([[5, 9, 5, 5]]))[0]
+        assert not torch.allclose(output[2], output[3])
+
+    def test_rotation_keeps_lengths_and_shows_distances_alone(self):
+        query, key = torch.randn(2, 1, 8)
+        queries, keys = rotate(query.expand(20, 8)), rotate(key.expand(20, 8))
+        assert queries.norm(dim=1) == pytest.approx(query.norm().expand(20))
+        products = queries @ keys.T
+        assert products[3, 1] == pytest.approx(float(products[17, 15]), abs=1e-5)
+        assert products[3, 1] != pytest.approx(float(products[3, 2]), abs=1e-3)
+
+    def test_the_first_guess_is_even(self):
+        _, data, model = gpt()
+        tokens = torch.randint(256, (4, 13))
+        loss = data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / 4
+        assert float(loss) == pytest.approx(math.log(256), rel=0.02)
+
+    def test_small_is_gpt2s(self):
+        with torch.device("meta"):
+            _, _, model = gpt("--model", "gpt-small")
+        per_block = 12 * 768**2 + 4 * 768  # attention 4, perceptron 8; two norms
+        assert sum(p.numel() for p in model.parameters()) == 12 * per_block + 256 * 768 + 2 * 768
+
+    @pytest.mark.parametrize("balance", ["parameters", "cost"])
+    def test_parts_equal_the_model_and_share_the_tied_matrix(self, balance):
+        args, data, model = gpt()
+        tokens = torch.randint(256, (2, 12))
+        expected = model(tokens)
+        parts = plan_parts(model, 3, balance, args, data.input.zeros(1))
+        modules = [PartModule(model, part, args, CPU) for part in parts]
+        output = tokens
+        for module, part in zip(modules, parts, strict=True):
+            output = module(output)
+            assert (output.shape[1:], output.dtype) == (part.output_shape, part.output_dtype)
+        assert torch.equal(output, expected)
+        assert [(tuple(p.shape), numbers) for p, numbers in tied_parameters(model, parts)] == [((256, 64), [0, 2])]
+        assert tied_parameters(model, plan_parts(model, 1, balance, args, data.input.zeros(1))) == []
+
+    def test_shares_make_up_the_whole_checkpoint(self):
+        """The tied matrix is in the first share and in the last, and once in what they make up."""
+        args, data, model = gpt()
+        parts = plan_parts(model, 2, "parameters", args, data.input.zeros(1))
+        shares = [Share(model, [PartModule(model, part, args, CPU)]) for part in parts]
+        assert shares[0].places[0] == shares[1].places[0] == 0
+        assert {*shares[0].places, *shares[1].places} == set(range(len(list(model.parameters()))))
+        whole = build_optimizer(args, model.parameters())
+        tokens = torch.randint(256, (2, 13))
+        data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        whole.step()
+        states = []
+        for share in shares:
+            optimizer = build_optimizer(args, share.parameters)
+            optimizer.load_state_dict(share.of_checkpoint({"optimizer": whole.state_dict()})["optimizer"])
+            states.append(share.state(optimizer))
+        merged = merge_shares(model, states)
+        assert merged["param_groups"] == whole.state_dict()["param_groups"]
+        for number, values in whole.state_dict()["state"].items():
+            assert torch.equal(merged["state"][number]["exp_avg"], values["exp_avg"])
+
+    def test_names_of_layers_are_those_of_the_model(self):
+        _, _, model = gpt()
+        names = [f"{layer}.{key}" for layer, module in layers(model) for key in module.state_dict()]
+        assert sorted(names) == sorted(model.state_dict())

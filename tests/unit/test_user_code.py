@@ -1,0 +1,264 @@
+"""Models, data and tasks of the user's own: what fits is taken as it is, what does not is one line with the fix."""
+
+# ruff: noqa: E501 (messages stand in one line)
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from recipes.common import user_code
+from recipes.common.data import load_data
+from recipes.common.errors import UserError
+from recipes.common.models import build_model
+from recipes.single.train import options
+
+CPU = torch.device("cpu")
+
+MODULE = """
+import random
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from recipes.common.task import Task
+
+X = torch.linspace(-1, 1, 24).view(12, 2)
+
+def data():
+    return {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
+
+def classes():
+    return {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
+
+def images():
+    x = torch.zeros(4, 1, 8, 8)
+    return {"train": (x, torch.arange(4)), "test": (x, torch.arange(4)), "target": "class", "num_classes": 4}
+
+class Noisy:
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return X[index] + torch.rand(2) + random.random() + np.random.rand(), index % 3
+
+def noisy():
+    return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
+
+def net(data):
+    return nn.Linear(data.input.shape[0], data.num_classes or 1)
+
+class Fit(Task):
+    metrics = ("absolute_error",)
+    def loss_sum(self, output, target):
+        return mse_loss(output[:, 0], target, reduction="sum")
+    def metric_sums(self, output, target):
+        return ((output[:, 0] - target).abs().sum(),)
+    def derive(self, averages):
+        return {"rms_error": averages["loss"] ** 0.5}
+
+class Mean(Fit):
+    def loss_sum(self, output, target):
+        return mse_loss(output[:, 0], target)
+
+class NoGradient(Fit):
+    def loss_sum(self, output, target):
+        return mse_loss(output[:, 0], target, reduction="sum").detach()
+
+class TooFew(Fit):
+    def metric_sums(self, output, target):
+        return ()
+
+class NoTask:
+    pass
+
+class Untrue(nn.Module):
+    is_sequence = True
+    def __init__(self, data):
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 1), nn.Linear(1, 1)
+    def forward(self, inputs):
+        return self.two(self.one(inputs)) + 1
+
+NUMBER = 3
+nothing = lambda *args: None
+wrong_shape = lambda data: nn.Flatten(0)
+fails = lambda *args: 1 / 0
+no_target = lambda: {"train": (X, X), "test": (X, X)}
+unknown_target = lambda: {**data(), "target": "clas"}
+no_number = lambda: {**classes(), "num_classes": None}
+float_class = lambda: {**classes(), "train": (X, X.sum(1)), "test": (X, X.sum(1))}
+unlike = lambda: {**classes(), "test": (X[:, :1], torch.arange(12) % 3)}
+uneven = lambda: {**classes(), "train": (X, torch.arange(11) % 3)}
+no_pairs = lambda: {**classes(), "train": [1, 2]}
+no_sequence = lambda: {**classes(), "train": iter([1])}
+none = lambda: {**classes(), "train": []}
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Go to a folder with the user's modules, of which none is imported before or after."""
+    texts = {
+        "mine": MODULE,
+        "broken": "import torch\nX = undefined\n",
+        "syntax": "def f(:\n",
+        "needs": "import not_installed\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in texts:
+        sys.modules.pop(name, None)
+
+
+def load(*argv):
+    args = options([*argv, "--workers", "0"])
+    data = load_data(args, CPU, print)
+    return data, build_model(args, data)
+
+
+def test_own_data_model_and_task_are_taken_as_they_are():
+    data, model = load("--data", "mine:data", "--model", "mine:net", "--task", "mine:Fit")
+    assert (len(data.train), len(data.test), data.kind, data.num_classes) == (12, 4, "values", None)
+    assert isinstance(model, nn.Linear)
+    assert type(data.task).__name__ == "Fit"
+    assert data.task.derive({"loss": 4.0}) == {"rms_error": 2.0}
+    ((inputs, targets),) = data.train.batches([torch.tensor([5, 0])], 0)
+    assert torch.equal(inputs.sum(1), targets)
+    assert targets[1] == inputs[1].sum() == pytest.approx(-2 + 2 / 23)
+
+
+def test_own_images_go_with_built_in_models():
+    data, model = load("--data", "mine:images")
+    assert (data.channels, data.image_size, data.num_classes) == (1, 8, 4)
+    assert type(model).__name__ == "LeNet"
+    assert type(data.task).__name__ == "Classification"
+
+
+def test_what_a_sample_draws_depends_on_seed_epoch_and_index_alone():
+    def read(indices, epoch, *argv, split="train"):
+        data, _ = load("--data", "mine:noisy", "--model", "mine:net", *argv)
+        inputs = torch.cat([batch for batch, _ in getattr(data, split).batches(indices, epoch)])
+        return inputs, data.train.fingerprint()
+
+    whole, fingerprint = read([torch.arange(12)], 3)
+    parts, other = read([torch.tensor([7, 2]), torch.tensor([11])], 3)
+    assert torch.equal(parts, whole[[7, 2, 11]])
+    assert fingerprint == other
+    assert not torch.equal(read([torch.arange(12)], 4)[0], whole)
+    assert not torch.equal(read([torch.arange(12)], 3, "--seed", "1")[0], whole)
+    tests = [read([torch.arange(12)], epoch, split="test")[0] for epoch in (1, 2)]
+    assert torch.equal(*tests)
+
+
+def test_reading_a_sample_leaves_the_rank_s_random_numbers_alone():
+    data, _ = load("--data", "mine:noisy", "--model", "mine:net")
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    list(data.train.batches([torch.arange(4)], 0))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_worker_reads_what_the_rank_would_read():
+    args = options(["--data", "mine:noisy", "--model", "mine:net", "--workers", "1"])
+    data = load_data(args, CPU, print)
+    ((ours, labels),) = data.train.batches([torch.tensor([3, 8])], 1)
+    alone, _ = load("--data", "mine:noisy", "--model", "mine:net")
+    ((theirs, _),) = alone.train.batches([torch.tensor([3, 8])], 1)
+    assert torch.equal(ours, theirs)
+    assert labels.tolist() == [0, 2]
+
+
+WELL = ("--data", "mine:classes", "--model", "mine:net")
+FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--model", "mien:net"), "--model mien:net: there is no module 'mien'; put mien.py into "),
+        (("--model", "mine.sub:net"), "there is no module 'mine.sub'"),
+        (("--model", "mine:nett"), "nett does not exist in {folder}/mine.py; did you mean 'net'?"),
+        (("--model", "mine:NUMBER"), "NUMBER is not a function or class in {folder}/mine.py"),
+        (
+            ("--model", "broken:net"),
+            "importing broken failed: NameError: name 'undefined' is not defined ({folder}/broken.py, line 2); fix it",
+        ),
+        (
+            ("--model", "syntax:net"),
+            "importing syntax failed: SyntaxError: invalid syntax (syntax.py, line 1) ({folder}/syntax.py, line 1)",
+        ),
+        (
+            ("--model", "needs:net"),
+            "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)",
+        ),
+        (
+            ("--model", "mine:fails"),
+            "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line ",
+        ),
+        (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
+        (
+            ("--model", "mine:wrong_shape"),
+            "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each",
+        ),
+        (
+            (*WELL, "--model", "lenet"),
+            "--model lenet takes images, and --data mine:classes has float32 of shape (2,); give your own",
+        ),
+        (
+            (*FIT, "mine:Fit", "--model", "mine:Untrue"),
+            "--model mine:Untrue: its children one after another do not return what it does; remove is_sequence",
+        ),
+        (
+            ("--data", "mine:data"),
+            "--data mine:data: no built-in task takes values; add --task package.module:Class",
+        ),
+        (
+            (*FIT, "classification"),
+            "--task classification does not go with --data mine:data, whose targets are values",
+        ),
+        ((*FIT, "mine:Mean"), "of each alone"),
+        ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
+        ((*FIT, "mine:TooFew"), "metric_sums() returned 0 values for metrics ('absolute_error',)"),
+        ((*FIT, "mine:NoTask"), "--task mine:NoTask makes a NoTask; give a subclass of recipes.common.task.Task"),
+        (("--data", "mine:nothing"), "--data mine:nothing returned None, not a dict; return {{"),
+        (("--data", "mine:no_target"), "returned a dict without 'target'; return {{"),
+        (("--data", "mine:unknown_target"), "unknown target 'clas'; did you mean 'class'?"),
+        (("--data", "mine:no_number"), '"num_classes" is None; give the number of classes or different tokens'),
+        (
+            ("--data", "mine:float_class"),
+            "targets are torch.float32; class and token numbers have to be torch.int64",
+        ),
+        (
+            ("--data", "mine:unlike"),
+            "a sample of 'train' is float32 of shape (2,) and int64 of shape (), one of 'test' float32 of shape (1,)",
+        ),
+        (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
+        (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),
+        (
+            ("--data", "mine:no_sequence"),
+            "'train' is a list_iterator; give a pair of tensors, or an object with len() and [i]",
+        ),
+        (("--data", "mine:none"), "'train' is empty; give at least one sample"),
+        (("--data", "mine"), "invalid choice 'mine'"),
+        (("--task", "mine."), "invalid choice 'mine.'"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
+    with pytest.raises(UserError) as caught:
+        load(*argv)
+    assert message.format(folder=tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_change_of_the_code_changes_its_digest(tmp_path):
+    args = options([*WELL])
+    before = user_code.digests(args)
+    assert list(before) == ["mine"]
+    (tmp_path / "mine.py").write_text(MODULE + "\n")
+    assert user_code.digests(args) != before
