@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import runpy
 import sys
 import traceback
-
-import torch.multiprocessing as mp
 
 from tests.support import ROOT
 
 
 def run_page(recipe: str, argv: list[str]) -> None:
-    """Do what `python recipes/RECIPE/minimal.py ARGV` does; what it spawns is forked, to spare imports."""
+    """Do what `python recipes/RECIPE/minimal.py ARGV` does."""
     path = ROOT / "recipes" / recipe / "minimal.py"
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself takes GPUs only
-    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     status = 0
     try:
         runpy.run_path(str(path), run_name="__main__")
