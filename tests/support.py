@@ -8,6 +8,7 @@ milliseconds. `run_ranks` plays the launcher: it sets the variables that torchru
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import multiprocessing
@@ -113,6 +114,7 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONFAULTHANDLER": "1",  # in what ranks start: wait() asks those that hang for their stacks
             # Ranks never use CPUs unasked where there are GPUs, but too few.
             **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < local_world_size else {}),
             **env,
@@ -181,6 +183,8 @@ class Ranks:
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in hung:
+            _print_stacks(self.processes[rank].pid)
         self.kill()
         outcome = Outcome(
             [process.exitcode or 0 for process in self.processes],
@@ -188,6 +192,16 @@ class Ranks:
         )
         assert not hung, f"ranks {hung} still ran after {timeout_s} s:\n{outcome.text}"
         return outcome
+
+
+def _print_stacks(pid: int | None) -> None:
+    """Let a process that hangs, and what it has started, print where; they end by it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        tree = [process, *process.children(recursive=True)]
+        for each in tree:
+            each.send_signal(signal.SIGABRT)
+        psutil.wait_procs(tree, timeout=5)
 
 
 def _spoil(interrupt: Interrupt) -> None:
@@ -250,6 +264,7 @@ def _run_rank(
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     os.environ.update(env)
     torch.set_num_threads(1)
     if setup:
