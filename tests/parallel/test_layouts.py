@@ -1,0 +1,45 @@
+"""One run that goes from recipe to recipe: each leg resumes from the one before, in another layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import largest_difference, losses, metrics, train, weights
+
+STEPS = 2
+"""Of each leg."""
+LEGS = [
+    ("fsdp", 4),
+    ("tensor", 4),
+    ("ddp", 3),
+    ("pipeline", 2, "--num-microbatches", "2"),
+    ("single", 1),
+    ("fsdp", 2),
+]
+"""The recipe of each leg, its ranks, and options; tensor's grid is 2 x 2."""
+
+
+@pytest.fixture(scope="module")
+def argv(tmp_path_factory):
+    """Return the options of all legs: a small text, 12 samples a step, packed attention, a tied matrix."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        line = f"{number} bottles of beer on the wall, {number} bottles of beer.\n"
+        (folder / f"{number}.txt").write_text(9 * line)
+    words = ("--data", "text", "--data-dir", str(folder), "--seq-len", "8", "--global-batch-size", "12")
+    return (*words, "--clip-grad-norm", "1", "--lr-schedule", "constant", "--device", "cpu")
+
+
+@pytest.mark.slow
+def test_the_circle_of_layouts_is_one_curve(tmp_path, argv):
+    whole = train("single", tmp_path, 1, *argv, "--max-steps", str(STEPS * len(LEGS)))
+    found, run = {}, None
+    for number, (recipe, world_size, *layout) in enumerate(LEGS, 1):
+        resume = ("--resume", str(run)) if run else ()
+        more = ("--max-steps", str(STEPS * number), *layout, *resume)
+        run = train(recipe, tmp_path / str(number), world_size, *argv, *more)
+        own = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
+        assert list(own) == [STEPS * number - 1, STEPS * number], recipe
+        found |= own
+    assert list(found.values()) == pytest.approx(losses(whole), rel=1e-5)
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
