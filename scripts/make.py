@@ -150,6 +150,14 @@ def shards() -> Command:
     return module("scripts.dev.shards", [*args(), value("DATA_DIR"), value("OUT")])
 
 
+def export() -> Command:
+    """Return the command that writes a checkpoint's weights to one file."""
+    for name in ("RUN", "OUT"):
+        if not value(name):
+            raise UserError(f"{name} is empty; make export RUN=runs/ddp-001 OUT=model.pt")
+    return module("scripts.dev.export", [*args(), "--", value("RUN"), value("OUT")])
+
+
 def compare() -> Command:
     """Return the command that compares recipes."""
     own = [*choices("RECIPES"), *flags("NODES", "NPROC_PER_NODE"), "--", *args()]
@@ -181,6 +189,7 @@ TARGETS: dict[str, Callable[[], Command]] = {
         [sys.executable, "-m", "scripts.dev.new", *flags("NAME", **{"from": "FROM"})], packages=""
     ),
     "shards": shards,
+    "export": export,
     "doctor": lambda: module("scripts.doctor", [*one_node_unless_set(), *flags("NPROC_PER_NODE"), *args()]),
     "image": lambda: Command(["docker/image.sh", "build", recipe()], packages=""),
     "push": lambda: Command(["docker/image.sh", "push", recipe()], packages=""),

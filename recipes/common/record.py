@@ -86,7 +86,7 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     if args.resume == "none":
         return None, None
     if args.resume != "auto":
-        return None, _read_path(Path(args.resume))
+        return None, read_path(Path(args.resume))
     folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
     names = _names(folder) if folder else set()
     if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
@@ -102,7 +102,7 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
             raise UserError(
                 f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {remedy}"
             )
-        found = _read_path(Path(begun_from)) if begun_from else None
+        found = read_path(Path(begun_from)) if begun_from else None
     return folder, found
 
 
@@ -212,22 +212,26 @@ def _is_config(content: Any) -> bool:
         return False
 
 
-def _read_path(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint at a path, or the newest good one of the run at that path."""
+def read_path(path: Path, flag: str = "--resume", others: str = "auto, ") -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint at a path, or the newest good one of the run at that path.
+
+    Raises:
+        UserError: there is none, or it is bad; it names the flag, and the others that it takes beside a path.
+    """
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        raise UserError(f"--resume {path}: no such file; give auto, a checkpoint, or a run's folder") from None
+        raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
     if is_folder:
         folder = path / "checkpoints" if "checkpoints" in _names(path) else path
         found = CheckpointFolder(folder).read_newest(set_aside=False)
         if not found:
-            raise UserError(f"--resume {path}: no checkpoints in {folder}")
+            raise UserError(f"{flag} {path}: no checkpoints in {folder}")
         return found
     try:
         return path, read_checkpoint(path)
     except BadCheckpointError as error:
-        raise UserError(f"--resume {path}: {error}; give another checkpoint or the run's folder") from None
+        raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None
 
 
 class Record:

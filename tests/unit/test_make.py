@@ -40,7 +40,7 @@ VARIABLES = (
         "CHECK",
         "REHEARSE",
         "PYTHON",
-        *("SCRIPT", "GLOBAL_BATCH", "WORLD_SIZES", "RESUME", "STOP_AFTER", "LAUNCH", "LOSS"),
+        *("SCRIPT", "GLOBAL_BATCH", "WORLD_SIZES", "RESUME", "STOP_AFTER", "LAUNCH", "LOSS", "RUN", "OUT"),
     ),
 )
 
@@ -141,6 +141,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
             (sys.executable, "-m", "scripts.dev.new", "--name=mine", "--from=ddp"),
         ),
         ("shards", {"DATA_DIR": "a b", "OUT": "c"}, (*RUN[:2], "scripts.dev.shards", "a b", "c")),
+        ("export", {"RUN": "a b", "OUT": "-c"}, (*RUN[:2], "scripts.dev.export", "--", "a b", "-c")),
         ("doctor", {"ARGS": "--quick"}, (*RUN[:2], "scripts.doctor", "--nodes=1", "--quick")),
         ("image", {"RECIPE": "apex"}, ("docker/image.sh", "build", "apex")),
         ("push", {"RECIPE": "apex"}, ("docker/image.sh", "push", "apex")),
@@ -279,6 +280,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS: expected names separated by spaces, got '--plain'"),
         ("same", {"GLOBAL_BATCH": "many"}, "GLOBAL_BATCH: expected a whole number, got 'many'"),
         ("k8s-delete", {}, "NAME is empty; name the job: make k8s-delete NAME=mine"),
+        ("export", {"RUN": "runs/mine"}, "OUT is empty; make export RUN=runs/ddp-001 OUT=model.pt"),
     ],
 )
 def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys, target, variables, error):

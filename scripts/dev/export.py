@@ -1,0 +1,52 @@
+"""Write the weights of a checkpoint to one file: a state dict by name, for inference.
+
+make export RUN=runs/ddp-001 OUT=model.pt
+python -m scripts.dev.export runs/ddp-001/checkpoints/best.pt model.pt
+
+A run's folder stands for its newest good checkpoint. `model.load_state_dict(torch.load("model.pt",
+weights_only=True))` loads the file, without anything of this repository.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from recipes.common.errors import UserError
+from recipes.common.record import read_path
+from scripts.launch.command import CommandParser, command
+
+
+@command
+def main(argv: list[str]) -> None:
+    """Export, and print what the file holds."""
+    parser = CommandParser("python -m scripts.dev.export", (__doc__ or "").split("\n")[0])
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, or a checkpoint")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
+    try:
+        path, content = read_path(args.run, "RUN", "")
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or args.run}: {error.strerror or error}") from None
+    weights = content["model"]
+    temporary = args.out.with_name(f".{args.out.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(weights, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(args.out)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
+        raise UserError(f"cannot write {args.out}: {reason}; fix this and export again") from None
+    print(f"wrote {args.out}: {len(weights)} tensors of step {content['position']['step']}, from {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The one file for inference: a model's weights, exported from a checkpoint or from a run's newest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.common.checkpoint import CheckpointFolder
+from scripts.dev import export
+from tests.support import is_equal, newest_checkpoint, run_command
+from tests.unit.test_checkpoint import content
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return the folder of a run with two checkpoints, the first of which is the best."""
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    checkpoints.write(content(10), is_best=True)
+    checkpoints.write(content(20))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("place", "step"), [("", 20), ("checkpoints/best.pt", 10)])
+def test_one_command_exports_a_run_or_a_checkpoint(run, tmp_path, capsys, place, step):
+    out = tmp_path / "model.pt"
+    assert export.main([str(run / place), str(out)]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {out}: 2 tensors of step {step}, from {run / 'checkpoints'}")
+    written = torch.load(run / "checkpoints" / f"step-{step:09d}.pt", weights_only=True)
+    assert is_equal(torch.load(out, weights_only=True), written["model"])
+    torch.nn.Linear(3, 2).load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_make_export(run, tmp_path):
+    out = tmp_path / "a model.pt"
+    result = run_command("make", "export", f"RUN={run}", f"OUT={out}")
+    assert (result.status, result.stderr) == (0, "")
+    assert is_equal(torch.load(out, weights_only=True), newest_checkpoint(run)["model"])
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
+    def refusal(source, out=tmp_path / "out.pt"):
+        assert export.main([str(source), str(out)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    (run / "checkpoints" / "cut.pt").write_bytes((run / "checkpoints" / "best.pt").read_bytes()[:-1])
+    (tmp_path / "empty").mkdir()
+    there = tmp_path / "there.pt"
+    there.write_text("mine")
+    assert refusal(run, there) == f"error: OUT {there} exists; remove it, or choose another name"
+    assert there.read_text() == "mine"
+    none = tmp_path / "none"
+    assert refusal(none) == f"error: RUN {none}: no such file; give a checkpoint, or a run's folder"
+    assert refusal(tmp_path / "empty").startswith(f"error: RUN {tmp_path / 'empty'}: no checkpoints in ")
+    assert refusal(run / "checkpoints" / "cut.pt").startswith("error: RUN ")
+    assert "No such file or directory" in refusal(run, tmp_path / "no" / "out.pt")
+
+
+def test_a_full_disk_leaves_nothing(run, tmp_path):
+    """A limit on the size of files stands for it."""
+    result = run_command(
+        *("prlimit", "--fsize=1000", ".venv/bin/python", "-m", "scripts.dev.export", str(run)),
+        str(tmp_path / "out.pt"),
+    )
+    assert result.status == 2
+    assert result.stderr.startswith(f"error: cannot write {tmp_path / 'out.pt'}: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
