@@ -12,6 +12,7 @@
 #   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
 #   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
 #   MAX_REQUEUES      how often a job may start again (10)
+#   MAX_EXCLUDED      how many nodes with a broken GPU a job may leave out and start again without (3)
 #   SCRIPT            a script of your own in the recipe's place, with the recipe's way of starting ranks
 #                     (docs/your-own.md); with it WORKDIR, RUNS_DIR and RESUME. Paths start at the folder of sbatch.
 # After make_elastic, as in ddp-elastic.sbatch:
@@ -251,7 +252,7 @@ stop_step() {
 
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
 end_job() {
-    local state preempted lost go_on
+    local state preempted lost broken go_on
     if [[ -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
     if is_complete; then exit 0; fi
     go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
@@ -276,6 +277,8 @@ end_job() {
     elif ((greatest != 2)); then
         lost=$(lost_nodes)
         if [[ -n $lost ]]; then requeue "no answer from $lost"; fi
+        broken=$(broken_nodes)
+        if [[ -n $broken ]]; then leave_out "$broken"; fi
     fi
     local log
     for log in "$logs"/*.txt; do
@@ -320,6 +323,37 @@ lost_nodes() {
     echo "${lost[*]}"
 }
 
+# The nodes with a broken GPU, a line each with what is broken; all are asked at once, within a bound.
+broken_nodes() {
+    local node
+    while read -r node; do
+        timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
+            "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
+            sed -n "s/^error: /$node: /p" &
+    done <<<"$nodes"
+    wait
+}
+
+# leave_out LINES: start again without these nodes, where the job has not left out too many and others are there.
+leave_out() {
+    local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old
+    echo "job $job: ${1//$'\n'/$'\n'job $job: }" | tee -a "$list" # for later starts of this job, and for those who repair nodes
+    new=$(cut -d: -f1 <<<"$1" | sort -u | paste -sd,)
+    all=$(sed -n "s/^job $job: \([^:]*\): .*/\1/p" "$list" | sort -u)
+    others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u | comm -23 - <(echo "$all") | wc -l)
+    if (($(wc -l <<<"$all") > limit)); then
+        echo "error: job $job: broken GPU on $new, and it may leave out $limit nodes (MAX_EXCLUDED);" \
+            "have those in $list repaired; $go_on" >&2
+    elif ((others < NNODES)); then
+        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other nodes for" \
+            "$NNODES; have it repaired; $go_on" >&2
+    else
+        old=$(job_field ExcNodeList | grep -v '^(null)$')
+        requeue "broken GPU on $new, left out from now on" "${old:+$old,}$new"
+    fi
+}
+
+# requeue REASON [NODES]: start again, without these nodes.
 requeue() {
     local limit=${MAX_REQUEUES:-10}
     if ((restarts >= limit)); then
@@ -328,8 +362,14 @@ requeue() {
         exit 1
     fi
     echo "job $job: $1; it is requeued and goes on from its last checkpoint"
-    trap - TERM
-    if scontrol requeue "$job"; then exec sleep 60; fi # until Slurm ends this script
+    if [[ -n ${2:-} ]]; then trap '' TERM; else trap - TERM; fi
+    if scontrol requeue "$job"; then
+        if [[ -z ${2:-} ]]; then exec sleep 60; fi # until Slurm ends this script
+        # Slurm changes no job that runs. This one cannot start again before this script has ended.
+        if scontrol update "JobId=$job" "ExcNodeList=$2"; then exit 1; fi
+        echo "error: job $job: Slurm did not take ExcNodeList=$2; it may get these nodes again" >&2
+        exit 1
+    fi
     echo "error: job $job could not be requeued; $go_on" >&2
     exit 1
 }

@@ -40,13 +40,13 @@ XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Uncorrected")
 
 
-def parse(text: str, uptime_s: float) -> list[dict[str, Any]]:
-    """Return the events of the last day in /dev/kmsg's records, one for each number and device, counted."""
+def parse(text: str, uptime_s: float, since_s: float = RECENT_S) -> list[dict[str, Any]]:
+    """Return the events of the last day or less in /dev/kmsg's records, counted by number and device."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for line in text.splitlines():
         head, _, message = line.partition(";")
         fields = head.split(",")
-        if len(fields) < 3 or not fields[2].isdigit() or uptime_s - int(fields[2]) / 1e6 > RECENT_S:
+        if len(fields) < 3 or not fields[2].isdigit() or uptime_s - int(fields[2]) / 1e6 > min(since_s, RECENT_S):
             continue
         if (xid := XID.search(message)) and int(xid[2]) in XIDS:
             key = (xid[1], int(xid[2]))
@@ -59,10 +59,13 @@ def parse(text: str, uptime_s: float) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def read(path: str = "/dev/kmsg") -> list[dict[str, Any]] | None:
-    """Return this node's events; None where the log cannot be read (kernel.dmesg_restrict, most containers)."""
+def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
+    """Return this node's events; None where the log cannot be read (kernel.dmesg_restrict, most containers).
+
+    KMSG names another file than /dev/kmsg.
+    """
     try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        log = os.open(os.environ.get("KMSG", "/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     records = []
@@ -75,4 +78,4 @@ def read(path: str = "/dev/kmsg") -> list[dict[str, Any]] | None:
         return None
     finally:
         os.close(log)
-    return parse(b"".join(records).decode(errors="replace"), time.clock_gettime(time.CLOCK_BOOTTIME))
+    return parse(b"".join(records).decode(errors="replace"), time.clock_gettime(time.CLOCK_BOOTTIME), since_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import resource
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,21 @@ TORCH_TIMEOUT_S = 60.0
 
 PART_TIMEOUT_S = 20.0
 
+QUICK_S = 6.0
+"""For all parts together with --quick on one node: a health check has to end within 10 s."""
+
 COMMAND_TIMEOUT_S = 15.0
 """For nvidia-smi and git; a driver that is stuck lets nvidia-smi hang."""
 
 Facts = dict[str, Any]
 
 
-def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool) -> Facts:
-    """Return what this node knows of itself; no part of it waits without a bound."""
+def gather(
+    master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool, within_s: float | None = None
+) -> Facts:
+    """Return what this node knows of itself; each part has a bound, and all together where one is given."""
     facts: Facts = {"errors": {}}
+    deadline = time.monotonic() + (within_s or math.inf)
     parts: dict[str, Callable[[], Any]] = {
         "network": lambda: network(master_addr, name_timeout_s),
         "limits": limits,
@@ -50,7 +58,7 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         "kernel_log": kernel_log.read,
         "revision": revision,
         "code": code_digest,
-        "gpus": gpus,
+        "gpus": lambda: gpus(within_s / 2 if within_s else COMMAND_TIMEOUT_S),
     }
     facts |= {
         # In Kubernetes a node is a pod, and what has to be fixed is the machine that it runs on.
@@ -65,7 +73,7 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         # A file system or driver that hangs must not hold up the rest.
         bound = name_timeout_s + PART_TIMEOUT_S if name == "network" else PART_TIMEOUT_S
         try:
-            facts[name] = call_within(part, bound)
+            facts[name] = call_within(part, max(0.5, min(bound, deadline - time.monotonic())))
         except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
             facts[name], facts["errors"][name] = None, one_line(error)
     facts["torch"] = None if is_quick else torch_facts()
@@ -226,27 +234,30 @@ GPU_HEALTH = (
 )
 
 
-def gpus() -> list[Facts] | None:
-    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi.
+def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
+    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi; it is called twice.
 
     Raises:
-        ValueError: it fails; subprocess.TimeoutExpired: it hangs.
+        ValueError: it fails or hangs.
     """
     if not shutil.which("nvidia-smi"):
         return None
-    found = query_gpus(GPU_FIELDS)
+    found = query_gpus(GPU_FIELDS, timeout_s)
     if isinstance(found, str):
         raise ValueError(found)
-    health = query_gpus(GPU_HEALTH)
+    health = query_gpus(GPU_HEALTH, timeout_s)
     if isinstance(health, str):  # a driver that does not know one of the fields refuses all
         return found
     return [{**gpu, **state} for gpu, state in zip(found, health, strict=False)]
 
 
-def query_gpus(fields: tuple[str, ...]) -> list[Facts] | str:
+def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts] | str:
     """Return a dict for each GPU, or what nvidia-smi complains of."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"nvidia-smi did not end within {timeout_s:.0f} s") from None
     if done.returncode:
         return one_line(f"nvidia-smi ended with status {done.returncode}: {done.stdout} {done.stderr}")
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

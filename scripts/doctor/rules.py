@@ -6,6 +6,7 @@ cause. A finding names the nodes and is one line. "error" makes the doctor end w
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -436,8 +437,8 @@ def gpus_visible(case: Case) -> Findings:
                 )
 
 
-def gpu_health(case: Case) -> Findings:
-    """What nvidia-smi says of ECC errors, throttling, and memory that somebody else holds."""
+def broken_gpus(case: Case) -> Findings:
+    """GPUs with uncorrected ECC errors, or of which nvidia-smi says that they are lost or require a reset."""
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
             name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
@@ -445,6 +446,16 @@ def gpu_health(case: Case) -> Findings:
             if errors.isdigit() and int(errors):
                 what = f"{name} has {errors} uncorrected ECC errors"
                 yield case.error(rank, what, "reset it or replace it (nvidia-smi -q -d ECC)")
+            if lost := re.search(r"\[(GPU is lost|GPU requires reset|Unknown Error)\]", " ".join(gpu.values())):
+                yield case.error(rank, f"{name}: nvidia-smi says {lost[1]}", "see dmesg; restart the node")
+
+
+def gpu_health(case: Case) -> Findings:
+    """What nvidia-smi says of broken GPUs, throttling, and memory that somebody else holds."""
+    yield from broken_gpus(case)
+    for rank, gpus in case.each("gpus"):
+        for gpu in gpus:
+            name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
             hot = [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]
             if hot:
                 what = f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C"

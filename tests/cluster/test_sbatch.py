@@ -339,6 +339,19 @@ time.sleep(100)
 """
 
 
+GPU_FAULT = """
+import os, socket, sys, time
+if socket.gethostname() == "n2":
+    us = int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
+    with open(os.environ["KMSG"], "a") as log:  # of the node's own, as the kernel's log is
+        log.write(f"3,1,{us};NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\\n")
+    sys.exit(1)
+print("trains", flush=True)
+while os.environ["RESUME"] == "none":
+    time.sleep(0.1)
+"""
+
+
 class TestYourOwn:
     """A script in the recipe's place; most start without torch."""
 
@@ -368,6 +381,16 @@ class TestYourOwn:
         assert job.wait() == "COMPLETED", job.text
         assert job.field("Restarts") == "1"
         assert "resumed after ['saved-0', 'saved-1']" in job.text
+
+    def test_a_job_is_requeued_without_a_node_whose_gpu_is_broken(self, cluster, tmp_path):
+        job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", GPU_FAULT, KMSG="/dev/shm/kmsg")
+        try:
+            assert job.wait() == "COMPLETED", job.text
+        finally:
+            cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
+        assert (job.field("Restarts"), job.field("ExcNodeList"), job.field("NodeList")) == ("1", "n2", "n[1,3]")
+        assert f"job {job.number}: broken GPU on n2, left out from now on; it is requeued" in job.text
+        assert "Xid 79 once in a day: fallen off the bus" in (job.run / "slurm/excluded.txt").read_text()
 
     @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch"])
     def test_one_that_has_written_nothing_is_stopped_and_not_requeued(self, cluster, tmp_path, file):

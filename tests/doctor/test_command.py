@@ -56,6 +56,16 @@ def test_bad_usage_is_one_line_and_status_2(words, env, said):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_health_check_ends_within_its_bound_where_the_driver_hangs(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path / "runs"), PATH=path).wait(30)
+    assert result.status == 1
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
+    assert "gpus: nvidia-smi did not end within 3 s; see nvidia-smi and dmesg there" in line
+
+
 def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -380,13 +380,14 @@ KMSG = """6,1000,5000000;NVRM: loading NVIDIA UNIX Open Kernel Module
 """
 
 
-def test_the_kernels_log_of_the_last_day_is_read():
+def test_the_kernels_log_of_the_last_day_is_read(monkeypatch):
     """What a program's own mistake causes, and what is older, is left out."""
     assert kernel_log.parse(KMSG, uptime_s=100_000) == [
         {"device": "PCI:0000:3b:00", "xid": 79, "count": 2},
         {"device": "memory", "xid": 0, "count": 1},
     ]
-    assert kernel_log.read("/nowhere/kmsg") is None
+    monkeypatch.setenv("KMSG", "/nowhere/kmsg")
+    assert kernel_log.read() is None
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

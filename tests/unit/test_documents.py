@@ -12,6 +12,7 @@ from recipes.common.options import Parser
 from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank as commbench_rank
 from scripts.doctor import __main__ as doctor
+from scripts.doctor import gpus
 from scripts.plan import __main__ as plan
 from scripts.plan import check
 from slurm import submit
@@ -52,6 +53,8 @@ OTHERS_FLAGS = {
     "--account",
     "--array",
     "--output",
+    "--list-reasons",
+    "--max-count",
     "--mpi",
     "--container-image",
     "--kill-on-bad-exit",
@@ -102,7 +105,7 @@ def known_flags():
         pass
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
-    others = [submit.parse_args, doctor.parse_args, commbench.options, commbench_rank.options]
+    others = [submit.parse_args, doctor.parse_args, gpus.parse_args, commbench.options, commbench_rank.options]
     for parse in [*parsers, *others, plan.parse_args, check.parse_args]:
 
         def note(parser, *_):

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,96 @@ case $* in *n2*) exit 1 ;; esac
     )
     done = job(then='echo "lost: $(lost_nodes)"')
     assert done.stdout.splitlines()[-1] == "lost: n2", done.stderr
+
+
+KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+
+
+@pytest.fixture
+def fault(job, tmp_path):
+    """Return a function: a job on n1 and n2 has failed, and n2's kernel has logged an Xid so long ago.
+
+    Returns what ended, and the calls of scontrol that change the job.
+    """
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncat {tmp_path}/partition\n")
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+case $* in *--output=all*--nodelist=n2*) ;; *) exit 0 ;; esac
+while [ "$1" != -m ]; do shift; done
+KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
+"""
+    )
+    for name in ("sinfo", "srun"):
+        (tmp_path / name).chmod(0o755)
+
+    def run(xid=79, ago_s=1.0, excluded="(null)", partition="n1 n2 n3 n4", status=1, takes=True, **env):
+        uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        (tmp_path / "kmsg").write_text(KMSG.format(us=int((uptime_s - ago_s) * 1e6), xid=xid))
+        (tmp_path / "partition").write_text(partition.replace(" ", "\n") + "\n")
+        scontrol = SCONTROL.replace("PreemptTime=None", f"PreemptTime=None ExcNodeList={excluded} ")
+        scontrol = scontrol.replace("requeue*) exit 1", f"update*) exit {int(not takes)}")
+        (tmp_path / "scontrol").write_text(scontrol)
+        (tmp_path / "scontrol.txt").write_text("")
+        then = f'touch "$run_dir/config.json"; status={status} greatest={status}; end_job'
+        done = job(then=then, SLURM_JOB_PARTITION="main", NAME="mine", **env)
+        calls = (tmp_path / "scontrol.txt").read_text().splitlines()
+        return done, [call for call in calls if not call.startswith("show")]
+
+    return run
+
+
+def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
+    """Slurm refuses to change a job that runs, so the nodes are excluded once it is requeued."""
+    done, calls = fault()
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
+    line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
+    assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
+    assert "job 7: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
+    _, calls = fault(excluded="n[3-4]", partition="n1 n2 n3 n4 n5")
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"xid": 31}, "error: job 7 ended with status 1"),  # the program's own mistake
+        ({"xid": 63}, "error: job 7 ended with status 1"),  # to be watched
+        ({"ago_s": 3600.0}, "error: job 7 ended with status 1"),  # before this job
+        ({"status": 2}, "error: job 7 ended with status 2"),
+        (
+            {"partition": "n1 n2"},
+            "error: job 7: broken GPU on n2, and partition main has 1 other nodes for 2; have",
+        ),
+        (
+            {"MAX_EXCLUDED": "0"},
+            "error: job 7: broken GPU on n2, and it may leave out 0 nodes (MAX_EXCLUDED); have",
+        ),
+        (
+            {"SLURM_RESTART_COUNT": "10"},
+            "error: job 7: broken GPU on n2, left out from now on, and it has started 11",
+        ),
+    ],
+)
+def test_a_job_is_not_requeued_without_a_fault_or_without_bound(fault, changed, said):
+    done, calls = fault(**changed)
+    assert calls == []
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_bound_of_excluded_nodes_is_kept_over_requeues(fault, tmp_path):
+    (tmp_path / "runs/mine/slurm").mkdir(parents=True)
+    earlier = "".join(f"job {job}: {node}: GPU\n" for job, node in (("7", "n8"), ("7", "n9"), ("6", "n5")))
+    (tmp_path / "runs/mine/slurm/excluded.txt").write_text(earlier)
+    _, calls = fault(excluded="n[8-9]", SLURM_RESTART_COUNT="2")
+    assert calls[-1] == "update JobId=7 ExcNodeList=n[8-9],n2", "the third of three; job 6 had its own bound"
+    done, calls = fault(excluded="n[2,8-9]", MAX_EXCLUDED="2", SLURM_RESTART_COUNT="3")
+    assert (calls, done.returncode) == ([], 1)
+
+
+def test_a_list_of_nodes_that_slurm_does_not_take_is_printed(fault):
+    done, calls = fault(takes=False)
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
+    assert "error: job 7: Slurm did not take ExcNodeList=n2; it may get these nodes again" in done.stderr

@@ -1,0 +1,73 @@
+"""Whether this node's GPUs work, by nvidia-smi and the kernel's log alone: for prologs, and for jobs that failed.
+
+    python -m scripts.doctor.gpus
+    python -m scripts.doctor.gpus --since-s 600
+
+Success: no line, and status 0. Each fault is a line that begins with `error:`, and the status is 1; a GPU that is
+only to be watched is a `warning:`. It ends within 10 s, needs neither torch nor other nodes, and writes nothing.
+slurm/job.sh calls it where a job has failed (docs/slurm-admin.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from recipes.common.options import positive_float
+from scripts.doctor import floors, kernel_log, node
+from scripts.doctor.network import call_within
+from scripts.doctor.rules import Case, broken_gpus, node_errors
+from scripts.launch.command import CommandParser, command, parse
+
+NVIDIA_SMI_S = 8.0
+"""A GPU whose firmware does not answer lets nvidia-smi hang; without persistence mode it takes seconds anyway."""
+
+
+class Alone(Case):
+    """A node that has no number, for there are no others."""
+
+    def name(self, rank: int) -> str:
+        """Return the host."""
+        return str(self.facts[rank]["host"])
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """Return the options; raises UserError."""
+    parser = CommandParser("python -m scripts.doctor.gpus", (__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--since-s",
+        type=positive_float,
+        default=kernel_log.RECENT_S,
+        metavar="S",
+        help="how far back the kernel's log counts, at most a day",
+    )
+    return parse(parser, argv)
+
+
+def examine(since_s: float) -> Case:
+    """Return what nvidia-smi and the kernel's log say of this node."""
+    facts: node.Facts = {"host": socket.gethostname(), "errors": {}, "kernel_log": kernel_log.read(since_s)}
+    try:
+        facts["gpus"] = call_within(lambda: node.gpus(NVIDIA_SMI_S / 2), NVIDIA_SMI_S)
+    except (OSError, ValueError) as error:
+        facts["errors"]["gpus"] = node.one_line(error)
+    return Alone(1, facts={0: facts})
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Return the exit status."""
+    case = examine(parse_args(argv).since_s)
+    findings = [finding for rule in (node_errors, broken_gpus, floors.kernel_log) for finding in rule(case)]
+    for finding in findings:
+        print(finding, flush=True)
+    return int(any(finding.severity == "error" for finding in findings))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # an nvidia-smi that hangs would keep its thread, and the thread the interpreter

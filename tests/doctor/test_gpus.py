@@ -1,0 +1,86 @@
+"""The check of one node's GPUs: for a prolog, a health check, and jobs that have failed."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import ROOT
+
+XID = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid=77, name=python, what the driver says\n"
+
+NVIDIA_SMI = {
+    "healthy": 'case $1 in *ecc*) echo "0, Not Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "without ECC": 'case $1 in *ecc*) exit 2 ;; *) echo "0, NVIDIA L4, 580.1, 81559, 4, 31" ;; esac',
+    "hot": 'case $1 in *ecc*) echo "0, Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 80000, 91" ;; esac',
+    "ecc": 'case $1 in *ecc*) echo "3, Not Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "lost": 'echo "0, [GPU is lost], 580.1, [GPU is lost], [GPU is lost], [GPU is lost]"',
+    "off the bus": "echo 'Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error'; exit 15",
+    "hangs": "exec sleep 60",
+}
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Return a function: check a node with this nvidia-smi and an Xid so long ago; return status and lines."""
+
+    def run(*options, smi="healthy", xid=None, ago_s=60.0):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{NVIDIA_SMI[smi]}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        us = int((time.clock_gettime(time.CLOCK_BOOTTIME) - ago_s) * 1e6)
+        (tmp_path / "kmsg").write_text(XID.format(us=us, xid=xid) if xid else "")
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KMSG": str(tmp_path / "kmsg")}
+        words = [sys.executable, "-m", "scripts.doctor.gpus", *options]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("smi", ["healthy", "without ECC", "hot"])
+def test_a_node_that_works_has_no_line(check, smi):
+    """Nor has one that is hot or whose memory is in use: that is another job's doing."""
+    assert check(smi=smi) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("planted", "status", "said"),
+    [
+        ({"smi": "ecc"}, 1, ": GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it"),
+        ({"smi": "lost"}, 1, ": GPU 0 ([GPU is lost]): nvidia-smi says GPU is lost; see dmesg; restart the node"),
+        (
+            {"smi": "off the bus"},
+            1,
+            ": gpus: nvidia-smi ended with status 15: Unable to determine the device handle",
+        ),
+        (
+            {"xid": 79},
+            1,
+            ": GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and switch",
+        ),
+        ({"xid": 94}, 0, "Xid 94 once in a day: contained ECC error; go on, and watch it"),
+    ],
+)
+def test_a_broken_gpu_is_a_line_with_its_remedy(check, planted, status, said):
+    found, text = check(**planted)
+    assert (found, len(text.splitlines())) == (status, 1)
+    assert text.startswith("error: " if status else "warning: ")
+    assert said in text
+
+
+def test_what_was_before_does_not_count(check):
+    assert check("--since-s", "600", xid=79, ago_s=700.0) == (0, "")
+    assert check("--since-s", "600", xid=79, ago_s=500.0)[0] == 1
+
+
+def test_a_driver_that_hangs_is_a_fault_within_its_bound(check):
+    status, text = check(smi="hangs")
+    assert status == 1
+    assert "gpus: nvidia-smi did not end within 4 s; see nvidia-smi and dmesg there" in text
+
+
+def test_bad_usage_is_one_line(check):
+    assert check("--since-s", "-1") == (2, "error: --since-s: expects a number above 0, got '-1'\n")
