@@ -3,7 +3,7 @@
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
 # ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
-# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
+# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 # PYTHON is what .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -12,7 +12,7 @@ SHELL := /bin/bash
 $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),\
 	$(eval override $(name) := $$(value $(name)))$(eval export $(name))))
 
-.PHONY: help list setup run new shards export bench commbench plan report doctor image push submit horovod compare same drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
+.PHONY: help list setup run new shards export bench commbench plan report evidence doctor image push submit horovod compare same drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
 
 help: ## List the targets
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^#: / { printf "%18s%s\n", "", substr($$0, 4) } \
@@ -88,6 +88,9 @@ bench: ## Measure speed against the limits and the peers
 
 report: ## Render the figures of bench: docs/benchmarks/README.md and the table in README.md
 
+evidence: ## Run what shows the claims of these pages, and write docs/evidence.md
+#: CLAIMS="one-curve exact-evaluation" renews some; ARGS go to pytest
+
 ##@ Images
 
 image: ## Build the image of a recipe
@@ -125,5 +128,5 @@ clean: ## Remove .venv and caches; runs/ and data/ stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The targets above that have no commands of their own.
-list run new shards export doctor image push submit horovod compare same drill bench commbench plan report slurm-up k8s k8s-delete test test-all:
+list run new shards export doctor image push submit horovod compare same drill bench commbench plan report evidence slurm-up k8s k8s-delete test test-all:
 	@exec scripts/dev/python.sh -m scripts.make $@

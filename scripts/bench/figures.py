@@ -92,6 +92,18 @@ def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
     return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
 
 
+def cell(text: str) -> str:
+    """Return a text that does not end its cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ") or "-"
+
+
+def describe(hardware: Mapping[str, Any]) -> str:
+    """Return a machine in words."""
+    gpus = hardware["gpus"]
+    what = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
+    return f"{hardware['cpus']} cores of {hardware['cpu']}, {hardware['memory_gb']} GB, {what}"
+
+
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as a Markdown table: goal, measured, peer."""
     rows = [["part", *TITLES]]

@@ -1,9 +1,10 @@
-"""Render what `make bench` has written into one page with pictures, and into the short table of README.md.
+"""Render what `make bench` and `make evidence` have written: pages, pictures, and the short table of README.md.
 
     make report
 
 Reads docs/benchmarks/*.json; writes docs/benchmarks/README.md, a picture beside each of them, and what stands
-between the two markers in README.md. The same files give the same text, which a test holds.
+between the two markers in README.md; and docs/evidence.md, from docs/claims.toml and docs/evidence.json. The same
+files give the same text, which a test holds.
 Exit status 0; 2: there is nothing to render, or a file that is no benchmark's.
 """
 
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from scripts.bench.figures import TITLES, Figure, number
+from scripts.bench import claims
+from scripts.bench.figures import TITLES, Figure, cell, describe, number
 from scripts.launch.command import ROOT, command
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -49,10 +51,7 @@ class Run:
     @property
     def device(self) -> str:
         """What it was measured on, in words."""
-        hardware = self.facts["hardware"]
-        gpus = hardware["gpus"]
-        what = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
-        return f"{hardware['cpus']} cores of {hardware['cpu']}, {hardware['memory_gb']} GB, {what}"
+        return describe(self.facts["hardware"])
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -79,11 +78,6 @@ def parts_of(run: Run) -> dict[str, list[Figure]]:
     for figure in run.figures:
         parts.setdefault(figure.part, []).append(figure)
     return parts
-
-
-def cell(text: str) -> str:
-    """Return a text that does not end its cell of a table."""
-    return text.replace("|", "\\|").replace("\n", " ") or "-"
 
 
 def rows_of(figures: Sequence[Figure]) -> list[str]:
@@ -120,16 +114,20 @@ def page(runs: Sequence[Run], others: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def short_figures(run: Run) -> list[Figure]:
+    """Return the first figure with a goal of each part."""
+    judged = [[figure for figure in figures if figure.is_met is not None] for figures in parts_of(run).values()]
+    return [figures[0] for figures in judged if figures]
+
+
 def short_table(runs: Sequence[Run]) -> str:
     """Return README.md's table: of the newest run, the first figure with a goal of each part."""
     run = runs[0]
     lines = ["| what | goal | measured | against |", "| --- | --- | --- | --- |"]
-    for part, figures in parts_of(run).items():
-        told = [figure for figure in figures if figure.is_met is not None][:1]
-        lines += [
-            f"| {part}: {cell(figure.name)} | {figure.goal} | {number(figure.measured)} | {cell(figure.peer)} |"
-            for figure in told
-        ]
+    lines += [
+        f"| {one.part}: {cell(one.name)} | {one.goal} | {number(one.measured)} | {cell(one.peer)} |"
+        for one in short_figures(run)
+    ]
     where = f"{run.date}, {run.device}; [all figures](docs/benchmarks/README.md), `make bench` measures yours."
     return "\n".join([*lines, "", where])
 
@@ -149,6 +147,13 @@ def render(folder: Path, readme: str) -> tuple[str, str]:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")
     others = sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
     return page(runs, others), between_markers(readme, short_table(runs))
+
+
+def evidence() -> str:
+    """Return docs/evidence.md: the claims of the documents, and the figures of README.md's table."""
+    newest = read_runs(FOLDER)[:1]
+    benchmark = [(figure, run.facts) for run in newest for figure in short_figures(run)]
+    return claims.page(claims.read_claims(), claims.read_outcomes(), benchmark)
 
 
 def gain(figure: Figure) -> float:
@@ -194,7 +199,8 @@ def main(argv: list[str]) -> None:
         plot(run, run.path.with_suffix(".png"))
     (FOLDER / "README.md").write_text(text, encoding="utf-8")
     README.write_text(readme, encoding="utf-8")
-    print("wrote docs/benchmarks/README.md, its pictures, and the table in README.md")
+    claims.PAGE.write_text(evidence(), encoding="utf-8")
+    print("wrote docs/benchmarks/README.md, its pictures, the table in README.md, and docs/evidence.md")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import subprocess
 import pytest
 
 from recipes.common.options import Parser
+from scripts.bench import claims
 from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank as commbench_rank
+from scripts.bench.report import evidence
 from scripts.doctor import __main__ as doctor
 from scripts.doctor import gpus
 from scripts.plan import __main__ as plan
@@ -223,3 +225,65 @@ def test_the_chinese_readme_keeps_step_with_the_english_one():
         assert ours - {"](README.md"} == theirs - {"](README.zh-CN.md"}
     assert chinese.count("\n## ") == english.count("\n## ")
     assert chinese.count("\n| ") == english.count("\n| ")
+
+
+CLAIMS = claims.read_claims()
+UNITS = "%|(?:x|times|ms|s|seconds?|minutes?|hours?|[kM]B|Gi?B|samples/s|images/s|tokens/s)\\b"
+WORDS = "two|three|four|five|six|seven|eight|nine|ten"
+FIGURES = rf"\b(?:(?:\d[\d.]*|{WORDS}) ?(?:{UNITS})|\d{{1,3}}(?:,\d{{3}})+|\d[\d.]*e-\d+)"
+DATES = r"\b(?:20\d\d-\d\d-\d\d|\d+ [A-Z][a-z]+ 20\d\d)\b"
+WITHOUT_CLAIMS = r"CHANGELOG\.md|docs/evidence\.md|docs/benchmarks/.*|recipes/apex/README\.md"
+"""Dates of releases, the records themselves, and the day on which apex lost its amp."""
+
+
+def marked(name, text):
+    """Return a document's text without code and the table of benchmarks, and a mark in place of its claims."""
+    text = re.sub("<!-- benchmarks -->.*<!-- /benchmarks -->", "", text, flags=re.DOTALL)
+    text = " ".join(text.split())
+    for claim in CLAIMS.values():
+        for part in claim.text * (claim.document == name):
+            text = text.replace(part, "<claim>")
+    return without_code(text)
+
+
+def unclaimed(name, pattern):
+    """Return what a pattern finds in a document outside of all claims of that document."""
+    text = marked(name, text_of(name))
+    return [text[max(0, found.start() - 40) : found.end() + 10] for found in re.finditer(pattern, text)]
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_stands_in_its_document_and_something_shows_it(name):
+    """A sentence that has changed: copy it to docs/claims.toml, then run `make report`."""
+    assert CLAIMS[name].faults() == []
+
+
+def test_every_figure_of_the_readme_belongs_to_a_claim():
+    """Give a new figure a claim in docs/claims.toml; the table of benchmarks has its own."""
+    assert unclaimed("README.md", FIGURES) == []
+
+
+def test_every_guarantee_and_place_of_the_readme_has_a_claim():
+    section = text_of("README.md").split("\n## What holds")[1].split("\n## ")[0]
+    said = re.findall(r"^- \*\*(?:.|\n)*?(?=\n- |\n\n)|^\| (?!where|---).*$", section, re.MULTILINE)
+    assert len(said) > 8
+    for line in said:
+        assert "<claim>" in marked("README.md", line), line
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if not re.fullmatch(WITHOUT_CLAIMS, name)])
+def test_every_dated_measurement_belongs_to_a_claim(name):
+    assert unclaimed(name, DATES) == []
+
+
+def test_what_was_run_holds_and_speaks_for_the_figures_that_stand_there():
+    """`make evidence CLAIMS=NAME` runs again what has failed, or whose figures have changed since."""
+    outcomes = claims.read_outcomes()
+    assert [name for name in outcomes if name not in CLAIMS or not CLAIMS[name].is_runnable] == []
+    assert [name for name, outcome in outcomes.items() if not outcome["passed"]] == []
+    assert [name for name, outcome in outcomes.items() if outcome["numbers"] != CLAIMS[name].numbers()] == []
+
+
+def test_the_page_of_evidence_is_the_one_of_its_files():
+    """Run `make report`, or `make evidence`."""
+    assert text_of("docs/evidence.md") == evidence()

@@ -1,0 +1,209 @@
+"""What the documents claim and what shows it: docs/claims.toml, and the page that `make evidence` writes from it.
+
+A claim is a sentence or a figure of a document, copied there word by word, with one of these:
+
+- tests: pytest's names of the tests that hold it;
+- command: what to run. It has to end with status 0; with `prints`, its output has the claim's text;
+- record: a file that keeps an earlier measurement, with its `command`, `date`, `commit` and machine (`on`);
+- not_run: why nothing has shown it yet (beside tests: why they skip here).
+
+With a command or a record, `finds` gives a pattern for each figure of the text: the part in parentheses is what
+was measured, and has to round to the figure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from recipes.common.errors import UserError
+from scripts.bench.figures import Figure, cell, describe, number
+from scripts.launch.command import ROOT
+
+CLAIMS = ROOT / "docs" / "claims.toml"
+OUTCOMES = ROOT / "docs" / "evidence.json"
+PAGE = ROOT / "docs" / "evidence.md"
+
+HEAD = """# Evidence
+
+What these pages claim, what shows it, and what came of it when it was last run. `make evidence` writes it from
+[claims.toml](claims.toml) and [evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` renews some rows.
+A row has the commit, the date and the machine of its own last run; of a measurement that a file of the repository
+keeps ("recorded in"), the commit that brought the file. "Not run": nobody has run it, or no record was kept.
+`make test-all ARGS=FILE` runs the tests of a row.
+"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a document."""
+
+    name: str
+    text: tuple[str, ...]
+    """Parts of the document, line breaks aside; each has to be there."""
+    document: str = "README.md"
+    tests: tuple[str, ...] = ()
+    command: str = ""
+    prints: bool = False
+    finds: Mapping[str, str] = field(default_factory=dict)
+    record: str = ""
+    date: str = ""
+    commit: str = ""
+    on: str = ""
+    not_run: str = ""
+
+    def faults(self) -> list[str]:
+        """Return what does not fit: the text in its document, the tests, what was recorded."""
+        found = [f"{self.document} has no {part!r}" for part in self.text if part not in flat(self.document)]
+        ways = (self.tests, self.record, self.not_run and not self.tests, self.command and self.is_runnable)
+        if sum(map(bool, ways)) != 1:
+            found.append("needs one of tests, command, record and not_run")
+        found += [f"there is no test {test}" for test in self.tests if not is_test(test)]
+        found += [f"{shown!r} is not in its text" for shown in self.finds if shown not in " ".join(self.text)]
+        if self.record and not (self.date and self.commit and self.on and self.command):
+            found.append("a record needs its date, commit, on and command")
+        return found + (self.differences((ROOT / self.record).read_text()) if self.record else [])
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether `make evidence` can run it."""
+        return bool(self.tests or (self.command and not self.record and not self.not_run))
+
+    def differences(self, output: str) -> list[str]:
+        """Return which figures are not what an output or a record says."""
+        found = []
+        for shown, pattern in self.finds.items():
+            match = re.search(pattern, output, re.MULTILINE)
+            if not match:
+                found.append(f"{shown}: not measured")
+            elif not rounds_to(match[1], shown):
+                found.append(f"{shown}: measured {match[1]}")
+        if self.prints:
+            found += [f"not printed: {part}" for part in self.text if part not in flat(text=output)]
+        return found
+
+    def numbers(self) -> list[str]:
+        """Return the figures of its text, which an outcome keeps: it speaks for these alone."""
+        return re.findall(r"\d[\d,.]*(?:e-?\d+)?\b", " ".join(self.text))
+
+
+def flat(document: str = "", text: str = "") -> str:
+    """Return a document, or a text, with every run of spaces and line breaks as one space."""
+    return " ".join((text or (ROOT / document).read_text(encoding="utf-8")).split())
+
+
+def rounds_to(measured: str, shown: str) -> bool:
+    """Whether a measured number is a shown one, to half a unit of its last digit; in 30 that is the 3."""
+    try:
+        value, goal = (Decimal(text.replace(",", "")) for text in (measured, shown))
+    except InvalidOperation:
+        return measured == shown
+    last = (goal if "." in shown else goal.normalize()).as_tuple().exponent
+    return abs(value - goal) <= Decimal(10) ** int(last) / 2
+
+
+def is_test(name: str) -> bool:
+    """Whether a file or folder of tests, or a test in a file, exists."""
+    path, _, rest = name.partition("::")
+    if not rest:
+        return (ROOT / path).exists()
+    text = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+    return all(re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE) for part in rest.split("::"))
+
+
+def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
+    """Return the claims by name; raises UserError for a file that does not parse, or a key that no claim has."""
+    known = {one.name for one in fields(Claim)} - {"name"}
+    claims = {}
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; fix it, or take the last commit's") from None
+    for name, given in found.items():
+        if wrong := [key for key in given if key not in known] or (["text"] if "text" not in given else []):
+            raise UserError(
+                f"{path.name}: {name}: {wrong[0]!r} is unknown or missing; a claim has {sorted(known)}"
+            )
+        values: dict[str, Any] = {**given, "tests": tuple(given.get("tests", "").split())}
+        values["text"] = tuple([given["text"]] if isinstance(given["text"], str) else given["text"])
+        claims[name] = Claim(name, **values)
+    return claims
+
+
+def read_outcomes(path: Path = OUTCOMES) -> dict[str, dict[str, Any]]:
+    """Return by claim what its last run gave; nothing before the first."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read: {error}; take the last commit's") from None
+
+
+def machine(facts: Mapping[str, Any]) -> str:
+    """Return what a measurement was made on, with its versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return f"{describe(facts['hardware'])}; {versions}"
+
+
+def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
+    """Return a claim's cells: name, text, what shows it, commit, date, machine, result."""
+    files: dict[str, list[str]] = {}
+    for path, _, test in (test.partition("::") for test in claim.tests):
+        files.setdefault(path, []).extend([f"`{test}`"] if test else [])
+    shown_by = [
+        f"[{Path(path).name}](../{path}){': ' * bool(tests)}{', '.join(tests)}" for path, tests in files.items()
+    ]
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ... ".join(claim.text)).replace("**", "").strip("|* ")
+    cells = [claim.name, text, "; ".join([*shown_by, *([f"`{claim.command}`"] if claim.command else [])])]
+    if claim.record:
+        return [*cells, claim.commit, claim.date, claim.on, f"recorded in `{claim.record}`"]
+    if claim.is_runnable and outcome:
+        result = outcome["result"] if outcome["passed"] else f"**FAILED**: {outcome['result']}"
+        return [*cells, outcome["revision"], outcome["date"], outcome["on"], result]
+    return [*cells, "", "", "", f"**not run**{': ' * bool(claim.not_run)}{claim.not_run}"]
+
+
+def benchmark_row(figure: Figure, facts: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a figure of README.md's table, which `make report` writes."""
+    spread = f" ({number(figure.low)} .. {number(figure.high)})" if figure.low is not None else ""
+    met = "goal met" if figure.is_met else "goal not met"
+    text = f"{figure.name}, against {figure.peer}: {number(figure.measured)}, goal {figure.goal}"
+    command = f"`make bench PARTS={figure.part}`"
+    where = [facts["revision"], facts["date"], machine(facts)]
+    return [f"bench {figure.part}", text, command, *where, f"{number(figure.measured)}{spread}, {met}"]
+
+
+def page(
+    claims: Mapping[str, Claim],
+    outcomes: Mapping[str, Mapping[str, Any]],
+    benchmark: Sequence[tuple[Figure, Mapping[str, Any]]] = (),
+) -> str:
+    """Return docs/evidence.md; machines are letters, explained at its end."""
+    documents: dict[str, list[list[str]]] = {"README.md": []}
+    for claim in claims.values():
+        documents.setdefault(claim.document, []).append(row(claim, outcomes.get(claim.name)))
+    documents["README.md"] += [benchmark_row(figure, facts) for figure, facts in benchmark]
+    rows = [cells for found in documents.values() for cells in found]
+    machines = list(dict.fromkeys(cells[5] for cells in rows if cells[5]))
+    letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)} | {"": ""}
+    missing = sum("**not run**" in cells[6] for cells in rows)
+    lines = [HEAD, f"{len(rows)} rows, {missing} of them not run.", ""]
+    for document, found in documents.items():
+        lines += [
+            f"## [{document}](../{document})",
+            "",
+            "| name | claim | shown by | commit | date | on | result |",
+        ]
+        lines += ["| --- " * 7 + "|"]
+        lines += [
+            f"| {' | '.join(cell(text) for text in (*cells[:5], letters[cells[5]], cells[6]))} |"
+            for cells in found
+        ]
+        lines.append("")
+    lines += ["## Machines", "", *(f"- {letters[machine]}: {machine}" for machine in machines)]
+    return "\n".join(lines).rstrip() + "\n"

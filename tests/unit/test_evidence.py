@@ -1,0 +1,135 @@
+"""Claims and what shows them: what is wrong with a claim, and how a run of its tests or command is judged."""
+
+import re
+import sys
+
+import pytest
+
+from recipes.common.errors import UserError
+from scripts.bench import claims, evidence
+from scripts.bench.claims import Claim, page, read_claims, rounds_to
+
+TEXT = ("# cluster-recipes",)
+TEST = ("tests/unit/test_evidence.py::test_a_claim_is_whole_or_says_what_it_lacks",)
+
+
+@pytest.mark.parametrize(
+    ("claim", "fault"),
+    [
+        (Claim("a", TEXT, tests=TEST), None),
+        (Claim("a", TEXT, tests=TEST, not_run="needs a GPU"), None),
+        (Claim("a", TEXT, command="true"), None),
+        (Claim("a", TEXT, not_run="no GPU"), None),
+        (Claim("a", ("no such sentence",), command="true"), "README.md has no 'no such sentence'"),
+        (Claim("a", TEXT), "needs one of tests, command, record and not_run"),
+        (Claim("a", TEXT, tests=TEST, command="true"), "needs one of tests, command, record and not_run"),
+        (Claim("a", TEXT, tests=(TEST[0] + "_not",)), f"there is no test {TEST[0]}_not"),
+        (Claim("a", TEXT, tests=("tests/none.py",)), "there is no test tests/none.py"),
+        (Claim("a", TEXT, command="true", finds={"7 s": "(7)"}), "'7 s' is not in its text"),
+        (Claim("a", TEXT, command="x", record="README.md"), "a record needs its date, commit, on and command"),
+    ],
+)
+def test_a_claim_is_whole_or_says_what_it_lacks(claim, fault):
+    assert claim.faults() == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize(("output", "differences"), [("x 5.7e-05", []), ("x 5.4e-05", ["6e-5: measured 5.4e-05"])])
+def test_a_figure_is_what_was_measured_rounded(output, differences, tmp_path):
+    claim = Claim("a", ("at most 6e-5",), command="true", finds={"6e-5": r"^x (\S+)$"})
+    assert claim.differences(output) == differences
+    assert claim.differences("y") == ["6e-5: not measured"]
+
+
+@pytest.mark.parametrize(
+    ("measured", "shown", "fits"),
+    [
+        *(("5.7", "6", True), ("5.4", "6", False), ("14,650", "14650", True), ("31.5", "30", True)),
+        *(("36", "30", False), ("1.004", "1.00", True), ("1.02", "1.00", False), ("2.14.1", "2.14.1", True)),
+    ],
+)
+def test_rounding(measured, shown, fits):
+    assert rounds_to(measured, shown) is fits
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "judged"),
+    [
+        (0, "...\n5 passed, 2 skipped in 3.2s", (True, "5 passed, 2 skipped")),
+        (
+            0,
+            "SKIPPED [2] a.py:3: needs mpi: none\n5 passed, 2 skipped in 3 s",
+            (True, "5 passed, 2 skipped (needs mpi)"),
+        ),
+        (1, "...\n1 failed, 4 passed in 3.2s", (False, "1 failed, 4 passed")),
+        (1, "4 passed, 1 error in 3.2s", (False, "4 passed, 1 error")),
+        (0, "SKIPPED [3] tests/gpu/a.py:3: needs a GPU\n3 skipped in 0.1s", (None, "needs a GPU")),
+        (4, "ERROR: not found: x", (False, "status 4: ERROR: not found: x")),
+        (5, "no tests ran in 0.1s", (False, "status 5: no tests ran in 0.1s")),
+        (137, "", (False, "status 137: ")),
+    ],
+)
+def test_what_pytest_says_is_judged(status, output, judged):
+    assert evidence.judge_tests(status, output) == judged
+
+
+def test_a_command_has_to_print_what_the_document_shows():
+    printing = Claim("a", ("epoch 1 loss 2.0",), command="x", prints=True)
+    assert evidence.judge_command(printing, 0, "run\nepoch 1   loss 2.0\n") == (True, "as printed")
+    assert evidence.judge_command(printing, 0, "epoch 1 loss 2.1")[0] is False
+    assert evidence.judge_command(printing, 1, "epoch 1 loss 2.0")[0] is False
+    finding = Claim("a", ("6 GB",), command="x", finds={"6": "([0-9.]+)G"})
+    assert evidence.judge_command(finding, 0, "5.9G") == (True, "5.9")
+
+
+def test_a_command_has_a_bound_and_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(evidence, "TIMEOUT_S", 0.5)
+    assert evidence.run(["bash", "-c", "sleep 60; true"]) == (137, "took longer than 0.5 s")
+    assert evidence.run([sys.executable, "-c", "print(1)"]) == (0, "1\n")
+
+
+def test_the_page_has_each_claim_once_and_says_what_was_not_run():
+    ways = [
+        Claim("ran", ("a | b",), command="x"),
+        Claim("failed", ("c",), tests=("tests/unit/a.py::t",)),
+        Claim("gpu", ("d",), "docs/plan.md", tests=("tests/gpu",), not_run="needs a GPU"),
+        Claim("kept", ("e",), record="docs/plan.md", command="y", date="2026-01-01", commit="abc", on="here"),
+    ]
+    common = {"date": "2026-02-02", "revision": "def", "on": "there"}
+    outcomes = {
+        "ran": {"passed": True, "result": "6", **common},
+        "failed": {"passed": False, "result": "1 failed", **common},
+    }
+    lines = page({claim.name: claim for claim in ways}, outcomes).splitlines()
+    assert "4 rows, 1 of them not run." in lines
+    assert "| ran | a \\| b | `x` | def | 2026-02-02 | A | 6 |" in lines
+    assert (
+        "| failed | c | [a.py](../tests/unit/a.py): `t` | def | 2026-02-02 | A | **FAILED**: 1 failed |" in lines
+    )
+    assert "| kept | e | `y` | abc | 2026-01-01 | B | recorded in `docs/plan.md` |" in lines
+    assert "| gpu | d | [gpu](../tests/gpu) | - | - | - | **not run**: needs a GPU |" in lines
+    assert lines[-2:] == ["- A: there", "- B: here"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('[a]\ntext = "x"\ntest = "y"\n', "a: 'test' is unknown"), ("[a]\n", "'text' is"), ("[a", "cannot be read")],
+)
+def test_a_file_of_claims_that_is_wrong_is_one_line(tmp_path, text, words):
+    path = tmp_path / "claims.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_claims(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("one-curv", "invalid choice 'one-curv'; did you mean 'one-curve'?"),
+        ("macos", "macos has nothing to run here; see its row in evidence.md"),
+    ],
+)
+def test_a_claim_that_cannot_be_run_is_one_line_and_status_2(capsys, name, words):
+    before = claims.OUTCOMES.read_text()
+    assert evidence.main([name]) == 2
+    assert capsys.readouterr().err.startswith(f"error: CLAIMS: {words}")
+    assert claims.OUTCOMES.read_text() == before
