@@ -81,7 +81,7 @@ same: ## Check that a script of yours trains the same at 1, 2 and 3 processes
 
 plan: ## Predict step time, memory, hours and cost of a job of any size
 #: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
-#: CHECK=1 compares predictions with real runs; REHEARSE=1024 runs one rank of 1024
+#: CHECK=1 compares with real runs, CHECK=mlperf with published; REHEARSE=1024
 
 bench: ## Measure speed against the limits and the peers
 #: PARTS="small-data wire" ROUNDS=5

@@ -111,7 +111,13 @@ def run() -> Command:
 
 
 def plan() -> Command:
-    """Return the planner; with CHECK=1 its comparison with real runs, with REHEARSE=1024 one rank of so many."""
+    """Return the planner; with CHECK its comparison with runs, with REHEARSE=1024 one rank of so many."""
+    if value("CHECK") not in ("", "0", "1", "mlperf"):
+        raise UserError(
+            f"CHECK is 1 (real runs on this machine) or mlperf (published runs), got {value('CHECK')!r}"
+        )
+    if value("CHECK") == "mlperf":
+        return module("scripts.plan.published", args())
     if is_on("CHECK"):
         return module("scripts.plan.check", [*flags("ROUNDS"), *args()])
     if value("REHEARSE"):

@@ -3,6 +3,7 @@
     make plan RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
     make plan RECIPE=ddp MODEL=resnet50 NODES=64 FABRIC=tcp-100 ARGS="--compute-ms 120 --grad-compression fp16"
     make plan CHECK=1                                 hold predictions to real runs on this machine, as root
+    make plan CHECK=mlperf                            hold predictions to published runs of 64 and 2,528 GPUs
     make plan REHEARSE=1024                           run the recipe's own code at that world size in one process
 
 Takes its own options and those of the recipe, which mean the same here. Prints a table over node counts; writes
@@ -81,6 +82,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
             "samples of a rank and step; those that --compute-ms is for",
         ),
         ("--compute-ms", positive_float, None, "MS", "of a step without exchange, known"),
+        ("--fixed-ms", non_negative_float, 0.0, "MS", "of --compute-ms: what fewer samples do not shorten"),
         ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
         ("--utilisation", positive_float, 0.15, "X", "of the GPU's peak"),
     ],
@@ -129,6 +131,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         raise UserError("RECIPE single has one process; use GPUS=1, or RECIPE=ddp")
     if args.compute_ms and args.measure:
         raise UserError("--compute-ms and --measure both say how long a step computes; give one")
+    if args.fixed_ms > (args.compute_ms or 0.0):
+        raise UserError("--fixed-ms is a part of --compute-ms; give both, and no more of it than that")
     if args.fabric is None and not (args.gbit and args.alpha_us is not None):
         if args.gbit or args.alpha_us is not None:
             raise UserError("--gbit and --alpha-us belong together where there is no FABRIC")
@@ -180,7 +184,8 @@ def method_of(args: Namespace, options: Options) -> Method:
 def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[Compute, str]:
     """Return what a rank computes in a step of --local-batch-size, and how that is known."""
     if args.compute_ms:
-        return split_compute(args.compute_ms / 1e3), f"given: --compute-ms {args.compute_ms:g}"
+        compute = split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3)
+        return compute, f"given: --compute-ms {args.compute_ms:g}"
     if args.measure:
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
         name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

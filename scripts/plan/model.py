@@ -220,6 +220,8 @@ class Compute:
     optimizer_s: float = 0.0
     load: float = 0.0
     """The share of the device that an exchange under way takes from computing: cores that both need, say."""
+    fixed_share: float = 0.0
+    """Of forward and backward: what fewer samples do not shorten, the latencies of kernels above all."""
 
     @property
     def total_s(self) -> float:
@@ -227,13 +229,16 @@ class Compute:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def scaled(self, factor: float) -> Compute:
-        """Return that of another number of samples; the optimizer does not care for them."""
-        return Compute(self.forward_s * factor, self.backward_s * factor, self.optimizer_s, self.load)
+        """Return that of `factor` times as many samples; the optimizer does not care for them."""
+        share = self.fixed_share + factor * (1 - self.fixed_share)
+        fixed_share = self.fixed_share / share if share else 0.0
+        times = self.forward_s * share, self.backward_s * share
+        return Compute(*times, self.optimizer_s, self.load, fixed_share)
 
 
-def split_compute(seconds: float) -> Compute:
-    """Return forward and backward of a time that is known as a whole."""
-    return Compute(seconds * FORWARD_SHARE, seconds * (1 - FORWARD_SHARE))
+def split_compute(seconds: float, fixed_s: float = 0.0) -> Compute:
+    """Return forward and backward of a time that is known as a whole, fixed_s of it the same for any samples."""
+    return Compute(seconds * FORWARD_SHARE, seconds * (1 - FORWARD_SHARE), fixed_share=fixed_s / seconds)
 
 
 def exchanges_end_s(

@@ -212,6 +212,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
             ),
         ),
         ("plan", {"CHECK": "1", "ROUNDS": "2"}, (*RUN[:2], "scripts.plan.check", "--rounds=2")),
+        ("plan", {"CHECK": "mlperf"}, (*RUN[:2], "scripts.plan.published")),
         (
             "plan",
             {"REHEARSE": "1024", "RECIPE": "ddp", "ARGS": "--zero"},

@@ -12,7 +12,9 @@ from recipes.common.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.ddp import train
 from recipes.fsdp.train import options as fsdp_options
+from scripts.launch.command import ROOT, table
 from scripts.plan import __main__ as command
+from scripts.plan import published
 from scripts.plan.fabrics import FABRICS, INTRA, network
 from scripts.plan.model import (
     ALGORITHMS,
@@ -30,6 +32,7 @@ from scripts.plan.model import (
     powersgd_messages,
     ring_s,
     sent_per_node,
+    split_compute,
     step,
     tree_s,
     useful_share,
@@ -206,6 +209,24 @@ def test_what_limits_a_step_is_named():
     assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).step_s == 100.0
 
 
+def test_fewer_samples_do_not_shorten_the_fixed_part():
+    compute = split_compute(10.0, 4.0)
+    half = compute.scaled(0.5)
+    assert (half.total_s, half.scaled(2).total_s) == (pytest.approx(4 + 3), pytest.approx(10))
+    assert half.scaled(0.5).total_s == compute.scaled(0.25).total_s == pytest.approx(4 + 1.5)
+    assert half.backward_s == pytest.approx(2 * half.forward_s)
+    assert split_compute(10.0).scaled(0.5).total_s == pytest.approx(5)
+
+
+def test_published_runs():
+    first, second, third = published.rows()
+    assert first["from_one"] is first["from_two"] is second["from_two"] is None
+    assert abs(third["from_two_error"]) < 0.15
+    text = (ROOT / "docs" / "plan.md").read_text()
+    assert table(published.COLUMNS, [first, second, third]) in text
+    assert f"{1e3 * published.fixed_s(*published.RUNS[:2]):.1f} ms" in text
+
+
 # ---- failures
 
 
@@ -353,6 +374,9 @@ def test_a_fixed_global_batch_is_shared_out(tmp_path):
     rows = plan(tmp_path, *words, "--local-batch-size", "64", "--compute-ms", "8", "--fabric", "ib-400")["rows"]
     assert [row["global_batch_size"] for row in rows] == [64, 64, 64]
     assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 4e-3, 2e-3])
+    words = (*words, "--local-batch-size", "64", "--compute-ms", "8", "--fixed-ms", "2", "--fabric", "ib-400")
+    rows = plan(tmp_path, *words)["rows"]
+    assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 5e-3, 3.5e-3])
 
 
 def test_an_estimate_says_that_it_is_one(tmp_path, capsys):
@@ -392,6 +416,8 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--nodes", "1000000"), "NODES: at most 100000"),
         (("dataparallel", "--nodes", "2"), "RECIPE dataparallel is for one node"),
         (("ddp", "--compute-ms", "3", "--measure"), "give one"),
+        (("ddp", "--compute-ms", "3", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
+        (("ddp", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("ddp", "--data", "digits", "--local-batch-size", "5000"), "larger than the data, on one node"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
