@@ -28,11 +28,12 @@ from recipes.common.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
 from recipes.common.peers import Peers
-from recipes.common.places import place_of
-from recipes.common.record import open_run
+from recipes.common.places import Place, place_of
+from recipes.common.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.task import Task
+from recipes.common.transport import check_network, needs_communicator, read_network
 
 Content = dict[str, Any]
 """What a checkpoint holds."""
@@ -122,14 +123,18 @@ def begin_run(
     tensors arrive, what it keeps of each: see broadcast_tree().
 
     Raises:
-        UserError: the record cannot be opened, or the checkpoint does not fit.
+        UserError: the record cannot be opened, the checkpoint does not fit, or NCCL uses TCP in spite of FABRIC.
     """
     peers, is_first = job.peers, job.peers.rank == 0
-    with peers.watch("places"):
-        places = peers.gather_objects(place_of(job.device))
-    job.record, content = run_on_all_ranks(
-        lambda: open_run(job.args, job.recipe, places) if is_first else (None, None), peers
-    )
+    places = gather_places(job)
+
+    def open_record() -> tuple[Record | None, Content | None]:
+        if not is_first:
+            return None, None
+        check_network(places)
+        return open_run(job.args, job.recipe, places)
+
+    job.record, content = run_on_all_ranks(open_record, peers)
     content = broadcast_tree(content, peers, own_shards)
     with peers.watch("checkpoint"):
         folder = peers.broadcast_object(job.record.folder if job.record else None)
@@ -143,6 +148,18 @@ def begin_run(
     peers.watch.follow(lambda: job.position.step, folder)
     if text := warning(job.model, job.args, job.batch_parts):
         job.say(text)
+
+
+def gather_places(job: Job) -> list[Place]:
+    """Return where each rank is and, between hosts, which network NCCL uses there; call it on all ranks."""
+    peers = job.peers
+    with peers.watch("places"):
+        places = peers.gather_objects(place_of(job.device, read_network()))
+        if needs_communicator(places):
+            # All-reduce: 4 bytes, for which NCCL connects the ranks and says over what.
+            peers.sum_tensor(torch.zeros(1, device=job.device))
+            places = peers.gather_objects(place_of(job.device, read_network()))
+    return places
 
 
 def train_epochs(job: Job, technique: Technique) -> None:

@@ -15,30 +15,36 @@ MOST_LINES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The host of a rank, its device's name, and the number of that device (None for a CPU)."""
+    """The host of a rank, its device's name and number (None for a CPU), and the network that NCCL uses."""
 
     host: str
     device: str
     index: int | None = None
+    network: str | None = None
 
 
-def place_of(device: torch.device) -> Place:
-    """Return where this process is that works on the device."""
+def place_of(device: torch.device, network: str | None = None) -> Place:
+    """Return where this process is that works on the device, and whose NCCL uses the network."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index)
+        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index, network)
     threads = torch.get_num_threads()
     return Place(socket.gethostname(), f"CPU, {threads} thread{'s' if threads > 1 else ''} a process")
 
 
 def describe(places: Sequence[Place]) -> list[str]:
-    """Return a line for each group of ranks that follow one another on a host; places holds every rank's."""
+    """Return a line for each group of ranks that follow one another on a host; places holds every rank's.
+
+    Within one host NCCL's network is not used, and not shown.
+    """
     lines = []
-    ranked = groupby(enumerate(places), key=lambda item: (item[1].host, item[1].device))
-    for (host, device), group in ranked:
+    has_network = len({place.host for place in places}) > 1
+    ranked = groupby(enumerate(places), key=lambda item: (item[1].host, item[1].device, item[1].network))
+    for (host, device, network), group in ranked:
         ranks, indices = zip(*((rank, place.index) for rank, place in group), strict=True)
+        over = f", NCCL over {network}" if network and has_network else ""
         numbers = "" if indices[0] is None else f"cuda:{_span(indices)} "
-        lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {_span(ranks)} on {host}: {numbers}{device}")
+        lines.append(f"{'ranks' if len(ranks) > 1 else 'rank'} {_span(ranks)} on {host}: {numbers}{device}{over}")
     return lines
 
 

@@ -27,6 +27,7 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.places import Place
 from recipes.common.ranks import Ranks
+from recipes.common.transport import log_nccl
 from recipes.common.watch import Watch, bound_of_group, bound_of_waits
 
 T = TypeVar("T")
@@ -168,7 +169,10 @@ def connect(
             ranks.rank,
             lambda kind, text: _exchange_kinds(dist.PrefixStore("device", store), ranks, kind, text),
         )
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
+            log_nccl()
         groups = dist.PrefixStore("groups", store)
         dist.init_process_group(
             backend,

@@ -27,6 +27,7 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse
 from recipes.common.ranks import Ranks
 from recipes.common.signals import Stop
+from recipes.common.transport import log_nccl
 from recipes.common.watch import Watch
 
 try:
@@ -101,6 +102,8 @@ def join_world(args: HorovodOptions) -> World:
         # Horovod: gathers each rank's kind of device and its host.
         lambda kind, text: dict(reversed(hvd.allgather_object((kind, text), name="device"))),
     )
+    if device.type == "cuda":
+        log_nccl()
     # Horovod: it has no store for notes that ranks read; what each waits for is known on its own host alone.
     return World(ranks.rank, ranks.world_size, device, Watch(ranks.rank, ranks.world_size, args, None))
 

@@ -100,7 +100,10 @@ def transport(case: Case) -> Iterator[Finding]:
     """NCCL over sockets on a node that has RDMA devices, or was told to use a fabric."""
     for node, found in sorted(case.ranks.items()):
         networks = {rank.get("network") for rank in found["ranks"]} - {None}
-        fabric = (case.facts.get(node, {}).get("variables") or {}).get("FABRIC") or "auto"
+        variables = case.facts.get(node, {}).get("variables") or {}
+        fabric = (
+            (found.get("fabric") or {}).get("FABRIC") or variables.get("FABRIC") or "auto"
+        )  # the site's, or ours
         if "Socket" not in networks or fabric == "tcp":
             continue
         remedy = "see docs/site.md: the device in the pod, libibverbs1 or aws-ofi-nccl in the image, locked memory"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.node import Node
+from recipes.common.transport import find_network
 from scripts.doctor.node import one_line
+from scripts.launch.command import ROOT
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.processes import Ended, rank_environment, run_side_by_side
 
+SET_BY_FABRIC = ("NCCL_", "GLOO_", "FI_", "OMP_")
+
 
 def fabric_variables() -> dict[str, str]:
-    """Return the variables that fabric.sh sets, where FABRIC asks for that; raises UserError."""
-    if not os.environ.get("FABRIC"):
+    """Return the variables that fabric.sh sets, where FABRIC or site.env asks for that; raises UserError."""
+    if not (os.environ.get("FABRIC") or os.environ.get("SITE_ENV") or (ROOT / "site.env").exists()):
         return {}
     variables, _ = fabric_environment(RDZV_TIMEOUT_S="5")
-    return {name: value for name, value in variables.items() if name.startswith(("NCCL_", "GLOO_", "FI_", "OMP_"))}
+    return {name: value for name, value in variables.items() if name == "FABRIC" or name.startswith(SET_BY_FABRIC)}
 
 
 def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dict[str, Any]:
@@ -55,8 +58,8 @@ def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
         found |= json.loads((folder / f"{local_rank}.json").read_text())
     with contextlib.suppress(OSError):
         said = (folder / f"{local_rank}.nccl").read_text(errors="replace")
-        if networks := re.findall(r"Using network (.+)", said):
-            found["network"] = networks[-1].strip()
+        if network := find_network(said):
+            found["network"] = network
     found["status"] = process.status
     if process.status and "error" not in found:
         how = process.last_line

@@ -47,6 +47,7 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
     if len(measured) > 28:
         slowest = min(measured, key=lambda pair: measured[pair])
         text.append(f"... {len(measured)} links in all, the slowest {measured[slowest]:.2f} Gbit/s: {slowest}")
+    text += networks(case)
     if probe := probe_map(case):
         text.append(f"probe {json.dumps(probe)}")
     text += [str(finding) for finding in findings]
@@ -59,6 +60,15 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
         what = ", ".join(filter(None, [f"all is well on {count(case.nnodes, 'node')}", warnings]))
         text.append(f"doctor: {what}, {seconds:.0f} s")
     return text
+
+
+def networks(case: Case) -> list[str]:
+    """Return a line for each network that NCCL says it uses, with its nodes; none on CPUs."""
+    found: dict[str, list[int]] = {}
+    for node, result in sorted(case.ranks.items()):
+        for network in sorted({rank["network"] for rank in result["ranks"] if rank.get("network")}):
+            found.setdefault(network, []).append(node)
+    return [f"NCCL uses {network} on {case.names(nodes)}" for network, nodes in sorted(found.items())]
 
 
 def probe_map(case: Case) -> dict[str, Any] | None:

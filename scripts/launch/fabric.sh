@@ -102,7 +102,7 @@ read_site() {
         fi
         name=${line%%=*}
         if [[ $name == FABRIC ]]; then
-            if [[ ${FABRIC:-auto} == auto ]]; then FABRIC=${line#*=}; fi
+            if [[ ${FABRIC:-auto} == auto ]]; then export FABRIC=${line#*=}; fi
         else
             fabric_set "$name" "${line#*=}"
         fi

@@ -324,6 +324,15 @@ UNIFORM_FAULTS = {
         lambda: planted(lambda case: set_ranks(case, network="Socket")),
         "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP",
     ),
+    "transport, site": (  # site.env's FABRIC, which no variable of the doctor's has
+        lambda: planted(
+            lambda case: (
+                set_ranks(case, network="Socket"),
+                [found.update(fabric={"FABRIC": "efa"}) for found in case.ranks.values()],
+            )
+        ),
+        "error: node 0 (n0): FABRIC=efa, and NCCL uses Socket, which is TCP; see docs/site.md",
+    ),
     "kernel_log, bus": (
         lambda: planted(xid(79)),
         "GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and switch it off",
@@ -357,6 +366,14 @@ def test_a_fault_that_all_nodes_share_is_below_a_floor(name):
     findings = judge(make())
     assert {finding.rule for finding in findings} == {name.split(",")[0]}
     assert any(words in str(finding) for finding in findings), [str(finding) for finding in findings]
+
+
+def test_the_report_says_over_what_nccl_goes():
+    case = fleet(3)
+    for rank in case.ranks[2]["ranks"]:
+        rank["network"] = "Socket"
+    said = [line for line in report.lines(case, [], 1.0) if line.startswith("NCCL uses ")]
+    assert said == ["NCCL uses IB on node 0 (n0), node 1 (n1)", "NCCL uses Socket on node 2 (n2)"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])

@@ -566,6 +566,11 @@ def test_options_are_read_only():
         ([Place("a", "CPU")] * 2 + [Place("b", "CPU")], ["ranks 0-1 on a: CPU", "rank 2 on b: CPU"]),
         ([Place("a", "H200", i) for i in range(4)], ["ranks 0-3 on a: cuda:0-3 H200"]),
         ([Place("a", "H200", 1), Place("a", "H200", 0)], ["ranks 0-1 on a: cuda:1,0 H200"]),
+        (
+            [Place("a", "H200", 0, "IB"), Place("b", "H200", 0, "IB")],
+            [f"rank {i} on {h}: cuda:0 H200, NCCL over IB" for i, h in enumerate("ab")],
+        ),
+        ([Place("a", "H200", i, "Socket") for i in range(2)], ["ranks 0-1 on a: cuda:0-1 H200"]),
         ([Place("a", "A", 0), Place("a", "B", 1)], ["rank 0 on a: cuda:0 A", "rank 1 on a: cuda:1 B"]),
     ],
 )

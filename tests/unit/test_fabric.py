@@ -8,7 +8,9 @@ import psutil
 import pytest
 
 from recipes.common.errors import UserError
+from scripts.doctor.ranks import fabric_variables
 from scripts.launch.cores import count_cores
+from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import interface_to
 from tests.support import ROOT
 
@@ -183,6 +185,15 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
             site.write_text(content)
         status, line, _ = source("auto", tmp_path, SITE_ENV=str(site))
         assert (status, words in line, len(line.splitlines())) == (2, True, 1)
+
+
+def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
+    """They compare it with what NCCL says (recipes/common/transport.py)."""
+    (tmp_path / "site.env").write_text("FABRIC=tcp\n")
+    monkeypatch.delenv("FABRIC", raising=False)
+    monkeypatch.setenv("SITE_ENV", str(tmp_path / "site.env"))
+    assert fabric_environment()[0]["FABRIC"] == "tcp"
+    assert fabric_variables()["FABRIC"] == "tcp"
 
 
 def selects(user_list, device):

@@ -1,0 +1,84 @@
+"""Which network NCCL uses between hosts, by its own words: it falls back to TCP and goes on.
+
+NCCL prints `NCCL INFO Using network IB` (`Socket`: TCP; `AWS Libfabric` or another plugin's name) for each
+communicator, under NCCL_DEBUG=INFO alone (src/init.cc). Its log goes to a file of this process, of which nothing
+but that is read. Where the user has set NCCL_DEBUG, the log is the user's and the network unknown here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.common.errors import UserError
+
+if TYPE_CHECKING:
+    from recipes.common.places import Place  # which imports torch, and the doctor reads logs without it
+
+NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
+TCP = "Socket"
+FABRICS = ("ib", "roce", "efa")
+VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+
+_log: Path | None = None
+
+
+def log_nccl() -> None:
+    """Let NCCL write down how it starts; call it before this process's first communicator."""
+    global _log
+    if any(os.environ.get(name) for name in VARIABLES):
+        return
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
+    except OSError:  # the temporary folder is full, or read-only
+        return
+    os.close(descriptor)
+    _log = Path(path)
+    os.environ.update(zip(VARIABLES, ("INFO", "INIT", path.replace("%", "%%")), strict=True))
+
+
+def read_network() -> str | None:
+    """Return the network that NCCL uses, and end its log; None before its first communicator, or on CPUs.
+
+    A process has one network for all communicators.
+    """
+    global _log
+    if _log is None:
+        return None
+    with contextlib.suppress(OSError):
+        if found := find_network(_log.read_text(errors="replace")):
+            _log.unlink()
+            _log = None
+            for name in VARIABLES:  # NCCL has read them; a program that this process starts has a log of its own
+                del os.environ[name]
+            return found
+    return None
+
+
+def find_network(text: str) -> str | None:
+    """Return the network that NCCL's log names; None where it names none."""
+    found = NETWORK.findall(text)
+    return str(found[-1]) if found else None
+
+
+def needs_communicator(places: Sequence[Place]) -> bool:
+    """Whether ranks on GPUs of several hosts have not used NCCL yet; the same on all ranks."""
+    is_several = len({place.host for place in places}) > 1
+    return is_several and any(place.index is not None and place.network is None for place in places)
+
+
+def check_network(places: Sequence[Place]) -> None:
+    """Raise UserError where FABRIC asks for a fabric, and NCCL uses TCP between hosts."""
+    fabric = os.environ.get("FABRIC")
+    hosts = sorted({place.host for place in places if place.network == TCP})
+    if fabric in FABRICS and hosts and len({place.host for place in places}) > 1:
+        names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        raise UserError(
+            f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}; see docs/site.md "
+            "(devices, libraries, locked memory), or set FABRIC=auto to go on over TCP"
+        )

@@ -1,0 +1,143 @@
+"""Which network NCCL says it uses: recorded logs, for no GPU is here to write one, and what becomes of FABRIC."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.common import loop, transport
+from recipes.common.errors import UserError
+from recipes.common.peers import Alone
+from recipes.common.places import Place
+
+HEAD = "n1:4242:4242 [0] NCCL INFO "
+LOGS = {
+    "IB": """cudaDriverVersion 13000
+NCCL version 2.30.7+cuda13.0
+NCCL_SOCKET_IFNAME set by environment to =eth0
+Bootstrap : Using eth0:10.0.0.1<0>
+NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_3:1/IB [RO]; OOB eth0:10.0.0.1<0>
+Initialized NET plugin IB
+Assigned NET plugin IB to comm
+Using network IB
+ncclCommInitRankConfig comm 0x55d rank 0 nranks 16 cudaDev 0 busId 1b000 commId 0x9 - Init COMPLETE""",
+    "Socket": """NCCL version 2.30.7+cuda13.0
+Failed to open libibverbs.so[.1]
+NET/IB : No device found.
+NET/Socket : Using [0]eth0:10.0.0.1<0>
+Using network Socket""",
+    "AWS Libfabric": """NCCL version 2.26.5+cuda12.9
+NET/OFI Initializing aws-ofi-nccl 1.14.0
+Using network AWS Libfabric""",
+    None: "NCCL version 2.30.7+cuda13.0\nBootstrap : Using eth0:10.0.0.1<0>",
+}
+"""After NCCL's and aws-ofi-nccl's sources, by the network that they name."""
+
+
+def log_of(network):
+    return "".join(f"{HEAD}{line}\n" for line in LOGS[network].splitlines())
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path, monkeypatch):
+    """Keep the log in this test's folder, and NCCL's variables as they are."""
+    monkeypatch.setattr(transport, "_log", None)
+    monkeypatch.setattr(transport.tempfile, "tempdir", str(tmp_path))
+    for name in (*transport.VARIABLES, "FABRIC"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("network", LOGS)
+def test_the_log_names_the_network(network):
+    assert transport.find_network(log_of(network)) == network
+
+
+def test_the_log_is_of_this_process_and_goes_once_it_has_been_read(tmp_path):
+    transport.log_nccl()
+    assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT")
+    path = Path(os.environ["NCCL_DEBUG_FILE"])
+    assert path.stat().st_mode & 0o77 == 0
+    assert transport.read_network() is None, "no communicator yet"
+    path.write_text(log_of("IB"))
+    assert transport.read_network() == "IB"
+    assert list(tmp_path.iterdir()) == []
+    assert not os.environ.keys() & set(transport.VARIABLES)
+    assert transport.read_network() is None
+
+
+@pytest.mark.parametrize("name", transport.VARIABLES)
+def test_a_log_that_the_user_asks_for_stays_the_users(tmp_path, monkeypatch, name):
+    monkeypatch.setenv(name, "mine")
+    transport.log_nccl()
+    assert {key: os.environ.get(key) for key in transport.VARIABLES if os.environ.get(key)} == {name: "mine"}
+    assert list(tmp_path.iterdir()) == []
+
+
+class TwoHosts(Alone):
+    """Rank 0 on n1 and rank 1 on n2; an all-reduce lets NCCL write its log."""
+
+    network, sums = "IB", 0
+
+    def gather_objects(self, value):
+        return [value, replace(value, host="n2")] if isinstance(value, Place) else [value]
+
+    def sum_tensor(self, tensor):
+        self.sums += 1
+        Path(os.environ["NCCL_DEBUG_FILE"]).write_text(log_of(self.network))
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Return a job of two ranks with a GPU each, whose record cannot be opened."""
+    monkeypatch.setattr(loop, "place_of", lambda _, network: Place("n1", "H100", 0, network))
+
+    def open_run(args, recipe, places):
+        raise UserError(f"open_run {[place.network for place in places]}")
+
+    monkeypatch.setattr(loop, "open_run", open_run)
+    transport.log_nccl()
+    return SimpleNamespace(args=None, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_ranks_learn_it_before_they_train(job, is_known):
+    """DDP has used NCCL by then; where nothing has, an all-reduce does."""
+    if is_known:
+        job.peers.sum_tensor(None)
+    with pytest.raises(UserError, match=r"open_run \['IB', 'IB'\]"):
+        loop.begin_run(job)
+    assert job.peers.sums == 1
+
+
+@pytest.mark.parametrize(
+    ("fabric", "network", "said"),
+    [
+        ("ib", "Socket", "FABRIC=ib, and NCCL uses Socket, which is TCP, on n1, n2; see docs/site.md"),
+        ("roce", "Socket", "FABRIC=roce, and NCCL uses Socket"),
+        ("efa", "Socket", "FABRIC=efa, and NCCL uses Socket"),
+        ("ib", "IB", "open_run"),
+        ("roce", "IB", "open_run"),
+        ("efa", "AWS Libfabric", "open_run"),
+        ("auto", "Socket", "open_run"),
+        ("tcp", "Socket", "open_run"),
+        ("", "Socket", "open_run"),
+    ],
+)
+def test_a_fabric_that_was_asked_for_is_not_tcp(job, monkeypatch, fabric, network, said):
+    monkeypatch.setenv("FABRIC", fabric)
+    job.peers.network = network
+    with pytest.raises(UserError) as error:
+        loop.begin_run(job)
+    assert str(error.value).startswith(said)
+
+
+def test_within_a_host_no_network_is_used(monkeypatch):
+    monkeypatch.setenv("FABRIC", "ib")
+    places = [Place("n1", "H100", i, "Socket") for i in range(8)]
+    transport.check_network(places)
+    assert not transport.needs_communicator([replace(place, network=None) for place in places])
+    assert not transport.needs_communicator([Place("n1", "CPU"), Place("n2", "CPU")])
