@@ -254,25 +254,31 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float]:
     totals = new_totals(task, job.device)
     share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
     read = technique.read_batches or read_batches
-    batches = list(share.split(EVAL_BATCH_SIZE))
+    batches = [batch for batch in share.split(EVAL_BATCH_SIZE) if len(batch)]
     # Evaluation: where passes exchange weights, all ranks run as many: 8 bytes a rank to agree on their number.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
-    batches += [share[:0]] * (most - len(batches))
     for inputs, targets in read(job.data.test, batches, job.position.epoch):
-        if technique.predict:
-            output = technique.predict(inputs)
-        else:
-            with autocast(job.args, job.device):
-                output = technique.module(inputs)
+        output = predict(job, technique, inputs)
         if output is not None:
             technique.add_batch(totals, task, output, targets)
+    for _ in range(most - len(batches)):  # one blank sample, whose output does not count: not all models take none
+        predict(job, technique, job.data.input.zeros(1, job.device))
     if technique.counts_skipped:
         add_skipped(totals, job.data.train.skipped + job.data.test.skipped)
     # Evaluation: sums and counts of all ranks, some 40 bytes a rank; the averages are taken after it.
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)
         return averages(totals, task, len(job.data.test))
+
+
+def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:
+    """Return the model's output for some inputs, or None on a rank that has none."""
+    if technique.predict:
+        return technique.predict(inputs)
+    with autocast(job.args, job.device):
+        output: Tensor = technique.module(inputs)
+    return output
 
 
 def sync_statistics(job: Job, technique: Technique) -> None:

@@ -52,13 +52,51 @@ def test_bf16_gathers_half_and_stays_close(single, tmp_path):
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
 
 
-def test_ranks_evaluate_equally_often(tmp_path):
+class Numbers(torch.utils.data.Dataset):
+    """Samples that are read one by one: what is not asked for does not come."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return torch.full((64,), index / self.count), index % 10
+
+
+def numbers():
+    """Return 513 samples for the test."""
+    return {"train": Numbers(64), "test": Numbers(513), "target": "class", "num_classes": 10}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--data", "synthetic", "--num-samples", "4104", "--image-size", "8"),
+        ("--data", "tests.parallel.test_fsdp:numbers", "--model", "tests.parallel.test_fsdp:viewing_model"),
+    ],
+    ids=["in memory", "loaded"],
+)
+def test_ranks_evaluate_equally_often(tmp_path, argv):
     """Of 513 samples, rank 0 has one batch of 256, and rank 1 another of one sample besides."""
-    argv = ("--data", "synthetic", "--num-samples", "4104", "--image-size", "8", "--max-steps", "1")
+    argv = (*argv, "--max-steps", "1", "--workers", "0", "--timeout-s", "20")
     runs = [train(recipe, tmp_path, n, *argv) for recipe, n in (("fsdp", 2), ("single", 1))]
     ours, theirs = (metrics(run)[-1] for run in runs)
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
     assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+def viewing_model(spec):
+    """Return a model that takes no empty batch: view() cannot tell what -1 is there."""
+    return nn.Sequential(View(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+
+
+class View(nn.Module):
+    """Flatten as much code does."""
+
+    def forward(self, inputs):
+        return inputs.view(len(inputs), -1)
 
 
 def normed_model(spec):
