@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recipes.common.task import Task
+from recipes.common.user_code import add_derived
 
 
 def new_totals(task: Task, device: torch.device) -> Tensor:
@@ -35,12 +36,16 @@ def add_skipped(totals: Tensor, count: int) -> None:
 
 
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
-    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once."""
+    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once.
+
+    Raises:
+        UserError: the task derives something from them that is no number.
+    """
     count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
     means = {name: value / max(count, 1) for name, value in zip(("loss", *task.metrics), sums, strict=True)}
-    result = {f"test_{name}": value for name, value in {**means, **task.derive(means)}.items()}
+    result = {f"test_{name}": value for name, value in add_derived(means, task).items()}
     return {**result, "skipped_images": int(skipped)} if skipped else result
 
 

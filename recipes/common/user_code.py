@@ -279,7 +279,36 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         raise UserError(
             f"{what}: loss_sum() of both is {loss.item():.6g}, of each alone {alone:.6g} in all; {fix}"
         )
+    means = call(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
+    try:
+        add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
+    except UserError as error:
+        # Of two samples a variance may be 0: that says nothing of the whole test set.
+        if not isinstance(error.__cause__, ArithmeticError | ValueError):
+            raise
     model.train()
+
+
+def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
+    """Return the averages and what the task derives from them, as plain numbers: a checkpoint takes nothing else.
+
+    Raises:
+        UserError: derive() fails or returns something else, or the task's headline is not among them.
+    """
+    what = f"--task {type(task).__name__}: derive()"
+    derived = call(what, task.derive, dict(means))
+    if not isinstance(derived, dict):
+        raise UserError(f"{what} returned {_name(derived)}; return a dict of numbers")
+    found = dict(means)
+    for name, value in derived.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+            raise UserError(f"{what} returned {_name(value)} as {name!r}; return a number") from None
+    if task.headline not in found:
+        fix = f"set it to one of {', '.join(found)}, or let derive() return it"
+        raise UserError(f"--task {type(task).__name__}: nothing has the headline's name {task.headline!r}; {fix}")
+    return found
 
 
 @torch.no_grad()

@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from recipes.common import record
 from recipes.common.errors import UserError
 from recipes.common.optim import build_optimizer, load_optimizer_state
+from recipes.common.task import Classification
 from recipes.single.train import main, options
 from tests.support import is_equal, losses, metrics, newest_checkpoint, weights
 
@@ -112,6 +114,28 @@ def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeyp
     lines = single("a", "--epochs", "2", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 2 * EPOCH + 1))
+
+
+class NumpyTask(Classification):
+    """A task whose headline is a numpy number, which torch does not load with weights_only=True."""
+
+    headline = "error"
+    higher_is_better = False
+
+    def derive(self, averages):
+        return {"error": np.sqrt(1 - averages["accuracy"]), "half": torch.tensor(0.5)}
+
+
+def test_what_a_task_derives_is_saved_as_plain_numbers(run, single):
+    argv = ("b", "--epochs", "1", "--task", "tests.unit.test_resume:NumpyTask")
+    single(*argv, "--max-steps", "2")
+    folder = run.parent / "b"
+    for path in folder.glob("checkpoints/*.pt"):
+        kept = torch.load(path, weights_only=True)["position"]
+        assert [type(value) for value in [*kept["averages"].values(), kept["best_score"]]] == [float] * 5
+        assert kept["best_score"] == -kept["averages"]["test_error"]
+    lines = single(*argv, "--max-steps", "3", "--resume", "auto")
+    assert f"resumed from {folder}/checkpoints/step-000000002.pt at step 2" in lines
 
 
 def test_where_no_checkpoint_is_good_nothing_begins(run, single):

@@ -69,6 +69,25 @@ class TooFew(Fit):
     def metric_sums(self, output, target):
         return ()
 
+class NoNumber(Fit):
+    def derive(self, averages):
+        return {"rms_error": [averages["loss"]]}
+
+class NoDict(Fit):
+    def derive(self, averages):
+        return averages["loss"] ** 0.5
+
+class NoHeadline(Fit):
+    headline = "rms"
+
+class NoSuchMean(Fit):
+    def derive(self, averages):
+        return {"rms_error": averages["los"] ** 0.5}
+
+class Undefined(Fit):
+    def derive(self, averages):
+        return {"rms_error": averages["loss"] / 0}
+
 class NoTask:
     pass
 
@@ -224,6 +243,16 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ((*FIT, "mine:Mean"), "of each alone"),
         ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
         ((*FIT, "mine:TooFew"), "metric_sums() returned 0 values for metrics ('absolute_error',)"),
+        ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),
+        ((*FIT, "mine:NoDict"), "--task NoDict: derive() returned a float; return a dict of numbers"),
+        (
+            (*FIT, "mine:NoHeadline"),
+            "nothing has the headline's name 'rms'; set it to one of loss, absolute_error, rms_error, or let derive()",
+        ),
+        (
+            (*FIT, "mine:NoSuchMean"),
+            "--task NoSuchMean: derive() failed: KeyError: 'los' ({folder}/mine.py, line ",
+        ),
         ((*FIT, "mine:NoTask"), "--task mine:NoTask makes a NoTask; give a subclass of recipes.common.task.Task"),
         (("--data", "mine:nothing"), "--data mine:nothing returned None, not a dict; return {{"),
         (("--data", "mine:no_target"), "returned a dict without 'target'; return {{"),
@@ -254,6 +283,12 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
         load(*argv)
     assert message.format(folder=tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_two_samples_prove_nothing_against_a_quotient():
+    data, _ = load(*FIT, "mine:Undefined")
+    with pytest.raises(UserError, match=r"derive\(\) failed: ZeroDivisionError"):
+        user_code.add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
 
 
 def test_a_change_of_the_code_changes_its_digest(tmp_path):
