@@ -177,6 +177,7 @@ def method_of(args: Namespace, options: Options) -> Method:
         gathers=1 + getattr(options, "reshard_after_forward", True),
         gathered_share=0.5 if options.amp == "bf16" else 1.0,
         replicas=getattr(options, "replicas", 1),
+        passes=getattr(options, "accumulate_steps", 1),
         algorithm=args.algorithm,
     )
 
@@ -286,13 +287,17 @@ def memory_line(row: Row, args: Namespace) -> str:
     room = GPUS[args.gpu_type].memory_gb
     fits = "" if args.compute_ms or args.measure else f" of {room:g} on a {args.gpu_type}"
     if not (args.compute_ms or args.measure) and whole > 0.95 * room:
-        fits += "; DOES NOT FIT: lower --local-batch-size, or raise --accumulate-steps"
+        fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
+        fits += f"; DOES NOT FIT: lower --local-batch-size, or {fix}"
     return f"memory of a GPU, estimated: {whole:.1f} GB{fits} ({texts}; without the libraries' own)"
 
 
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the plan, the lines that tell it, and where it shall go; raises UserError."""
     args, options = parse_args(argv)
+    for name in ("activation_checkpointing", "cpu_offload"):
+        if getattr(options, name, False):
+            raise UserError(f"--{name.replace('_', '-')}: the plan does not know what it saves and costs; drop it")
     kind = kind_of(options, args.num_classes, args.samples)
     workload = look_at(options, kind)
     compute, source = compute_of(args, options, kind, workload)

@@ -305,7 +305,9 @@ class Method:
     piece_bytes: int = 2**20
     zero: bool = False
     gathers: int = 2
-    """All-gathers of the weights that fsdp makes in a step."""
+    """All-gathers of the weights that fsdp makes in a pass."""
+    passes: int = 1
+    """Of fsdp in a step: gradients are scattered after the last alone."""
     gathered_share: float = 1.0
     """Of the fp32 weights' bytes: 0.5 for bf16."""
     replicas: int = 1
@@ -431,16 +433,17 @@ def _by_shards(
     gathers = [all_reduce_s(method.gathered_share * size, within, "ring") / 2 for size in sizes]
     scatters = [all_reduce_s(size, within, "ring") / 2 for size in sizes]
     whole, sent, copies_s = sum(sizes), 0.0, 0.0
-    sent += (method.gathers * method.gathered_share + 1) * sent_per_node(whole, within, "ring") / 2
+    count = method.passes * method.gathers
+    sent += (count * method.gathered_share + 1) * sent_per_node(whole, within, "ring") / 2
     if replicas > 1:
         # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
         apart = min(cluster.nodes, replicas)
         across = replace(cluster, nodes=apart, gpus=max(1, replicas // apart))
         copies_s = all_reduce_s(whole / nodes, across, method.algorithm)
         sent += sent_per_node(whole / nodes, across, method.algorithm)
-    exchange_s = method.gathers * sum(gathers) + sum(scatters) + copies_s
-    forward_s = max(compute.forward_s, sum(gathers))
-    backward_s = max(compute.backward_s, (method.gathers - 1) * sum(gathers) + sum(scatters) + copies_s)
+    exchange_s = count * sum(gathers) + sum(scatters) + copies_s
+    forward_s = max(compute.forward_s, method.passes * sum(gathers))
+    backward_s = max(compute.backward_s, (count - method.passes) * sum(gathers) + sum(scatters) + copies_s)
     return gathers[-1] + forward_s + backward_s + scatters[-1], exchange_s, sent
 
 

@@ -106,7 +106,8 @@ class Workload:
         gathered = min(self.parameter_bytes, 2 * BLOCK_BYTES) if is_resharded else self.parameter_bytes
         return {
             "weights": self.parameter_bytes / shards + self.buffer_bytes,
-            "gradients": self.parameter_bytes / shards,
+            # Those of accumulated passes stay whole until the last.
+            "gradients": self.parameter_bytes / (shards if passes == 1 else 1),
             "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else shards),
             "gathered_weights": gathered * (0.5 if half else 1.0) if shards > 1 else 0,
             "half_weights": self.parameter_bytes / 2 if half and shards == 1 else 0,

@@ -176,8 +176,9 @@ def test_a_sharded_optimizer_hands_the_weights_out():
         (Method("fsdp", gathers=1), 2 * 3 / 4),
         (Method("fsdp", gathered_share=0.5), 2 * 3 / 4),
         (Method("fsdp", replicas=2), 3 * 1 / 2 + 2 * 1 / 2 / 2),
+        (Method("fsdp", passes=4), (4 * 2 + 1) * 3 / 4),
     ],
-    ids=["default", "no reshard", "bf16", "replicas"],
+    ids=["default", "no reshard", "bf16", "replicas", "accumulation"],
 )
 def test_shards_are_gathered_and_gradients_scattered(method, sent):
     """Four nodes of one rank: the bytes that recipes/fsdp/README.md has in its table."""
@@ -195,6 +196,8 @@ def test_a_shard_of_the_memory():
         assert shard[name] == whole[name] / 8
     assert shard["gathered_weights"] == workload.parameter_bytes  # less than two blocks
     assert whole["gathered_weights"] == 0
+    passes = fsdp_options(["--optimizer", "adamw", "--accumulate-steps", "2"])
+    assert workload.memory_bytes(passes, 2, 16)["gradients"] == workload.parameter_bytes
 
 
 def test_what_limits_a_step_is_named():
@@ -418,6 +421,7 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--compute-ms", "3", "--measure"), "give one"),
         (("ddp", "--compute-ms", "3", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("ddp", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
+        (("fsdp", "--cpu-offload"), "--cpu-offload: the plan does not know what it saves and costs; drop it"),
         (("ddp", "--data", "digits", "--local-batch-size", "5000"), "larger than the data, on one node"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
