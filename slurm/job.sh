@@ -9,6 +9,7 @@
 #   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
 #   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
 #   FABRIC            auto, ib, roce, efa or tcp: see scripts/launch/fabric.sh
+#   STAGE             a tar file of the environment, to be unpacked on a disk of each node (STAGE_DIR, /tmp) and used there
 #   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
 #   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
 #   MAX_REQUEUES      how often a job may start again (10)
@@ -62,7 +63,7 @@ begin_job() {
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
     export NNODES=$SLURM_NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
     # This script runs on the head node. No fallback: with one, each node would wait for itself.
-    export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}} MASTER_PORT
+    export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${nodes%%$'\n'*}")} MASTER_PORT
     MASTER_PORT=$(free_port)
     export PORT_IS_CHOSEN=1 # a rank 0 that finds it taken ends with status 75, and the job starts again
     export FABRIC=${FABRIC:-auto}
@@ -89,6 +90,7 @@ begin_job() {
         rank=(scripts.launch.hold_signals "recipes.$recipe.train")
         set_options "$@"
     fi
+    if [[ -n ${STAGE:-} ]]; then stage; fi
     echo "job $job, start $((restarts + 1)): ${SCRIPT:-$recipe} on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
     show_share
@@ -127,6 +129,34 @@ free_port() {
     echo "$port"
 }
 
+# A node's name, which is Slurm's and need not be one that the others can resolve; else what Slurm calls its address.
+address_of() {
+    local address
+    if ! getent ahosts "$1" >/dev/null; then
+        address=$(scontrol show node "$1" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+    fi
+    echo "${address:-$1}"
+}
+
+# Unpack STAGE on each node, once for all jobs, and take its Python: a thousand small files of a shared folder are slow.
+stage() {
+    local from to
+    from=$(realpath -ms "$STAGE") to=${STAGE_DIR:-/tmp}/cluster-recipes-$UID
+    if [[ -n ${CONTAINER_IMAGE:-} ]]; then refuse "STAGE is for a venv, and CONTAINER_IMAGE is one file already; unset one of them"; fi
+    if [[ ! -r $from ]]; then refuse "STAGE: there is no $from; on the login node: tar -C $root/.venv -cf $from ."; fi
+    to+=/$(stat -c %s-%Y "$from") # another file, another folder
+    local begin=$SECONDS
+    # shellcheck disable=SC2016 # expanded on each node
+    "${srun[@]}" --output=all --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 bash -c '
+        if [[ -x $1/bin/python ]]; then exit; fi
+        umask 077; mkdir -p "${1%/*}" && new=$(mktemp -d "$1.XXXXXX") || exit
+        if tar -xf "$0" -C "$new" && mv -T "$new" "$1" 2>/dev/null; then exit; fi
+        rm -rf "$new"; [[ -x $1/bin/python ]]' "$from" "$to" || # another job of this user was faster
+        refuse "STAGE: cannot unpack $from to $to on each node; see above, choose another STAGE_DIR, or unset STAGE"
+    export PYTHON=$to/bin/python
+    echo "staged $from on $NNODES nodes in $((SECONDS - begin)) s: $to"
+}
+
 # Print what the head node gives to the job, of what it has; warn where the job gets less than half of its GPUs or cores.
 show_share() {
     local node=${SLURMD_NODENAME:-$(hostname -s)} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
@@ -163,6 +193,9 @@ set_python() {
         return
     fi
     export PYTHON=${PYTHON:-python3}
+    if [[ $CONTAINER_IMAGE == /* && ! -e $CONTAINER_IMAGE ]]; then
+        refuse "there is no CONTAINER_IMAGE $CONTAINER_IMAGE; make it on the login node: enroot import -o FILE.sqsh docker://..., or apptainer build FILE.sif docker://..."
+    fi
     local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder
     for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR" "$RUNS_DIR"}; do
         if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi

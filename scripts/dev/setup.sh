@@ -30,7 +30,9 @@ fi
 
 # Two calls at once: the second waits for the first and finds everything in place.
 exec 9>.venv.lock
-"$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null; then # Lustre without flock
+    echo "warning: cannot lock .venv.lock on this file system: let no other set-up run at the same time" >&2
+fi
 is_ready && exit 0
 
 say() { echo "setup: $*" >&2; }

@@ -4,7 +4,10 @@ import functools
 import json
 import re
 import shutil
+import subprocess
 import sys
+import venv
+from pathlib import Path
 
 import pytest
 
@@ -382,6 +385,25 @@ class TestYourOwn:
         assert job.field("Restarts") == "1"
         assert "resumed after ['saved-0', 'saved-1']" in job.text
 
+    def test_a_staged_environment_is_unpacked_on_each_node_once(self, cluster, tmp_path):
+        venv.create(tmp_path / "venv", symlinks=True)
+        [packages] = (tmp_path / "venv/lib").glob("python*/site-packages")
+        (packages / "shared.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
+        subprocess.run(["tar", "-C", tmp_path / "venv", "-cf", tmp_path / "venv.tar", "."], check=True, timeout=60)
+        env = {"STAGE": str(tmp_path / "venv.tar"), "STAGE_DIR": "/dev/shm"}  # which each node has for itself
+        for _ in range(2):  # the second job finds it there
+            job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", "import sys; print(sys.prefix)", **env)
+            assert job.wait() == "COMPLETED", job.text
+            [line] = [line for line in job.text.splitlines() if line.startswith("staged ")]
+            folder = line.rpartition(": ")[2]
+            assert folder.startswith("/dev/shm/cluster-recipes-")
+            for host in ("n1", "n2"):
+                assert (job.run / f"slurm/{host}.txt").read_text().splitlines()[-1] == folder
+        for host in ("n1", "n2"):
+            there = cluster.script("on", host, "ls", str(Path(folder).parent)).stdout.split()
+            cluster.script("on", host, "rm", "-r", str(Path(folder).parent))
+            assert there == [Path(folder).name]
+
     def test_a_job_is_requeued_without_a_node_whose_gpu_is_broken(self, cluster, tmp_path):
         job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", GPU_FAULT, KMSG="/dev/shm/kmsg")
         try:
@@ -425,7 +447,8 @@ class TestContainers:
         tools.mkdir()
         (tools / name).write_text(script)
         (tools / name).chmod(0o755)
-        env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": "/images/ddp.sif"}
+        (folder / "ddp.sif").touch()
+        env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": str(folder / "ddp.sif")}
         env |= {"CONTAINER_MOUNTS": "/data:/data", "PYTHON": sys.executable}
         job = cluster.submit(folder, file, "--max-steps", "2", flags=("--gpus-per-node=1",), **env)
         assert " world_size=2 " in job.complete()
@@ -435,11 +458,11 @@ class TestContainers:
         script = '#!/bin/bash\necho "$0 $*"\nwhile [[ $1 != *.sif ]]; do shift; done\nshift\nexec "$@"\n'
         text = self.complete(cluster, tmp_path, "apptainer", script)
         mounts = f"--bind {ROOT}:{ROOT},/data:/data --pwd {ROOT}"
-        assert f"/apptainer exec {mounts} --nv /images/ddp.sif bash -c" in text
+        assert f"/apptainer exec {mounts} --nv {tmp_path}/ddp.sif bash -c" in text
 
     def test_pyxis(self, cluster, tmp_path):
         text = self.complete(cluster, tmp_path, "srun", self.PYXIS)
-        assert "srun --container-image=/images/ddp.sif\n" in text
+        assert f"srun --container-image={tmp_path}/ddp.sif\n" in text
         assert f"srun --container-mounts={ROOT}:{ROOT},/data:/data\n" in text
         assert f"srun --container-workdir={ROOT}\n" in text
         assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
@@ -447,4 +470,4 @@ class TestContainers:
     def test_all_of_an_elastic_job_runs_in_pyxiss_containers(self, cluster, tmp_path):
         """The store too: the host may have no torch."""
         text = self.complete(cluster, tmp_path, "srun", self.PYXIS, "ddp-elastic.sbatch")
-        assert text.count("srun --container-image=/images/ddp.sif\n") >= 2, "two nodes and the store"
+        assert text.count(f"srun --container-image={tmp_path}/ddp.sif\n") >= 2, "two nodes and the store"

@@ -108,6 +108,17 @@ def test_a_failed_download_is_refused_in_one_line(fashion):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monkeypatch):
+    """Lustre without the mount option flock."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match=r"--download: cannot lock .*: Function not implemented .*; download once"):
+        load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
+
+
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
     """Write CIFAR-10's pickled batches, small."""

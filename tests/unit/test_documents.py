@@ -55,7 +55,13 @@ OTHERS_FLAGS = {
     "--account",
     "--array",
     "--output",
+    "--exclusive",
+    "--gres",
+    "--hint",
     "--list-reasons",
+    "--mem",
+    "--mem-bind",
+    "--zstd",
     "--max-count",
     "--mpi",
     "--container-image",
@@ -187,7 +193,7 @@ def test_the_lines_to_edit_are_those_that_the_sbatch_files_mark():
     for path in ROOT.glob("slurm/*.sbatch"):
         lines = path.read_text().splitlines()
         for line, following in itertools.pairwise(lines):
-            if line.startswith("#SBATCH") and "# EDIT:" in line:
+            if line.startswith(("#SBATCH", "##SBATCH")) and "# EDIT:" in line:
                 marked.add(line.split("# EDIT:")[0].strip())
             elif line.startswith("# EDIT:"):
                 marked.add(following)

@@ -184,6 +184,96 @@ case $* in *n2*) exit 1 ;; esac
     assert done.stdout.splitlines()[-1] == "lost: n2", done.stderr
 
 
+def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path):
+    """NodeName need not be what DNS or /etc/hosts know."""
+    (tmp_path / "scontrol").write_text(
+        SCONTROL + 'case $* in "show node n1 "*) echo "NodeName=n1 NodeAddr=10.7.0.1 X=" ;; esac\n'
+    )
+    for known, address in ((1, "10.7.0.1"), (0, "n1")):
+        (tmp_path / "getent").write_text(f"#!/bin/sh\nexit {known}\n")
+        (tmp_path / "getent").chmod(0o755)
+        assert job(then='echo "$MASTER_ADDR"').stdout.splitlines()[-1] == address
+    assert job(then='echo "$MASTER_ADDR"', MASTER_ADDR="ib-n1").stdout.splitlines()[-1] == "ib-n1"
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"STAGE": "/nowhere.tar"}, "STAGE: there is no /nowhere.tar; on the login node: tar -C "),
+        ({"STAGE": str(ROOT / "README.md")}, f"STAGE: cannot unpack {ROOT}/README.md to "),
+        (
+            {"STAGE": "x.tar", "CONTAINER_IMAGE": "docker://ddp"},
+            "STAGE is for a venv, and CONTAINER_IMAGE is one file",
+        ),
+        (
+            {"CONTAINER_IMAGE": "/nowhere.sif"},
+            "there is no CONTAINER_IMAGE /nowhere.sif; make it on the login node: ",
+        ),
+    ],
+)
+def test_what_is_to_be_prepared_on_the_login_node_is_asked_for(job, tmp_path, env, said):
+    (tmp_path / "apptainer").write_text("#!/bin/sh\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "srun").write_text(RUNS_ON_ONE_NODE)
+    done = job(STAGE_DIR=str(tmp_path / "stage"), **env)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith(f"error: {said}")], done.stderr
+
+
+RUNS_ON_ONE_NODE = """#!/bin/sh
+while [ "$1" != bash ]; do if [ $# = 0 ]; then exit; fi; shift; done
+exec "$@"
+"""
+
+
+def test_an_environment_is_staged_once(job, tmp_path):
+    (tmp_path / "srun").write_text(RUNS_ON_ONE_NODE)
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/bin/python").symlink_to(sys.executable)
+    tar = tmp_path / "env.tar"
+    subprocess.run(["tar", "-C", tmp_path / "env", "-cf", tar, "."], check=True, timeout=30)
+    seen = []
+    for _ in range(2):
+        done = job(then='echo "$PYTHON"', STAGE=str(tar), STAGE_DIR=str(tmp_path / "stage"))
+        assert f"staged {tar} on 2 nodes in " in done.stdout
+        seen.append((done.stdout.splitlines()[-1], Path(done.stdout.splitlines()[-1]).lstat().st_ino))
+    assert seen[0] == seen[1], "the second job has unpacked nothing"
+    assert seen[0][0].startswith(f"{tmp_path}/stage/cluster-recipes-{os.getuid()}/")
+    os.utime(tar, (1, 1))
+    assert (
+        job(then='echo "$PYTHON"', STAGE=str(tar), STAGE_DIR=str(tmp_path / "stage")).stdout.splitlines()[-1]
+        != seen[0][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("plugins", "start", "said", "asked"),
+    [
+        (
+            "none pmi2",
+            "",
+            "this Slurm has no PMIx (srun --mpi=list): START=gloo, without MPI\n",
+            "scripts/launch.sh",
+        ),
+        ("none pmix pmix_v4", "", "", "--mpi=pmix"),
+        ("none pmi2", "pmix", "", "--mpi=pmix"),  # as the user says
+    ],
+)
+def test_horovod_goes_by_gloo_where_slurm_has_no_pmix(job, tmp_path, plugins, start, said, asked):
+    (tmp_path / "srun").write_text(
+        f'#!/bin/sh\ncase $* in --mpi=list) echo "{plugins}" ;; *) echo "$*" >>{tmp_path}/srun.txt ;; esac\n'
+    )
+    (tmp_path / "scontrol").write_text(
+        SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={ROOT}/slurm/horovod.sbatch\n')
+    )
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, "START": start}
+    words = ["bash", "slurm/horovod.sbatch", "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("this Slurm" in done.stdout, said in done.stdout) == (bool(said), True)
+    assert asked in (tmp_path / "srun.txt").read_text()
+
+
 KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
 
 

@@ -161,5 +161,11 @@ def _one_process_at_a_time(folder: Path, enabled: bool) -> Iterator[None]:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".download.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(
+                f"--download: cannot lock {lock.name}: {error.strerror} (Lustre without the mount option flock?); "
+                "download once without a job, on a local disk, and copy the files there"
+            ) from None
         yield
