@@ -132,7 +132,11 @@ def vector(step: Step, name: str) -> Vector:
 
 
 def difference(a: Vector, b: Vector) -> float:
-    """Return the difference of two sketches relative to the second."""
+    """Return the difference of two sketches relative to the second; inf where only one of them is finite."""
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return math.inf
+    a, b = a[finite], b[finite]
     scale = float(np.linalg.norm(b))
     return float(np.linalg.norm(a - b)) / scale if scale else float(np.any(a != b))
 
@@ -140,7 +144,7 @@ def difference(a: Vector, b: Vector) -> float:
 def factor_between(a: Vector, b: Vector) -> float:
     """Return c such that a = c b, 0 where no c fits."""
     c = float(a @ b / (b @ b)) if np.any(b) else 0.0
-    return c if c and difference(a, c * b) < 1e-3 else 0.0
+    return c if math.isfinite(c) and c and difference(a, c * b) < 1e-3 else 0.0
 
 
 def name_factor(c: float, world_size: int) -> str:
@@ -363,6 +367,9 @@ def explain_gradient(run: Run, reference: Run, i: int, found: float) -> Finding:
     c = factor_between(vector(step, "final"), vector(expected, "final"))
     if c and abs(c - 1) > 0.01:
         return Finding("loss-scaled", w, f"{where}: {name_factor(c, w)} that of 1 process")
+    if math.isinf(found):
+        is_whole = np.isfinite(vector(step, "final")).all()
+        return Finding("unknown", w, f"{where}: {'finite, not so' if is_whole else 'not finite, unlike'} at 1 process")
     what = f"{where}: differs by {found:.1e} from that of 1 process"
     sizes = {sum(s["sizes"]) for s in steps}
     if run.rows(i) != reference.rows(i):
@@ -414,7 +421,7 @@ def is_apart(value: float, right: float, unit: float, rounding: Rounding) -> boo
 def explain_printed(run: Run, first: Run, series: Series, ratios: list[float], is_proven: bool) -> str:
     """Return why a series is printed otherwise, where training is the same."""
     w = run.world_size
-    if not is_proven:
+    if not is_proven or not all(map(math.isfinite, ratios)):
         return "unknown"
     if series.is_evaluation:
         return explain_evaluation(run, first)

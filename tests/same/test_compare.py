@@ -155,6 +155,24 @@ def test_how_large_rounding_is_comes_from_the_control_run():
     assert causes(record(2, disturb(1e-3)), control=record(1, disturb(2e-4))) == []
 
 
+def test_what_is_not_finite_is_a_difference():
+    gradients = GRADIENTS.copy()
+    gradients[2:] = np.nan
+    assert causes(record(2, gradients)) == [("unknown", "step 3, gradient")]
+    first = record(1, gradients)
+    assert compare(record(2, gradients), first, None, Rounding(first, first)) == []
+
+
+def test_a_printed_loss_that_is_not_finite_is_no_note():
+    run, first = record(2, GRADIENTS), record(1, GRADIENTS)
+    for each, text in ((run, "loss 2.5 loss nan"), (first, "loss 2.5 loss 2.4")):
+        reader = Reader()
+        reader.read(text)
+        each.series = reader.series
+    findings = compare(run, first, None, Rounding(first, first))
+    assert [finding.cause for finding in findings] == ["unknown"]
+
+
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 2), (3, 1 / 3), (3, 9)])
 def test_a_factor_is_told_from_other_differences(world_size, factor):
     assert causes(record(world_size, factor * GRADIENTS)) == [("loss-scaled", "step 1, gradient")]
