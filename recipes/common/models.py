@@ -128,6 +128,13 @@ def build_model(args: Options, data: Data) -> nn.Module:
         UserError: a name that torchvision does not have (with the nearest), data that the model does not take, or
             code of the user's that does not fit together.
     """
+    model = make_model(args, data)
+    check_model(model, args, data)
+    return model.to(memory_format=torch.channels_last) if args.channels_last else model
+
+
+def make_model(args: Options, data: Data) -> nn.Module:
+    """Return --model as its name or the user's function makes it; raises UserError as build_model() does."""
     torch.manual_seed(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
     if is_reference(args.model):
@@ -141,11 +148,19 @@ def build_model(args: Options, data: Data) -> nn.Module:
     else:
         fix = f"use {' or '.join(GPTS)}" if has_tokens else "give your own by --model package.module:function"
         raise UserError(f"--model {args.model} takes images, and --data {args.data} has {data.input}; {fix}")
+    return model
+
+
+def check_model(model: nn.Module, args: Options, data: Data) -> None:
+    """Hold code of the user's to what the recipes expect; a model on the meta device, to shapes alone.
+
+    Raises:
+        UserError: model, data and task do not fit together.
+    """
     if any(is_reference(text) for text in (args.model, args.data, args.task)):
         user_code.check_fit(model, args, data)
         if getattr(model, "is_sequence", False):
             user_code.check_sequence(model, [module for _, module in layers(model)], args, data)
-    return model.to(memory_format=torch.channels_last) if args.channels_last else model
 
 
 def _image_model(args: Options, data: Data) -> nn.Module:

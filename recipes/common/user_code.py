@@ -253,19 +253,23 @@ def build_own_model(args: Options, data: Data) -> nn.Module:
 
 
 def check_fit(model: nn.Module, args: Options, data: Data) -> None:
-    """Run two samples through model and task, on the CPU, before anything is trained with code that does not fit.
+    """Run two samples through model and task before anything is trained with code that does not fit.
+
+    A model on the meta device, which computes shapes alone, gets outputs of one half.
 
     Raises:
         UserError: the model does not take the inputs, the task not its outputs, or it does not return sums.
     """
     inputs, targets = _two_samples(data)
     count, task = len(inputs), data.task
-    output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), inputs)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    own = inputs.to("meta") if is_meta else inputs
+    output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else _name(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
-    output = output.float()
+    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else output.float()
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
     loss = call(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -319,11 +323,12 @@ def check_sequence(model: nn.Module, sequence: Sequence[nn.Module], args: Option
         UserError: its children one after another return something else than the model.
     """
     inputs, _ = _two_samples(data)
+    inputs = inputs.to(next(model.parameters()).device)
     expected = model.eval()(inputs)
     output = inputs
     for module in sequence:
         output = call(f"--model {args.model}, child by child", module, output)
-    if not isinstance(output, Tensor) or not torch.equal(output, expected):
+    if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
         fix = "remove is_sequence = True, or apply the children in order"
         raise UserError(f"--model {args.model}: its children one after another do not return what it does; {fix}")
     model.train()

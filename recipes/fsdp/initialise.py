@@ -28,7 +28,7 @@ class UnknownInitError(Exception):
 
 def rows(tensor: Tensor, index: int, count: int) -> Tensor:
     """Return a copy of the rows of shard `index` of `count`, as FSDP cuts: of n rows, ceil(n / count) each."""
-    parts = tensor.chunk(count) if tensor.ndim else (tensor,)
+    parts = tensor.chunk(count)
     return parts[index].clone() if index < len(parts) else tensor.new_empty(0, *tensor.shape[1:])
 
 

@@ -10,6 +10,7 @@ https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +24,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from recipes.common.agreement import run_on_all_ranks
+from recipes.common.batchnorm import plain_layers
 from recipes.common.data import Data
 from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, set_batchnorm_groups, train_epochs
-from recipes.common.models import build_model
+from recipes.common.models import build_model, check_model, make_model
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.ranks import read_ranks
@@ -89,14 +91,16 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
     count = world.world_size // args.replicas
     try:
-        return build_shards(lambda: build_model(contiguous, data), world.rank % count, count)
+        model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
+        check_model(copy.deepcopy(model).to("meta"), args, data)
+        return model, shards
     except Exception:  # any error that missing numbers cause; an error of the model itself comes again
         return build_model(contiguous, data), None
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of a model's outermost sequences: what is gathered, used and freed together."""
-    sequences = (nn.Sequential, nn.ModuleList)
+    sequences = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     for child in module.children():
         if isinstance(module, sequences) and not isinstance(child, sequences):
             yield child
@@ -108,6 +112,12 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
+    if args.activation_checkpointing and any(plain_layers(model)):
+        what = f"--activation-checkpointing: --model {args.model} has batch norm"
+        raise UserError(f"{what}, and blocks that run again would count their statistics twice; drop it")
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        what = f"--model {args.model}: the parameter {scalars[0]} is a single number, without rows to shard"
+        raise UserError(f"{what}; give it the shape (1,), or use RECIPE=ddp")
     settings: dict[str, Any] = {
         "mesh": build_mesh(args, world),
         "reshard_after_forward": args.reshard_after_forward,

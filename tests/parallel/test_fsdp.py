@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from recipes.common import loop
 from recipes.common.data import load_data
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.ranks import read_ranks
 from recipes.common.world import connected_world
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
-from recipes.fsdp.train import blocks, options, wrap
+from recipes.fsdp.train import blocks, build, options, wrap
 from tests.support import Ranks, largest_difference, losses, metrics, train, weights, words_for
 
 TEXT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
@@ -104,6 +106,18 @@ def normed_model(spec):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
 
 
+class Scaled(nn.Module):
+    """A model with a parameter that has no rows, as CLIP's logit scale."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.blocks = nn.ModuleDict({"first": nn.Flatten(), "second": nn.Linear(64, 10)})
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images):
+        return self.scale * self.blocks["second"](self.blocks["first"](images))
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -123,6 +137,15 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
         (("--replicas", "2"), "--replicas 2 does not divide 3 processes; start a multiple of 2"),
         (("--amp", "fp16"), "--amp fp16: its gradient scaler does not know shards; use --amp bf16"),
         (("--cpu-offload",), "--cpu-offload: shards are in main memory already on a CPU; drop it"),
+        (
+            ("--model", "tests.parallel.test_fsdp:normed_model", "--activation-checkpointing"),
+            "--activation-checkpointing: --model tests.parallel.test_fsdp:normed_model has batch norm, and ",
+        ),
+        (
+            ("--model", "tests.parallel.test_fsdp:Scaled"),
+            "--model tests.parallel.test_fsdp:Scaled: the parameter scale is a single number, without rows "
+            "to shard; give it the shape (1,), or use RECIPE=ddp",
+        ),
     ],
 )
 def test_refusals(tmp_path, argv, message):
@@ -316,6 +339,62 @@ def test_what_cannot_be_drawn_in_part_is_refused(spoil):
 
     with pytest.raises(UnknownInitError):
         build_shards(build, 0, 2)
+
+
+class Sequence(nn.Sequential):
+    """A model whose children, one after another, are all of it."""
+
+    is_sequence = True
+
+    def __init__(self, spec):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+
+class Named(nn.Module):
+    """A model with blocks by name, which have no forward() together."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.blocks = nn.ModuleDict({"first": nn.Flatten(), "second": nn.Linear(64, 10)})
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, images):
+        return self.norm(self.blocks["second"](self.blocks["first"](images)))
+
+
+def own_data():
+    """Return random images of the digits' size."""
+    images = torch.randn(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    pair = images, torch.arange(32) % 10
+    return {"train": pair, "test": pair, "target": "class", "num_classes": 10}
+
+
+HERE = "tests.parallel.test_fsdp"
+
+
+@pytest.mark.parametrize(
+    "argv", [("--model", f"{HERE}:Sequence"), ("--model", f"{HERE}:Named"), ("--data", f"{HERE}:own_data")]
+)
+def test_what_a_user_brings_is_built_in_shards_too(argv):
+    args = options(argv)
+    data = load_data(args, torch.device("cpu"), print)
+    model, shards = build(args, data, SimpleNamespace(rank=1, world_size=2))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    whole = dict(build_model(args, data).named_parameters())
+    assert shards.keys() == whole.keys()
+    assert all(torch.equal(own, rows(whole[name].detach(), 1, 2)) for name, own in shards.items())
+
+
+def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever():
+    args = options(["--model", f"{HERE}:Scaled", "--data", "text"])
+    with pytest.raises(UserError, match=f"--model {HERE}:Scaled on 2 samples, .* failed"):
+        build(args, load_data(args, torch.device("cpu"), print), SimpleNamespace(rank=1, world_size=2))
+
+
+def test_blocks_by_name_are_sharded(tmp_path):
+    argv = ("--model", f"{HERE}:Named", "--max-steps", "3", "--global-batch-size", "16")
+    run = train("fsdp", tmp_path, 1, *argv)
+    assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *argv)), rel=1e-5)
 
 
 def test_a_model_that_has_to_be_built_whole_says_so_and_trains_the_same(tmp_path):
