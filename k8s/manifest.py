@@ -227,15 +227,15 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
             resources["limits"][GPU] = gpus
             shm = template["spec"]["volumes"][0]["emptyDir"]
             for amounts, name in ((resources["requests"], "cpu"), (shm, "sizeLimit")):
-                amounts[name] = multiply(amounts[name], gpus // before)
+                amounts[name] = scale(amounts[name], gpus, before)
             for amounts in (resources["requests"], resources["limits"]):
-                amounts["memory"] = multiply(amounts["memory"], gpus // before)
+                amounts["memory"] = scale(amounts["memory"], gpus, before)
 
 
-def multiply(quantity: str, factor: int) -> str:
-    """Return a whole quantity, such as 32Gi, times a factor."""
+def scale(quantity: str, gpus: int, before: int) -> str:
+    """Return what so many GPUs need of a whole quantity, such as 32Gi, that was for so many before; rounded up."""
     number, unit = re.fullmatch(r"(\d+)([a-zA-Z]*)", quantity).groups()  # type: ignore[union-attr]
-    return f"{int(number) * factor}{unit}"
+    return f"{-(-int(number) * gpus // before)}{unit}"
 
 
 def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers: list[dict[str, Any]]) -> None:

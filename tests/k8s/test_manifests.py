@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import yaml
 
+from k8s import manifest
 from k8s.manifest import GPU, KINDS, Request, load, pod_templates, render
 from scripts.launch.stopped_status import option
 from tests.conftest import require
@@ -217,6 +218,36 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
         assert amounts[1] == amounts[2], "memory is requested up to its limit"
     assert sizes[1] == sizes[None]
     assert sizes[8] == [8 * size for size in sizes[1]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (8, ("64", "250Gi", "60Gi")),
+        (4, ("32", "125Gi", "30Gi")),
+        (3, ("24", "94Gi", "23Gi")),
+        (12, ("96", "375Gi", "90Gi")),
+    ],
+)
+def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, expected):
+    """Of a file that was edited for nodes of 8 GPUs."""
+
+    load = manifest.load
+
+    def load_edited(file):
+        documents = load(file)
+        spec = documents[-1]["spec"]["template"]["spec"]
+        resources = spec["containers"][0]["resources"]
+        resources["requests"] = {"cpu": "64", "memory": "250Gi"}
+        resources["limits"] = {"memory": "250Gi", GPU: 8}
+        spec["volumes"][0]["emptyDir"]["sizeLimit"] = "60Gi"
+        return documents
+
+    monkeypatch.setattr(manifest, "load", load_edited)
+    spec = render(Request("indexed-job", "ddp", "mine", nodes=2, gpus=gpus))[-1]["spec"]["template"]["spec"]
+    resources, shm = one(spec)["resources"], spec["volumes"][0]["emptyDir"]["sizeLimit"]
+    assert (resources["requests"]["cpu"], resources["requests"]["memory"], shm) == expected
+    assert resources["limits"] == {"memory": expected[1], GPU: gpus}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
