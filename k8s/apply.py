@@ -75,7 +75,8 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise UserError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
         unreachable = r"refused|Unable to connect|no such host|current-context|i/o timeout|provide credentials"
-        if done.returncode and re.search(unreachable, done.stderr):
+        # An object that was printed comes from a cluster: what was refused then is a call inside, of a webhook.
+        if done.returncode and not done.stdout and re.search(unreachable, done.stderr):
             raise UserError(f"kubectl reaches no cluster ({last_line(done.stderr)}); set KUBECONFIG")
         return done
 
@@ -101,17 +102,30 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
     if done.returncode == 0:
         return
     said = done.stderr
-    if "AlreadyExists" in said or "already exists" in said:
+    left_over = undo(cluster, re.findall(r"^(\S+) created$", done.stdout, re.MULTILINE))
+    if there := re.findall(r'([\w.-]+ "[^"]+") already exists', said):
         raise UserError(
-            f"there is a job named {request.name}; make k8s-delete NAME={request.name}, or choose another NAME="
+            f"{', '.join(there)} already exists; make k8s-delete NAME={request.name}, or choose another "
+            f"NAME={left_over}"
         )
-    cluster.run("delete", "--ignore-not-found", "--wait=false", "--filename=-", stdin=text)
     if "no matches for kind" in said:
         raise UserError(
             f"the cluster does not know {documents[-1]['kind']}: {KINDS[request.kind].operator} is not installed "
-            "(k8s/README.md says how); KIND=indexed-job needs none"
+            f"(k8s/README.md says how); KIND=indexed-job needs none{left_over}"
         )
-    raise UserError(f"the cluster refuses the job: {explain(last_line(said))}")
+    raise UserError(f"the cluster refuses the job: {explain(last_line(said))}{left_over}")
+
+
+def undo(cluster: Cluster, created: list[str]) -> str:
+    """Delete what one call created, and nothing that was there before; return a note of what could not be."""
+    if not created:
+        return ""
+    try:
+        done = cluster.run("delete", *created, "--ignore-not-found", "--wait=false")
+        reason = last_line(done.stderr) if done.returncode else ""
+    except UserError as error:
+        reason = str(error)
+    return f"; left over: {', '.join(created)} ({reason})" if reason else ""
 
 
 REMEDIES = [

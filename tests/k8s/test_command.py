@@ -233,42 +233,80 @@ def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "is_undone"),
+    ("said", "expected"),
     [
         (
             'error: resource mapping not found for name: "ddp" namespace: "" from "STDIN": no matches for kind '
             '"PyTorchJob" in version "kubeflow.org/v1"\nensure CRDs are installed first\n',
             "the cluster does not know PyTorchJob: the Kubeflow training operator is not installed "
             "(k8s/README.md says how); KIND=indexed-job needs none",
-            True,
         ),
         (
             'Error from server (AlreadyExists): error when creating "STDIN": pytorchjobs "ddp" already exists\n',
-            "there is a job named ddp; make k8s-delete NAME=ddp, or choose another NAME=",
-            False,
+            'pytorchjobs "ddp" already exists; make k8s-delete NAME=ddp, or choose another NAME=',
         ),
         (
             "The connection to the server localhost:8080 was refused - did you specify the right host or port?\n",
             "kubectl reaches no cluster (The connection to the server localhost:8080 was refused - did you "
             "specify the right host or port?); set KUBECONFIG",
-            False,
         ),
         (
             "Error from server (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9\n",
             "the cluster refuses the job: (Forbidden): exceeded quota: jobs, requested: count=1, used: count=9; "
             "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota",
-            True,
         ),
     ],
 )
-def test_a_job_that_is_not_taken_is_one_line(tmp_path, said, expected, is_undone):
-    play = {"create": [{"err": said, "status": 1}], "delete": [{}]}
-    played = Played(tmp_path, play, "ddp", "--kind", "pytorchjob")
+def test_a_job_that_is_not_taken_is_one_line(tmp_path, said, expected):
+    played = Played(tmp_path, {"create": [{"err": said, "status": 1}]}, "ddp", "--kind", "pytorchjob")
     result = played.wait()
     assert (result.status, result.stderr) == (2, f"error: {expected}\n")
-    assert any("delete" in call["argv"] for call in played.calls) == is_undone, (
-        "a half of a job is not left behind"
-    )
+    assert not any("delete" in call["argv"] for call in played.calls)
+
+
+EXISTS = 'Error from server (AlreadyExists): error when creating "STDIN": {} "ddp" already exists\n'
+OR_RENAME = "already exists; make k8s-delete NAME=ddp, or choose another NAME="
+NO_WEBHOOK = (
+    'Error from server (InternalError): error when creating "STDIN": Internal error occurred: '
+    'failed calling webhook "policy": connect: connection refused\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("created", "said", "expected"),
+    [
+        ("job.batch/ddp", EXISTS.format("services"), f'services "ddp" {OR_RENAME}'),
+        ("service/ddp", EXISTS.format("jobs.batch"), f'jobs.batch "ddp" {OR_RENAME}'),
+        (
+            "",
+            EXISTS.format("services") + EXISTS.format("jobs.batch"),
+            f'services "ddp", jobs.batch "ddp" {OR_RENAME}',
+        ),
+        ("service/ddp", "Error from server (Forbidden): no\n", "the cluster refuses the job: (Forbidden): no"),
+        ("service/ddp", NO_WEBHOOK, f"the cluster refuses the job: {NO_WEBHOOK.strip()[18:]}"),
+    ],
+    ids=["job", "service", "nothing", "forbidden", "webhook"],
+)
+def test_a_half_of_a_job_is_taken_back_and_nothing_else(tmp_path, created, said, expected):
+    play = {
+        "create": [{"out": f"{created} created\n" if created else "", "err": said, "status": 1}],
+        "delete": [{}],
+    }
+    played = Played(tmp_path, play, "ddp", "--namespace", "team")
+    result = played.wait()
+    assert (result.status, result.stderr) == (2, f"error: {expected}\n")
+    deleted = [call["argv"][2:] for call in played.calls if "delete" in call["argv"]]
+    assert deleted == ([[created, "--ignore-not-found", "--wait=false"]] if created else [])
+
+
+def test_a_half_of_a_job_that_cannot_be_taken_back_is_named(tmp_path):
+    refused = {"err": "Error from server (Forbidden): no right to delete\n", "status": 1}
+    play = {"create": [{"out": "job.batch/ddp created\n", "err": EXISTS.format("services"), "status": 1}]}
+    result = Played(tmp_path, {**play, "delete": [refused]}, "ddp").wait()
+    assert result.status == 2
+    assert result.errors == [
+        f'error: services "ddp" {OR_RENAME}; left over: job.batch/ddp ((Forbidden): no right to delete)'
+    ]
 
 
 def test_ctrl_c_leaves_the_job(tmp_path):
