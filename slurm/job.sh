@@ -51,7 +51,7 @@ option() {
 begin_job() {
     recipe=$1
     shift
-    local default name
+    local default name host_log
     job=$SLURM_JOB_ID
     # The last task of an array has the array's own number: a command to that one would mean all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
@@ -80,9 +80,10 @@ begin_job() {
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
     # Each node writes a file of its own, which also a node that is cut off can do.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
-    head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt # srun's %N is Slurm's name, which need not be the host's
-    started=$logs/.started
-    touch "$head_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
+    # srun's %N is the host's name, which need not be Slurm's (so in 22.05; others may differ): one file of both names.
+    host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
+    touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
+    if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
     # shellcheck disable=SC2034 # sbatch files use rank
     if [[ -n ${SCRIPT:-} ]]; then
         rank=(scripts.launch.script "$SCRIPT") options=("$@")
@@ -315,7 +316,7 @@ end_job() {
     fi
     local log
     for log in "$logs"/*.txt; do
-        if [[ $log != "$head_log" && $log -nt $started ]] && ((status != 2)); then
+        if [[ ! $log -ef $head_log && $log -nt $started ]] && ((status != 2)); then
             grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
         fi
     done

@@ -12,7 +12,8 @@
 # namespace: when that namespace's first process is killed, the kernel kills every other one.
 #
 # Variables: SLURM_CLUSTER_DIR (state, /run/cluster-recipes-slurm), GPUS (2: as many GPUs a node as Slurm shall count;
-# they are names only, unless the machine has them), CPUS (8: cores a node as Slurm shall count).
+# they are names only, unless the machine has them), CPUS (8: cores a node as Slurm shall count, or threads where
+# THREADS_PER_CORE is 2), HOST_PREFIX (what a node's host name has before Slurm's name of it: none).
 set -euo pipefail
 
 state=${SLURM_CLUSTER_DIR:-/run/cluster-recipes-slurm}
@@ -59,13 +60,13 @@ init() {
 # slurmd in the node's network, under its host name, with a /dev/shm of its own.
 start_node() {
     ip netns exec "$1" unshare --uts sh -c '
-        hostname "$1"
+        hostname "${HOST_PREFIX:-}$1"
         mount -t tmpfs shm /dev/shm
         exec slurmd -D -N "$1"' sh "$1" &>"$state/$1.out" &
 }
 
 write_configuration() {
-    local nodes=$1 i cgroup=disabled
+    local nodes=$1 i cgroup=disabled cores=$((${CPUS:-8} / ${THREADS_PER_CORE:-1}))
     (umask 077 && head -c 128 /dev/urandom >"$state/munge.key")
     {
         printf '127.0.0.1 localhost\n%s.254 ctl\n' "$subnet"
@@ -118,7 +119,8 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,sched_interval=1
-NodeName=n[1-$nodes] NodeAddr=$subnet.[1-$nodes] CPUs=${CPUS:-8} RealMemory=16000 Gres=gpu:${GPUS:-2} State=UNKNOWN
+NodeName=n[1-$nodes] NodeAddr=$subnet.[1-$nodes] CPUs=${CPUS:-8} RealMemory=16000 Gres=gpu:${GPUS:-2} State=UNKNOWN \
+    ${THREADS_PER_CORE:+Sockets=1 CoresPerSocket=$cores ThreadsPerCore=$THREADS_PER_CORE}
 PartitionName=main Nodes=ALL Default=YES MaxTime=24:00:00 PriorityTier=1 GraceTime=20
 PartitionName=urgent Nodes=ALL MaxTime=24:00:00 PriorityTier=10 PreemptMode=OFF
 CONF

@@ -4,6 +4,7 @@ import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_down_leaves_nothing(tmp_path_factory):
     # Slurm's commands now say what to do.
     result = cluster.script("run", "sinfo")
     assert (result.returncode, result.stderr) == (2, "error: no test cluster is up; make slurm-up starts one\n")
+
+
+def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):
+    """As on many clusters: NodeName is not the host's name, and CPUs counts threads."""
+    require_slurm()
+    cluster = Cluster(tmp_path / "c")
+    up = cluster.script("up", "2", env={"HOST_PREFIX": "rack7-", "THREADS_PER_CORE": "2"})
+    assert up.returncode == 0, up.stderr
+    try:
+        (tmp_path / "train.py").write_text("import os, socket; print(os.environ['RANK'], socket.gethostname())")
+        for file in ("ddp.sbatch", "ddp-srun.sbatch"):
+            job = cluster.submit(tmp_path, file, SCRIPT="train.py", PYTHON=sys.executable)
+            assert job.wait() == "COMPLETED", job.text
+            assert {"0 rack7-n1", "1 rack7-n1"} <= set(job.text.splitlines()), "the head's ranks are in its output"
+            assert "n1 gives this job 2 of 2 GPUs, 8 of 8 cores" in job.text
+            other = (job.run / "slurm/rack7-n2.txt").read_text().splitlines()
+            assert {"2 rack7-n2", "3 rack7-n2"} <= set(other)
+    finally:
+        assert cluster.script("down").returncode == 0
 
 
 def is_of(process, cluster):

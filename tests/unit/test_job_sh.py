@@ -165,10 +165,13 @@ def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
     assert said in done.stdout + done.stderr
 
 
-def test_the_logs_name_is_slurms_name_of_the_node(job):
-    """srun writes to %N.txt, the NodeName: where that is not the host's name, the head's log is under it, too."""
-    done = job(then='basename "$head_log"', SLURMD_NODENAME="rack7-n12")
-    assert done.stdout.splitlines()[-1] == "rack7-n12.txt", done.stderr
+def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
+    """srun writes to %N.txt: the host's name, which need not be the NodeName by which all else goes."""
+    show = 'basename "$head_log"; echo said >>"$logs/$(hostname -s).txt"; cat "$head_log"'
+    done = job(then=show, SLURMD_NODENAME="rack7-n12")
+    assert done.stdout.splitlines()[-2:] == ["rack7-n12.txt", "said"], done.stderr
+    done = job(then='echo "error: once" >>"$head_log"; status=1 greatest=1; touch "$run_dir/config.json"; end_job')
+    assert "error: once" not in done.stderr, "the head's lines are in the job's output already"
 
 
 def test_all_nodes_are_asked_at_once_whether_they_answer(job, tmp_path):
