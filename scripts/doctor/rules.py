@@ -29,6 +29,9 @@ SLOW_LINK = 1 / 3
 """Part of the median below which a link or a node is slow; what else runs on a node can halve a measurement."""
 
 SLOW_GPU = 0.75
+DRIVERS = {"12": 525, "13": 580}
+"""The oldest driver for each major version of CUDA (NVIDIA's CUDA compatibility guide), without cuda-compat."""
+
 HOT_FIELDS = {
     "clocks_throttle_reasons.hw_slowdown": "hardware slowdown",
     "clocks_throttle_reasons.hw_thermal_slowdown": "too hot (hardware)",
@@ -403,6 +406,16 @@ def torch_works(case: Case) -> Findings:
                 )
 
 
+def too_old(driver: str, cuda: str | None) -> str:
+    """Return the remedy for a driver that is too old for this CUDA; nothing for one that is not."""
+    major = (cuda or "").split(".")[0]
+    least, number = DRIVERS.get(major, 0), driver.split(".")[0]
+    if not number.isdigit() or int(number) >= least:
+        return ""
+    older = f"install {least} or later, or a torch of an older CUDA (docker/README.md)"
+    return f"driver {driver} is too old for CUDA {cuda}: {older}"
+
+
 def gpus_visible(case: Case) -> Findings:
     """GPUs that torch does not see, that are too few, or that differ between nodes."""
     counts: dict[tuple[int, str], list[int]] = {}
@@ -417,7 +430,7 @@ def gpus_visible(case: Case) -> Findings:
             yield case.error(
                 rank,
                 f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none",
-                f"is CUDA_VISIBLE_DEVICES empty, or the driver too old for CUDA {torch['cuda']}",
+                too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty",
             )
         elif devices and len(devices) < nproc:
             yield case.error(

@@ -244,6 +244,13 @@ GPU_FAULTS = {
         set_in("torch", "devices", value=[{"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}]),
         "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; is CUDA_VISIBLE_DEVICES empty",
     ),
+    "gpus_visible, driver": (
+        lambda case: [
+            case.facts[1]["torch"].update(devices=[]),
+            [gpu.update(driver_version="570.86.15") for gpu in case.facts[1]["gpus"]],
+        ],
+        "sees none; driver 570.86.15 is too old for CUDA 13.0: install 580 or later, or a torch of an",
+    ),
     "gpus_visible, few": (
         lambda case: case.facts[1]["torch"]["devices"].pop(),
         "node 1 (n1): 2 processes for 1 GPUs: all would use the CPU; NPROC_PER_NODE=1",
