@@ -33,10 +33,10 @@ TIMEOUT_S = 1800
 
 
 def revision() -> str:
-    """Return the commit, with -dirty where files other than the evidence itself differ from it."""
+    """Return the commit, with -dirty where files other than the claims and their evidence differ from it."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
-    own = [f":!{path.relative_to(ROOT)}" for path in (OUTCOMES, documents.PAGE)]
+    own = [f":!{path.relative_to(ROOT)}" for path in (documents.CLAIMS, OUTCOMES, documents.PAGE)]
     is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
     return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
