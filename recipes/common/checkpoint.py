@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent: written to a temporary file, flushed, then renamed.
 
 A checkpoint is torch's own zip file, with a checksum of all its bytes behind it, and loads with
-`torch.load(path, weights_only=True)`. It holds the
-whole model and optimizer under the names of the one-process run, so that any recipe at any world size
-can resume from it. The state of the random generators is the pair (seed, step): see seeding.py.
+`torch.load(path, weights_only=True)`. It holds the whole model and optimizer under the names of the one-process
+run (with --sharded-checkpoints, where their parts lie: shard_files.py), so that any recipe at any world size can
+resume from it. The state of the random generators is the pair (seed, step): see seeding.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -37,7 +37,8 @@ MUST_MATCH = (
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 
 _NAME = re.compile(r"step-(\d{9})\.pt")
-
+_SHARD = re.compile(r"step-\d{9}-\d{5,}-[0-9a-f]{8}\.shard")
+"""A file of a sharded checkpoint (shard_files.py)."""
 
 _CHECKSUM = struct.Struct("<8sI")
 """What ends a checkpoint: a mark, and the CRC-32 of every byte before it.
@@ -114,7 +115,7 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's content with its tensors on the CPU.
+    """Return a checkpoint's content with its tensors on the CPU; of a sharded one, with references in their place.
 
     Raises:
         BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
@@ -133,7 +134,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise failure
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
         raise UserError(
-            f"cannot read {path}: {_reason(error)}; nothing was changed: fix this, then resume again"
+            f"cannot read {path}: {reason_of(error)}; nothing was changed: fix this, then resume again"
         ) from error
     except BadCheckpointError:
         raise
@@ -141,7 +142,37 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
+    if "shards" in content:
+        try:
+            _check_shards(path, content["shards"]["files"])
+        except (LookupError, TypeError):
+            raise BadCheckpointError("it does not say which shard files it has") from None
+        content["shards"]["folder"] = str(path.parent)
     return content
+
+
+def _check_shards(path: Path, files: list[dict[str, Any]]) -> None:
+    """Check every byte of the shard files that a checkpoint names, some files at a time; none stays in memory."""
+
+    def check(entry: dict[str, Any]) -> None:
+        name, checksum = entry["name"], 0
+        if not _SHARD.fullmatch(name):
+            raise BadCheckpointError(f"it names {name!r}, which is no shard file")
+        try:
+            with open(path.with_name(name), "rb") as file:
+                is_whole = os.fstat(file.fileno()).st_size == entry["size"]
+                while is_whole and (chunk := file.read(2**20)):
+                    checksum = zlib.crc32(chunk, checksum)
+        except FileNotFoundError:
+            raise BadCheckpointError(f"its shard file {name} is missing") from None
+        except OSError as error:
+            remedy = "nothing was changed: fix this, then resume again"
+            raise UserError(f"cannot read {error.filename}: {reason_of(error)}; {remedy}") from error
+        if not is_whole or checksum != entry["crc32"]:
+            raise BadCheckpointError(f"its shard file {name} is cut or damaged (its checksum does not match)")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, files))
 
 
 def _check_bytes(path: Path) -> None:
@@ -272,19 +303,22 @@ class CheckpointFolder:
             if is_best:
                 _link(temporary, self.folder / "best.pt")  # first: a kill after it repeats the steps to this one
             temporary.replace(path)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except (OSError, RuntimeError, MemoryError) as error:
-            raise UserError(
-                f"cannot write {path}: {_reason(error)}; {self._what_is_left(temporary)}: "
-                "fix this, then add --resume auto"
-            ) from error
+            raise self.cannot_write(path, temporary, error) from error
         self._remove_old()
         return path
 
-    def _what_is_left(self, temporary: Path) -> str:
+    def cannot_write(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
+        """Return what a write of path has failed by; remove what it has left."""
+        left = self._what_is_left(temporary)
+        return UserError(f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto")
+
+    def _what_is_left(self, temporary: Path | None) -> str:
         """Remove what a failed write has left, and return which checkpoint to resume from."""
         try:
-            temporary.unlink(missing_ok=True)
+            if temporary:
+                temporary.unlink(missing_ok=True)
             newest = next(iter(self.paths()), None)
         except OSError:
             return f"those in {self.folder} are as they were"
@@ -294,8 +328,29 @@ class CheckpointFolder:
         try:
             for old in self.paths()[self.keep :]:
                 old.unlink(missing_ok=True)
+            self._remove_shards()
         except OSError as error:  # one too many does no harm, and the next write tries again
             print(f"warning: cannot remove old checkpoints: {error}", file=sys.stderr, flush=True)
+
+    def _remove_shards(self) -> None:
+        """Remove the shard files that no checkpoint names: of those removed, and of writes that were cut off."""
+        names = self._names()
+        unused = {name for name in names if _SHARD.fullmatch(name)}
+        for name in [name for name in names if _NAME.fullmatch(name) or name == "best.pt"] if unused else []:
+            try:
+                shards = torch.load(self.folder / name, mmap=True, weights_only=True).get("shards")
+            except Exception as error:  # as in read_checkpoint(); what a damaged one names stays, until it goes
+                raise OSError(f"{name} does not say which shard files it has: {reason_of(error)}") from error
+            unused -= {entry["name"] for entry in shards["files"]} if shards else set()
+        for name in unused:
+            (self.folder / name).unlink(missing_ok=True)
+
+
+class Folder(Protocol):
+    """Where a CheckpointWriter writes."""
+
+    def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
+        """Write a checkpoint; return its path."""
 
 
 class CheckpointWriter:
@@ -304,7 +359,7 @@ class CheckpointWriter:
     `stalls_s` are the seconds for which each has held up training.
     """
 
-    def __init__(self, folder: CheckpointFolder, on_error: Callable[[UserError], None]) -> None:
+    def __init__(self, folder: Folder, on_error: Callable[[UserError], None]) -> None:
         self.folder, self.on_error = folder, on_error
         self.stalls_s: list[float] = []
         self.newest: Path | None = None
@@ -317,7 +372,8 @@ class CheckpointWriter:
         self.wait()
         # The memory of the last copy serves again: its pages are there already.
         self._copy = copy_tree(content, self._copy)
-        self._thread = threading.Thread(target=self._write, args=(self._copy, is_best), name=CHECKPOINT_THREAD)
+        own = (self._copy, is_best)
+        self._thread = threading.Thread(target=self._write_aside, args=own, name=CHECKPOINT_THREAD)
         self._thread.start()
         self.stalls_s.append(time.perf_counter() - started)
 
@@ -333,6 +389,14 @@ class CheckpointWriter:
         if self._thread:
             self._thread.join()
             self._thread = None
+
+    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
+        try:
+            self._write(content, is_best)
+        except (
+            RuntimeError
+        ) as error:  # by a connection; of those of the gradients, the main thread has more to say
+            self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
         try:
@@ -357,7 +421,7 @@ def copy_tree(value: Any, old: Any = None) -> Any:
     return value
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the system's reason for a failed read or write, which torch may have wrapped."""
     cause: BaseException | None = error
     while cause is not None:
@@ -370,7 +434,7 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -45,6 +45,10 @@ class Job:
     """Parts of the global batch that go through the model one by one; default: a pass of each device."""
     record: Record | None = None
     """On rank 0 only."""
+    folder: Path = field(default_factory=Path)
+    """The run's, on all ranks."""
+    writer: CheckpointWriter | None = None
+    """Of checkpoints: on rank 0, or, where each rank writes its part, on all."""
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -53,7 +57,6 @@ class Job:
         passes = self.args.accumulate_steps
         self.batch_parts = self.batch_parts or self.peers.world_size * len(self.devices) * passes
         self.throughput = Throughput(self.args.global_batch_size, self.device)
-        self._writer: CheckpointWriter | None = None
         self.guard = Guard(self.args, self.device, self.stop)
         self._idle = IdleShare()
         self._has_warned_of_idle = False
@@ -119,13 +122,20 @@ class Job:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
 
         Where training continues after it, it does so once a copy has been taken (--async-checkpoints). A recipe
-        whose ranks hold parts of the model or the optimizer passes the state dicts of the whole ones.
+        whose ranks hold parts of the model or the optimizer passes the state dicts of the whole ones; or, of
+        sharded checkpoints, this rank's part: all ranks then write.
         """
-        if not self.record:
+        own: dict[str, Any] = state or {}
+        is_sharded = "parts" in own
+        if not self.record and not is_sharded:
             return
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **(state or {})}
-        weights = [state["model"][name] for name, _ in self.model.named_parameters()]
-        if not self.guard.is_sound(self.position.step, weights):
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **own}
+        if is_sharded:
+            weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
+        else:
+            weights = [state["model"][name] for name, _ in self.model.named_parameters()]
+        is_sound = self.guard.is_sound(self.position.step, weights)
+        if not is_sound and not is_sharded:
             return
         content = pack(
             self.args,
@@ -135,14 +145,23 @@ class Job:
             self.scaler.state_dict(),
             self.throughput.timed(),
         )
-        if not self._writer:
-            self._writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
+        if self.record and not self.writer:
+            self.writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
+        assert self.writer
         is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
         goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
-        if self.args.async_checkpoints and goes_on:
-            self._writer.begin(content, is_best)
-        else:
-            self._writer.write(content, is_best)
+        write = self.writer.begin if self.args.async_checkpoints and goes_on else self.writer.write
+        if not is_sharded:
+            write(content, is_best)
+            return
+        with self.peers.watch("checkpoint", computes=True):
+            write({**content, "parts": own["parts"] if is_sound else self.stop.error}, is_best)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once what is being written is on the disk, or has failed: until then ranks need each other."""
+        if self.writer:
+            with self.peers.watch("checkpoint", computes=True):
+                self.writer.wait()
 
     def global_batches(self) -> Iterator[Tensor]:
         """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
@@ -252,6 +271,10 @@ class Job:
         Raises:
             UserError: the last checkpoint could not be written.
         """
+        if self.args.sharded_checkpoints:
+            self.wait_for_checkpoint()
+            if self.stop.error:  # all ranks have met it
+                raise self.stop.error
         task, sample = self.data.task, ""
         if self.is_complete and (self.record or sample_on_all_ranks):
             model = self.model
@@ -266,7 +289,7 @@ class Job:
         if sample:
             self.say(sample)
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
-        stalls_s = self._writer.stalls_s if self._writer else [0.0]
+        stalls_s = self.writer.stalls_s if self.writer else [0.0]
         self.record.finish(
             world_size=self.peers.world_size,
             step=self.position.step,
@@ -289,12 +312,12 @@ class Job:
         return score if self.data.task.higher_is_better else -score
 
     def _report_stop(self, record: Record) -> None:
-        if self._writer:
-            self._writer.wait()
+        if self.writer:
+            self.writer.wait()
             if self.stop.error:
                 raise self.stop.error
             name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            record.leave(name, self._writer.newest or Path())
+            record.leave(name, self.writer.newest or Path())
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""

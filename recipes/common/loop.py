@@ -5,6 +5,7 @@ A recipe fills in a Technique: how a pass computes and exchanges gradients is it
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +70,8 @@ class Technique:
     counts_skipped: bool = True
     """Whether the samples that this rank could not read count: of ranks that read the same, those of one do."""
     gather_state: Callable[[], Content | None] | None = None
-    """Return on rank 0 the parts of a checkpoint, `model` or `optimizer`, that it does not hold whole; called
-    before each checkpoint. Default: it holds both."""
+    """Return on rank 0 the parts of a checkpoint, `model` or `optimizer`, that it does not hold whole, or on each
+    rank what it writes of a sharded one; called before each checkpoint. Default: rank 0 holds both."""
 
 
 def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None) -> Data:
@@ -115,12 +116,13 @@ def set_batchnorm_groups(model: nn.Module, args: Options, peers: Peers) -> None:
 def begin_run(
     job: Job,
     own_part: Callable[[Content | None], Content | None] = lambda content: content,
-    own_shards: Callable[[Content | None], Content | None] = lambda outline: outline,
+    own_shards: Callable[[Content | None], Content | None] | None = None,
 ) -> None:
     """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
 
     `own_part` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before the
-    tensors arrive, what it keeps of each: see broadcast_tree().
+    tensors arrive, what it keeps of each: see broadcast_tree(). Of a sharded checkpoint no tensors arrive where
+    it is given: own_part reads them.
 
     Raises:
         UserError: the record cannot be opened, the checkpoint does not fit, or NCCL uses TCP in spite of FABRIC.
@@ -132,20 +134,27 @@ def begin_run(
         if not is_first:
             return None, None
         check_network(places)
-        return open_run(job.args, job.recipe, places)
+        return open_run(job.args, job.recipe, places, whole=not own_shards)
 
     job.record, content = run_on_all_ranks(open_record, peers)
-    content = broadcast_tree(content, peers, own_shards)
+    content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
     with peers.watch("checkpoint"):
-        folder = peers.broadcast_object(job.record.folder if job.record else None)
+        job.folder = peers.broadcast_object(job.record.folder if job.record else job.folder)
+
+    def restore() -> None:
+        if job.args.sharded_checkpoints and not job.folder.is_dir():
+            fix = "let all ranks share --runs-dir, or drop --sharded-checkpoints"
+            raise UserError(f"no {job.folder} on {socket.gethostname()}, where rank 0 has the run; {fix}")
+        job.restore(own_part(content))
+
     try:
-        run_on_all_ranks(lambda: job.restore(own_part(content)), peers)
+        run_on_all_ranks(restore, peers)
     except UserError:
         if job.record:
             job.record.discard()
         raise
     run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
-    peers.watch.follow(lambda: job.position.step, folder)
+    peers.watch.follow(lambda: job.position.step, job.folder)
     if text := warning(job.model, job.args, job.batch_parts):
         job.say(text)
 
@@ -168,6 +177,15 @@ def train_epochs(job: Job, technique: Technique) -> None:
     Raises:
         UserError: on all ranks, what one of them reported.
     """
+    try:
+        _train_epochs(job, technique)
+    except UserError:
+        if job.args.sharded_checkpoints:
+            job.wait_for_checkpoint()
+        raise
+
+
+def _train_epochs(job: Job, technique: Technique) -> None:
     while not job.is_complete:
         decision = train_one_epoch(job, technique)
         if decision == STOP:

@@ -155,6 +155,7 @@ class RunOptions:
     async_checkpoints: bool = switch(
         "write checkpoints from a copy of the state while training continues", default=True
     )
+    sharded_checkpoints: bool = switch("fsdp and tensor: every rank writes and reads its own part of a checkpoint")
     keep_checkpoints: int = option(3, positive_int, "keep the newest K and the best", "K")
     log_every: int = option(10, positive_int, "steps between logged losses", "STEPS")
     tensorboard: bool = switch("write TensorBoard events", default=True)
@@ -246,6 +247,7 @@ class TrainingOptions(DataOptions):
 class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
+    has_shards = False  # whether the ranks of the recipe hold shards of the model: no option
     device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
     amp: str = option(
         "none", one_of("none", "bf16", "fp16"), "mixed precision: none, bf16, or fp16 with a gradient scaler"
@@ -272,6 +274,9 @@ class Options(TrainingOptions):
 
     def check(self) -> None:
         """Raise UserError where options do not combine."""
+        if self.sharded_checkpoints and not self.has_shards:
+            fix = "drop it, or use fsdp or tensor"
+            raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")
         if self.optimizer != "sgd" and self.momentum != Options.momentum:
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
         if self.compile_mode != "default" and not self.compile:

@@ -33,6 +33,7 @@ from recipes.common.facts import hardware, revision, versions
 from recipes.common.options import Options
 from recipes.common.places import Place, describe, shorten
 from recipes.common.progress import Progress
+from recipes.common.shard_files import read_whole
 from recipes.common.watch import rename_old_report
 
 LINE_OF_RESULT = {"recipe", "world_size", "samples_per_s"}
@@ -46,12 +47,15 @@ NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
 """Options that differ between the launches of a run without meaning anything."""
 
 
-def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Record, dict[str, Any] | None]:
+def open_run(
+    args: Options, recipe: str, places: Sequence[Place], whole: bool = True
+) -> tuple[Record, dict[str, Any] | None]:
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
     `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
-    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces.
+    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. Of a sharded
+    checkpoint, all tensors are read if it is to be whole, else none: each rank reads its own.
 
     Raises:
         UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, or in the run that
@@ -61,6 +65,7 @@ def open_run(args: Options, recipe: str, places: Sequence[Place]) -> tuple[Recor
         folder, found = _find(args, recipe)
     if found:
         check_options(args, found[1], found[0])
+        found = (found[0], read_whole(found[1]) if whole else found[1])
     is_new = folder is None
     with _as_user_error("write", args.runs_dir):
         replaced = _replaced_run(args)

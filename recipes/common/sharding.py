@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from recipes.common import loop
 from recipes.common.agreement import Slot, map_tree
+from recipes.common.checkpoint import CheckpointFolder, CheckpointWriter
 from recipes.common.job import Job
+from recipes.common.peers import Peers
+from recipes.common.shard_files import Box, ShardedFolder, is_reference, read_box
+
+Boxes = Callable[[str | None, Box], list[Box]]
+"""Where a rank's shard of a parameter lies in the model that is not split: (name, its box here)."""
 
 
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
@@ -66,6 +73,90 @@ def own_shards(model: nn.Module, content: dict[str, Any] | None) -> dict[str, An
         return slot._replace(keep=lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None).clone())
 
     return map_states(content, model, cut)
+
+
+def write_shards(job: Job, peers: Peers) -> None:
+    """Let each rank write its part of a checkpoint from now on, over connections that nothing else uses."""
+    folder = job.record.checkpoints if job.record else CheckpointFolder(job.folder / "checkpoints")
+    job.writer = CheckpointWriter(ShardedFolder(folder, peers), job.stop.fail)
+
+
+def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint: references in place of tensors, and `parts`, what its file holds.
+
+    Of ranks that hold the same, one writes it; is_first: this rank is of the replica that does.
+    """
+    parts: list[Tensor] = []
+    place = 0
+
+    def refer(name: str | None, value: Any) -> Any:
+        nonlocal place
+        if not isinstance(value, Tensor):
+            return value
+        pieces, row, local = [], 0, value.to_local() if isinstance(value, DTensor) else value
+        for box in boxes(name, own_box(value)) if is_first and is_written_here(value, job.peers.rank) else []:
+            rows = box[0][1] - box[0][0] if box else 1
+            part = local.detach().narrow(0, row, rows) if box else local.detach()
+            row += rows
+            if part.numel():
+                pieces.append([place, box])
+                parts.append(part)
+                place += part.nbytes
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "pieces": pieces}
+
+    own = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    return {**map_states(own, job.model, refer), "parts": parts}
+
+
+def is_written_here(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank is the first of those that hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    mesh = tensor.device_mesh
+    return all(
+        placement.is_shard() or mesh.get_local_rank(i) == 0 for i, placement in enumerate(tensor.placements)
+    )
+
+
+def own_box(tensor: Tensor) -> Box:
+    """Return this rank's part of a tensor: of n rows over m ranks, ceil(n / m) each."""
+    box = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for i, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                first, end = box[placement.dim]
+                size = -(-(end - first) // tensor.device_mesh.size(i))
+                first = min(first + size * tensor.device_mesh.get_local_rank(i), end)
+                box[placement.dim] = (first, min(first + size, end))
+    return tuple(box)
+
+
+def read_shards(
+    model: nn.Module, content: dict[str, Any] | None, boxes: Boxes = lambda name, box: [box]
+) -> dict[str, Any] | None:
+    """Return a sharded checkpoint's content with the slices that this rank holds, read from the files.
+
+    One that is not sharded stays as it is.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if content is None or "shards" not in content:
+        return content
+    own, shards = model.state_dict(), content["shards"]
+
+    def read(name: str | None, value: Any) -> Any:
+        if not is_reference(value):
+            return value
+        like = own.get(name) if name else None
+        if not isinstance(like, DTensor) or value["shape"] != list(like.shape):
+            return read_box(value, tuple((0, size) for size in value["shape"]), shards)
+        local = [read_box(value, box, shards) for box in boxes(name, own_box(like))]
+        whole = local[0] if len(local) == 1 else torch.cat(local)
+        layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, **layout)
+
+    return map_states(content, model, read)
 
 
 def map_states(

@@ -9,7 +9,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -104,6 +104,11 @@ class World:
             return int(largest)
 
         return finish_vote
+
+    def with_own_group(self, args: Options) -> World:
+        """Return the same ranks over connections of their own, for another thread; call it on all ranks."""
+        group = dist.new_group(backend="gloo", timeout=bound_of_waits(args))
+        return replace(self, control=cast(dist.ProcessGroup, group))
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group for a tensor: the gradients' (NCCL) on a GPU, else that for the CPU."""

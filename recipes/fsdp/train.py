@@ -34,7 +34,7 @@ from recipes.common.models import build_model, check_model, make_model
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.ranks import read_ranks
-from recipes.common.sharding import gather_state, own_shards, update
+from recipes.common.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.signals import Stop
 from recipes.common.world import World, connected_world, grid_mesh
 from recipes.fsdp.initialise import Shards, build_shards, materialise
@@ -44,6 +44,7 @@ from recipes.fsdp.initialise import Shards, build_shards, materialise
 class FSDPOptions(Options):
     """Fully sharded data parallelism."""
 
+    has_shards = True
     replicas: int = option(1, positive_int, "copies of the model, each in shards over N/R ranks", "R")
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True
@@ -178,11 +179,15 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         with world.watch("evaluation", computes=True):
             return model(inputs)
 
+    state = own_state if args.sharded_checkpoints else gather_state
     technique = Technique(
-        forward_backward, model, predict=predict, update=update, gather_state=partial(gather_state, job)
+        forward_backward, model, predict=predict, update=update, gather_state=partial(state, job)
     )
     # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each.
-    begin_run(job, own_shards=partial(own_shards, model))
+    # Of a sharded checkpoint each rank reads its own shards.
+    begin_run(job, partial(read_shards, model), partial(own_shards, model))
+    if args.sharded_checkpoints:
+        write_shards(job, world.with_own_group(args))
     if not shards:
         job.say("note: the model was built whole on each rank before it was sharded; see recipes/fsdp/README.md")
     train_epochs(job, technique)

@@ -22,6 +22,7 @@ from recipes.common.agreement import Slot
 from recipes.common.errors import UserError
 from recipes.common.gpt import GPT, Attention
 from recipes.common.models import GPTS, OWN_MODELS, LeNet, VisionTransformer
+from recipes.common.shard_files import Box
 from recipes.common.sharding import map_states
 
 PLANS: dict[type[nn.Module], dict[str, str]] = {
@@ -116,6 +117,16 @@ def attend(
 def swap(tensor: Tensor, outer: int, inner: int) -> Tensor:
     """Return rows that lie as `outer` x `inner` equal groups in the order `inner` x `outer`."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def packed_boxes(packed: set[str], ranks: int, name: str | None, box: Box) -> list[Box]:
+    """Return where a rank's rows lie in the whole model: those of packed parameters in three places."""
+    if name not in packed or not box:
+        return [box]
+    (first, end), *columns = box
+    size, rank = (end - first) // 3, first // (end - first)
+    starts = [(part * ranks + rank) * size for part in range(3)]
+    return [((start, start + size), *columns) for start in starts]
 
 
 def reorder_packed(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -30,7 +31,7 @@ from recipes.common.options import Options, option, parse, positive_int
 from recipes.common.ranks import read_ranks
 from recipes.common.signals import Stop
 from recipes.common.world import World, connected_world, grid_mesh
-from recipes.tensor.plans import parallelize, reorder_packed
+from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together, as in DistributedDataParallel."""
@@ -40,6 +41,7 @@ BUCKET_BYTES = 25 * 2**20
 class TensorOptions(Options):
     """Tensor parallelism."""
 
+    has_shards = True
     tensor_parallel: int = option(2, positive_int, "ranks that each layer is split over", "N")
 
     def check(self) -> None:
@@ -143,9 +145,13 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
         return output if tp.get_local_rank() == 0 else None
 
     def gather_state() -> Content | None:
+        if args.sharded_checkpoints:
+            return sharding.own_state(job, dp.get_local_rank() == 0, boxes)
         # Tensor: rank 0 gathers the shards of its replica; the file is that of a model that is not split.
         state = sharding.gather_state(job)
         return state and reorder_packed(state, model, packed, tp.size(), 3)
+
+    boxes = partial(packed_boxes, packed, tp.size())
 
     def own_shards(outline: Content | None) -> Content | None:
         shards = sharding.own_shards(model, outline)
@@ -161,8 +167,11 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
         counts_skipped=tp.get_local_rank() == 0,
         gather_state=gather_state,
     )
-    # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards.
-    begin_run(job, own_shards=own_shards)
+    # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards. Of a sharded checkpoint
+    # each rank reads its own shards.
+    begin_run(job, lambda content: sharding.read_shards(model, content, boxes), own_shards)
+    if args.sharded_checkpoints:
+        sharding.write_shards(job, world.with_own_group(args))
     train_epochs(job, technique)
     job.finish(sample_on_all_ranks=True)
 

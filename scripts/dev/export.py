@@ -17,6 +17,7 @@ import torch
 
 from recipes.common.errors import UserError
 from recipes.common.record import read_path
+from recipes.common.shard_files import read_whole
 from scripts.launch.command import CommandParser, command
 
 
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
         path, content = read_path(args.run, "RUN", "")
     except OSError as error:
         raise UserError(f"cannot read {error.filename or args.run}: {error.strerror or error}") from None
-    weights = content["model"]
+    weights = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]
     temporary = args.out.with_name(f".{args.out.name}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.common.checkpoint import read_checkpoint
+from recipes.common.shard_files import read_whole
 from tests.support import largest_difference, losses, metrics, train, weights
 
 STEPS = 2
@@ -31,15 +33,19 @@ def argv(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_circle_of_layouts_is_one_curve(tmp_path, argv):
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
+def test_the_circle_of_layouts_is_one_curve(tmp_path, argv, is_sharded):
     whole = train("single", tmp_path, 1, *argv, "--max-steps", str(STEPS * len(LEGS)))
     found, run = {}, None
     for number, (recipe, world_size, *layout) in enumerate(LEGS, 1):
         resume = ("--resume", str(run)) if run else ()
+        if is_sharded and recipe in ("fsdp", "tensor"):
+            resume += ("--sharded-checkpoints",)
         more = ("--max-steps", str(STEPS * number), *layout, *resume)
         run = train(recipe, tmp_path / str(number), world_size, *argv, *more)
         own = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
         assert list(own) == [STEPS * number - 1, STEPS * number], recipe
         found |= own
     assert list(found.values()) == pytest.approx(losses(whole), rel=1e-5)
-    assert largest_difference(weights(run), weights(whole)) < 1e-5
+    last = read_whole(read_checkpoint(max((run / "checkpoints").glob("step-*.pt"))))
+    assert largest_difference(last["model"], weights(whole)) < 1e-5

@@ -27,6 +27,10 @@ REFUSED = {
     "two batch norms": (["--batchnorm-group", "4", "--sync-batchnorm"], "statistics are over groups or the batch"),
     "a group of one": (["--batchnorm-group", "1"], "expects a whole number of at least 2, got '1'"),
     "compile mode alone": (["--compile-mode", "reduce-overhead"], "is for compiled models; add --compile"),
+    "shards": (
+        ["--sharded-checkpoints"],
+        "the ranks of this recipe hold no shards; drop it, or use fsdp or tensor",
+    ),
     "batch 0": (
         ["--global-batch-size", "0"],
         "--global-batch-size: expects a whole number of at least 1, got '0'",

@@ -1,0 +1,188 @@
+"""Sharded checkpoints: each rank writes its part to a file of its own, and step-N.pt makes them one.
+
+A shard file is the bytes of tensors, one after another, and nothing else. step-N.pt (checkpoint.py) has in place
+of each tensor a reference: its shape, its dtype, and where its pieces lie. Rank 0 writes it when all shard files
+are on the disk, so that the checkpoint is whole or absent. Every part of a tensor can be read from the pieces that
+overlap it, whatever ranks wrote them.
+
+The idea is that of torch.distributed.checkpoint, whose index is a pickle, and so could run code as it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recipes.common.checkpoint import CheckpointFolder, reason_of, sync_folder
+from recipes.common.errors import UserError
+from recipes.common.nonfinite import raise_first
+from recipes.common.peers import Peers
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: the first index and the end of each dimension."""
+
+Reference = dict[str, Any]
+"""shape; dtype; pieces: the number of the file, the place of its first byte there, the box."""
+
+BLOCK_BYTES = 8 * 2**20
+"""Read at once, of a piece from which only some columns are kept."""
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value of a checkpoint's content stands for a tensor in shard files."""
+    return isinstance(value, dict) and "pieces" in value
+
+
+def map_references(tree: Any, change: Callable[[Reference], Any]) -> Any:
+    """Return a copy of nested dicts in which change() has replaced the references."""
+    if is_reference(tree):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_references(value, change) for key, value in tree.items()}
+    return tree
+
+
+def read_whole(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content with all tensors whole in memory, whichever way it was written."""
+    if not (shards := content.get("shards")):
+        return content
+    whole = map_references(content, lambda ref: read_box(ref, tuple((0, n) for n in ref["shape"]), shards))
+    return {key: value for key, value in whole.items() if key != "shards"}
+
+
+def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
+    """Return a part of a tensor, read from the pieces that overlap it.
+
+    Raises:
+        UserError: a file cannot be read, or is not what step-N.pt says.
+    """
+    result = torch.empty([end - first for first, end in box], dtype=getattr(torch, reference["dtype"]))
+    found = 0
+    for number, place, piece in reference["pieces"]:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece, strict=True)]
+        if all(first < end for first, end in common):
+            path = Path(shards["folder"], shards["files"][number]["name"])
+            target = result[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))]
+            try:
+                _read_piece(path, place, piece, common, target)
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {reason_of(error)}; fix this, then resume again") from None
+            found += target.numel()
+    if found != result.numel():
+        raise UserError(
+            f"{shards['folder']}: its shard files lack parts of a tensor; resume from another checkpoint"
+        )
+    return result
+
+
+def _read_piece(
+    path: Path, place: int, piece: Sequence[Sequence[int]], common: Sequence[Sequence[int]], target: Tensor
+) -> None:
+    """Read what a piece has in common with a box into the target, a block of rows at a time."""
+    shape = [end - first for first, end in piece] or [1]
+    (first, end), *columns = [(a - c, b - c) for (a, b), (c, _) in zip(common, piece, strict=True)] or [(0, 1)]
+    row_bytes = math.prod(shape[1:]) * target.itemsize
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    target = target.view(1) if not piece else target
+    with open(path, "rb", buffering=0) as file:
+        for row in range(first, end, rows):
+            count = min(rows, end - row)
+            buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
+            view, at = memoryview(buffer.numpy().data), 0
+            file.seek(place + row * row_bytes)
+            while at < len(view):
+                if not (size := file.readinto(view[at:])):
+                    raise OSError(f"it ends before byte {place + (row + count) * row_bytes}")
+                at += size
+            block = buffer.view(target.dtype).view(count, *shape[1:])
+            kept = block[(slice(None), *(slice(*column) for column in columns))]
+            target[row - first : row - first + count].copy_(kept)
+
+
+class ShardedFolder:
+    """The checkpoints of a run whose ranks each write their part. All ranks call write().
+
+    Args:
+        folder: where the checkpoints are, for all ranks the same.
+        peers: the ranks, over connections that no other thread uses.
+    """
+
+    def __init__(self, folder: CheckpointFolder, peers: Peers) -> None:
+        self.folder, self.peers = folder, peers
+
+    def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
+        """Write this rank's part, wait for the others', and let rank 0 add what makes them a checkpoint.
+
+        `parts` of the content are the tensors of this rank's file, in the order of its references; or, of a rank
+        that has nothing to be saved, why.
+
+        Raises:
+            UserError: on all ranks, what one of them met; the checkpoints before are untouched.
+        """
+        content = dict(content)
+        parts, step = content.pop("parts"), content["position"]["step"]
+        path = self.folder.folder / f"step-{step:09d}-{self.peers.rank:05d}-{secrets.token_hex(4)}.shard"
+        entry, error = None, parts if isinstance(parts, UserError) else None
+        try:
+            entry = None if error else self._write_part(path, parts)
+        except (OSError, RuntimeError, MemoryError) as failure:
+            error = self.folder.cannot_write(path, path, failure)
+        own: list[Any] = []
+        map_references(content, lambda ref: own.append(ref["pieces"]))
+        # Sharding: each rank sends its file's name and checksum, and some 50 bytes for each of its pieces.
+        ranks = self.peers.gather_objects((entry, own, error))
+        errors = [error for _, _, error in ranks]
+        if any(errors):
+            with contextlib.suppress(OSError):  # the next checkpoint tries again, as after a kill
+                path.unlink(missing_ok=True)
+            raise_first(errors)
+        commit = self._commit(content, ranks, is_best) if self.peers.rank == 0 else None
+        # Sharding: rank 0 sends whether the checkpoint is whole. No rank begins another one before that.
+        raise_first(self.peers.gather_objects(commit))
+        return self.folder.folder / f"step-{step:09d}.pt"
+
+    def _write_part(self, path: Path, parts: list[Tensor]) -> dict[str, Any] | None:
+        """Write tensors to a new file, flushed; return its name, size and checksum, None without tensors."""
+        if not parts:
+            return None
+        size = checksum = 0
+        self.folder.folder.mkdir(exist_ok=True)  # no parents: the run's folder has to be the one that rank 0 made
+        with open(path, "xb") as file:
+            for part in parts:
+                data = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+                checksum = zlib.crc32(data, checksum)
+                size += file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+        return {"name": path.name, "size": size, "crc32": checksum}
+
+    def _commit(self, content: dict[str, Any], ranks: list[Any], is_best: bool) -> UserError | None:
+        """Write step-N.pt, with the pieces of all ranks; return why it cannot be written."""
+        numbers = [number for number, (entry, _, _) in enumerate(ranks) if entry]
+        files = [ranks[number][0] for number in numbers]
+        of_tensors = zip(*(ranks[number][1] for number in numbers), strict=True)
+
+        def merge(reference: Reference) -> Reference:
+            pieces = enumerate(next(of_tensors))
+            return {**reference, "pieces": [[file, *piece] for file, own in pieces for piece in own]}
+
+        try:
+            for entry in files:
+                if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
+                    raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")
+            self.folder.write({**map_references(content, merge), "shards": {"files": files}}, is_best)
+        except UserError as error:
+            return error
+        except OSError as error:
+            return self.folder.cannot_write(self.folder.folder, None, error)
+        return None

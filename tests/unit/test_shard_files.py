@@ -1,0 +1,285 @@
+"""Sharded checkpoints: any slice is read from any pieces, and what is cut, lost or left over does no harm."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from recipes.common import shard_files
+from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, Position, pack, read_checkpoint
+from recipes.common.errors import UserError
+from recipes.common.shard_files import ShardedFolder, read_box, read_whole
+from scripts.dev import export
+from tests.support import is_equal
+from tests.unit.test_checkpoint import ARGS, files
+
+RANKS = 3
+
+
+class Together:
+    """Ranks that are threads of this process: what ShardedFolder asks of them."""
+
+    def __init__(self, rank, barrier, values):
+        self.rank, self.world_size, self.barrier, self.values = rank, len(values), barrier, values
+
+    def gather_objects(self, value):
+        self.values[self.rank] = value
+        self.barrier.wait(10)
+        values = list(self.values)
+        self.barrier.wait(10)
+        return values
+
+
+def tensors(step):
+    """Return a model of some kinds of tensors, the same for the same step."""
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "matrix": torch.randn(7, 5, generator=draw),
+        "cube": torch.randn(4, 3, 2, generator=draw).to(torch.bfloat16),
+        "count": torch.tensor(step),
+    }
+
+
+def cut(tensor, rank):
+    """Return the box of a rank: rows of a matrix, columns of a cube, and a number for the first."""
+    if not tensor.ndim:
+        return [()] if rank == 0 else []
+    dimension = {2: 0, 3: 1}[tensor.ndim]
+    size, box = tensor.shape[dimension], [(0, n) for n in tensor.shape]
+    box[dimension] = (size * rank // RANKS, size * (rank + 1) // RANKS)
+    return [tuple(box)]
+
+
+def part_of(step, rank):
+    """Return what a rank passes to ShardedFolder.write()."""
+    parts, model, place = [], {}, 0
+    for name, tensor in tensors(step).items():
+        pieces = []
+        for box in cut(tensor, rank):
+            parts.append(tensor[tuple(slice(*ends) for ends in box)])
+            pieces.append([place, box])
+            place += parts[-1].nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        model[name] = {"shape": list(tensor.shape), "dtype": dtype, "pieces": pieces}
+    optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    content = pack(ARGS, Position(step=step), model, optimizer, {})
+    return {**content, "parts": parts}
+
+
+def write(folder, step, is_best=False, spoil=None):
+    """Let all ranks write the checkpoint of a step; return what each got, a path or a UserError."""
+    barrier, values = threading.Barrier(RANKS), [None] * RANKS
+
+    def work(rank):
+        sharded = ShardedFolder(folder, Together(rank, barrier, values))
+        content = part_of(step, rank)
+        if spoil and rank == 1:
+            spoil(sharded, content)
+        try:
+            return sharded.write(content, is_best)
+        except UserError as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(work, range(RANKS)))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    for step in (10, 20):
+        assert write(checkpoints, step) == [tmp_path / f"step-{step:09d}.pt"] * RANKS
+    return checkpoints
+
+
+def shards(folder, step=None):
+    pattern = "*.shard" if step is None else f"step-{step:09d}-*.shard"
+    return sorted(folder.folder.glob(pattern))
+
+
+def test_what_is_written_is_read(folder):
+    content = folder.read_newest(set_aside=True)[1]
+    whole = read_whole(content)
+    assert is_equal(whole["model"], tensors(20))
+    assert whole["optimizer"] == {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    assert whole["position"]["step"] == 20
+    assert whole.keys() == pack(ARGS, Position(), {}, {}, {}).keys()
+    sizes = [path.stat().st_size for path in shards(folder, 20)]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors(20).values())
+    assert max(sizes) < sum(sizes) / 2
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2**20])
+def test_any_box_is_read_from_the_pieces_that_overlap_it(folder, monkeypatch, block_bytes):
+    monkeypatch.setattr(shard_files, "BLOCK_BYTES", block_bytes)
+    content, chance = folder.read_newest(set_aside=True)[1], random.Random(0)
+    for name, tensor in tensors(20).items():
+        for _ in range(50):
+            box = tuple(tuple(sorted(chance.randint(0, size) for _ in "ab")) for size in tensor.shape)
+            found = read_box(content["model"][name], box, content["shards"])
+            assert is_equal(found, tensor[tuple(slice(*ends) for ends in box)]), (name, box)
+
+
+def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
+    for path in [*shards(folder, 20), folder.paths()[0]]:
+        whole = path.read_bytes()
+        step = max(1, len(whole) // 12)
+        for place in range(0, len(whole), step):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << place % 8
+            for damaged in (whole[:place], bytes(changed)):
+                path.write_bytes(damaged)
+                found, content = folder.read_newest(set_aside=False)
+                assert is_equal(read_whole(content)["model"], tensors(10))
+                assert found.name == "step-000000010.pt"
+                assert capsys.readouterr().err.count("warning: passed over ") == 1
+        path.write_bytes(whole)
+    assert folder.read_newest(set_aside=False)[0].name == "step-000000020.pt"
+
+
+def test_without_a_shard_file_it_is_passed_over(folder, capsys):
+    lost = shards(folder, 20)[1]
+    lost.unlink()
+    assert folder.read_newest(set_aside=False)[0].name == "step-000000010.pt"
+    assert f": its shard file {lost.name} is missing\n" in capsys.readouterr().err
+
+
+def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
+
+    before = files(folder.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        with pytest.raises(UserError, match=r"cannot read .*Input/output error; nothing was changed"):
+            folder.read_newest(set_aside=True)
+    assert files(folder.folder) == before
+
+
+def test_a_kill_before_step_n_pt_leaves_the_one_before_and_the_next_write_clears_it(folder):
+    """What a kill leaves: shard files of a step, of any length, and perhaps step-N.tmp."""
+    left = folder.folder / "step-000000030-00001-0123abcd.shard"
+    left.write_bytes(b"cut")
+    (folder.folder / "step-000000030.tmp").write_bytes(b"cut")
+    assert read_whole(folder.read_newest(set_aside=True)[1])["position"]["step"] == 20
+    write(folder, 25)
+    assert not left.exists()
+    assert sorted(path.name for path in folder.folder.glob("*.tmp")) == []
+    assert len(shards(folder)) == 2 * RANKS
+
+
+def test_the_oldest_go_with_their_files_and_the_best_keeps_its_own(folder):
+    write(folder, 30, is_best=True)
+    for step in (40, 50, 60):
+        write(folder, step)
+    assert [path.name for path in folder.paths()] == ["step-000000060.pt", "step-000000050.pt"]
+    assert [len(shards(folder, step)) for step in (10, 20, 30, 40, 50, 60)] == [0, 0, 3, 0, 3, 3]
+    assert is_equal(read_whole(read_checkpoint(folder.folder / "best.pt"))["model"], tensors(30))
+    write(folder, 70, is_best=True)
+    assert len(shards(folder, 30)) == 0
+    folder.write(pack(ARGS, Position(step=80), {}, {"state": {}}, {}))  # the run goes on with plain checkpoints
+    folder.write(pack(ARGS, Position(step=90), {}, {"state": {}}, {}), is_best=True)
+    assert shards(folder) == []
+
+
+def test_a_damaged_checkpoint_keeps_all_shard_files(folder, capsys):
+    (folder.folder / "best.pt").write_bytes(b"damaged")
+    write(folder, 30)
+    assert len(shards(folder)) == 3 * RANKS
+    assert "warning: cannot remove old checkpoints: best.pt does not say which shard files it has" in (
+        capsys.readouterr().err
+    )
+
+
+def full_disk(sharded, content):
+    def fail(path, parts):
+        path.write_bytes(b"begun")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sharded._write_part = fail
+
+
+def bad_weights(sharded, content):
+    content["parts"] = UserError("the weights are not finite")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (full_disk, "rank 1: cannot write .*00001-.*: No space left on device.*step-000000020.pt is intact"),
+        (bad_weights, "rank 1: the weights are not finite"),
+    ],
+)
+def test_what_one_rank_meets_all_raise_and_nothing_is_left(folder, spoil, message):
+    before = files(folder.folder)
+    errors = write(folder, 30, spoil=spoil)
+    assert {type(error) for error in errors} == {UserError}
+    assert len({str(error) for error in errors}) == 1
+    with pytest.raises(UserError, match=message):
+        raise errors[0]
+    assert files(folder.folder) == before
+
+
+def test_what_rank_0_cannot_add_all_raise_and_the_next_write_clears_it(folder, monkeypatch):
+    """best.pt may be there by then, and then its shard files are needed."""
+    replace = type(folder.folder).replace
+
+    def fail(path, target):
+        if target.name != "best.pt":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder.folder), "replace", fail)
+        errors = write(folder, 30, is_best=True)
+    assert all("cannot write" in str(error) for error in errors)
+    assert folder.read_newest(set_aside=True)[0].name == "step-000000020.pt"
+    assert is_equal(read_whole(read_checkpoint(folder.folder / "best.pt"))["model"], tensors(30))
+    write(folder, 40, is_best=True)
+    assert len(shards(folder)) == 2 * RANKS
+
+
+def test_a_rank_that_writes_elsewhere_is_noticed(folder):
+    def elsewhere(sharded, content):
+        write_part = sharded._write_part
+
+        def lose(path, parts):
+            entry = write_part(path, parts)
+            path.unlink()
+            return entry
+
+        sharded._write_part = lose
+
+    (error, *_) = write(folder, 30, spoil=elsewhere)
+    assert "cannot write" in str(error)
+    assert folder.paths()[0].name == "step-000000020.pt"
+    write(folder, 40)
+    assert shards(folder, 30) == []
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "step-000000020.pt", 3])
+def test_no_other_file_is_read_as_a_shard(folder, name):
+    content = torch.load(folder.paths()[0], weights_only=True)
+    content["shards"]["files"][0]["name"] = name
+    folder.write({**content, "position": {"step": 40}})
+    with pytest.raises(BadCheckpointError, match=r"is no shard file|does not say which shard files"):
+        read_checkpoint(folder.folder / "step-000000040.pt")
+
+
+def test_a_checkpoint_that_lacks_a_part_is_refused(folder):
+    content = folder.read_newest(set_aside=True)[1]
+    del content["model"]["matrix"]["pieces"][1]
+    with pytest.raises(UserError, match="lack parts of a tensor"):
+        read_whole(content)
+
+
+def test_the_export_of_a_sharded_checkpoint_is_that_of_a_plain_one(folder, tmp_path, capsys):
+    assert export.main([str(folder.folder), str(tmp_path / "model.pt")]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'model.pt'}: 3 tensors of step 20, from ")
+    assert is_equal(torch.load(tmp_path / "model.pt", weights_only=True), tensors(20))
