@@ -12,6 +12,7 @@ that cannot start become one line with the remedy. Ctrl-C leaves the job running
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ PLACEHOLDER = "registry.invalid/"
 """Where the files' images are until they are edited: nobody can own a name below .invalid (RFC 2606)."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
 RETRY_S = float(os.environ.get("K8S_RETRY_S", "120"))
-"""How long what the kubelet tries again by itself may go on: a registry that is busy, a mount that is late."""
+"""How long what passes by itself may go on: a registry that is busy, a mount that is late, a silent API server."""
 END_S = 120
 """Longest wait for the job to be called finished, after node 0's last line."""
 
@@ -176,9 +177,9 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, bool | None] | None:
     return None
 
 
-def created_problem(cluster: Cluster, name: str, since: str) -> str | None:
+def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str | None:
     """Return why the cluster makes no pods for a job that it has since that time: a quota, or a policy."""
-    for event in cluster.get("events", "--field-selector=reason=FailedCreate")["items"]:
+    for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
         is_ours = owner == name or owner.startswith(f"{name}-")
         # A job of the same name may have left events; the cluster's own clock tells them apart.
@@ -211,6 +212,12 @@ def job_state(job: dict[str, Any]) -> tuple[str, str]:
     return "", ""
 
 
+class LostSightError(UserError):
+    """The job cannot be followed any more, and goes on."""
+
+    status = 1
+
+
 class Watch:
     """One job in the cluster, from its first pod to its end."""
 
@@ -233,11 +240,31 @@ class Watch:
             print(text, flush=True)
             self.said = text
 
+    def get(self, *words: str) -> dict[str, Any]:
+        """Return what the cluster says, once it answers: an API server that restarts ends no job.
+
+        Raises:
+            LostSightError: no answer within RETRY_S.
+            UserError: the object is not there.
+        """
+        deadline = time.monotonic() + RETRY_S
+        while True:
+            try:
+                return self.cluster.get(*words)
+            except UserError as error:
+                if "(NotFound)" in str(error):
+                    raise
+                if time.monotonic() > deadline:
+                    raise LostSightError(
+                        f"the job cannot be followed ({error}); the job goes on; make k8s-delete NAME={self.name} "
+                        "ends it"
+                    ) from None
+                self.say(f"waiting, {RETRY_S:g} s at most: the cluster does not answer ({error})")
+            time.sleep(POLL_S)
+
     def pods(self) -> list[dict[str, Any]]:
         """Return the job's pods, the oldest first."""
-        found: list[dict[str, Any]] = self.cluster.get("pods", f"--selector={OURS},{INSTANCE}={self.name}")[
-            "items"
-        ]
+        found: list[dict[str, Any]] = self.get("pods", f"--selector={OURS},{INSTANCE}={self.name}")["items"]
         return sorted(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def head(self, pods: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -250,7 +277,7 @@ class Watch:
     def state(self) -> tuple[str, str]:
         """Return what the cluster says of the job."""
         try:
-            job = self.cluster.get(self.kind.resource, self.name)
+            job = self.get(self.kind.resource, self.name)
         except UserError as error:
             if "NotFound" not in str(error):
                 raise
@@ -295,7 +322,8 @@ class Watch:
             waiting = self.check_pods(pods, is_late)
             problem = None
             if len(pods) < self.request.nodes:
-                problem = created_problem(self.cluster, self.name, self.created)
+                events = self.get("events", "--field-selector=reason=FailedCreate")["items"]
+                problem = created_problem(events, self.name, self.created)
             if problem or is_late:
                 missing = "the job has not gone on" if seen else "node 0 has not started"
                 reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
@@ -307,15 +335,43 @@ class Watch:
 
     def follow(self, head: dict[str, Any]) -> None:
         """Print the log of node 0's container until it ends; another pod that cannot start ends it, too."""
-        pod, container = head["metadata"]["name"], head["spec"]["containers"][0]["name"]
-        logs = subprocess.Popen([*self.cluster.command, "logs", "--follow", pod, f"--container={container}"])
+        words = [
+            "logs",
+            "--follow",
+            head["metadata"]["name"],
+            f"--container={head['spec']['containers'][0]['name']}",
+        ]
+        since: list[str] = []
+        deadline = 0.0
+        while True:
+            begun = time.monotonic()
+            broken = self.print_log([*words, *since])
+            if broken is None:
+                return
+            # The connection broke: follow again from there, but not for ever one that breaks at once.
+            if not since or broken - begun > RETRY_S:
+                deadline = time.monotonic() + RETRY_S
+            elif time.monotonic() > deadline:
+                return
+            time.sleep(POLL_S)
+            newest = self.head(self.pods())
+            if newest is None or instance(newest) != instance(head):
+                return
+            since = [f"--since={math.ceil(time.monotonic() - broken) + 1}s"]
+
+    def print_log(self, words: list[str]) -> float | None:
+        """Print a log while it lasts; return when it was last seen unbroken, or None if it came to its end."""
+        logs = subprocess.Popen([*self.cluster.command, *words])
+        last_seen = time.monotonic()
         try:
             while logs.poll() is None:
+                last_seen = time.monotonic()
                 time.sleep(POLL_S)
                 self.check_pods(self.pods(), is_late=False)
         finally:
             logs.terminate()
             logs.wait()
+        return last_seen if logs.returncode else None
 
     def run(self) -> int:
         """Follow every container that node 0 has until the job has ended; return the exit status."""
@@ -339,9 +395,9 @@ class Watch:
             if head is None or instance(head) != seen or "running" not in container_state(head):
                 break
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"the log of node 0 has ended {END_S} s ago, and its container runs on; look with "
-                    f"kubectl logs {head['metadata']['name']}"
+                raise LostSightError(
+                    f"the log of node 0 has ended {END_S} s ago, and its container runs on; the job goes on; look "
+                    f"with kubectl logs {head['metadata']['name']}"
                 )
             time.sleep(POLL_S)
         head = self.head(self.pods())

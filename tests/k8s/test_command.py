@@ -472,6 +472,41 @@ def test_a_job_that_is_deleted_while_followed_is_one_line(monkeypatch):
         watching.wait_for_head("")
 
 
+REFUSED = {"err": "The connection to the server 10.0.0.1:6443 was refused\n", "status": 1}
+BUSY_SERVER = {"err": "Error from server (ServiceUnavailable): etcdserver: leader changed\n", "status": 1}
+
+
+def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(tmp_path):
+    """Calls fail before node 0 runs, and while its log is followed, whose connection breaks too."""
+    play = success()
+    play["get jobs.batch ddp"] = [REFUSED, job(), BUSY_SERVER, job(), job(), job(), job("Complete")]
+    play["get pods"] = [REFUSED, *play["get pods"][:3], REFUSED, BUSY_SERVER, *play["get pods"][2:]]
+    play["logs"] = [{"out": "run runs/ddp\n", "sleep_s": 0.3, "status": 1}, {"out": RESULT}]
+    played = Played(tmp_path, play, "ddp")
+    result = played.wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert result.stdout.endswith(RESULT)
+    assert "the cluster does not answer (kubectl reaches no cluster (The connection to " in result.stdout
+    first, second = (call["argv"] for call in played.calls if "logs" in call["argv"])
+    assert second[:-1] == first
+    assert second[-1].startswith("--since=")
+
+
+def test_a_cluster_that_does_not_answer_for_long_ends_the_command_and_not_the_job(monkeypatch, capsys):
+    def get(*words):
+        raise UserError("no answer from the cluster within 60 s to kubectl get")
+
+    now = iter(range(0, 100_000, 60))
+    monkeypatch.setattr(apply.time, "monotonic", lambda: float(next(now)))
+    watching = watch(monkeypatch)
+    watching.cluster.get = get
+    with pytest.raises(UserError, match=r"; the job goes on; make k8s-delete NAME=ddp ends it$") as raised:
+        watching.run()
+    assert raised.value.status == 1
+    assert 120 <= next(now) < 400
+    assert capsys.readouterr().out.count("\n") == 1, "it says so once"
+
+
 def test_pods_killed_for_their_memory_are_named():
     first, second, well = (
         pod({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
