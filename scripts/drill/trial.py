@@ -208,7 +208,8 @@ class Trial:
                 raise NotSurvivedError(f"the loss was not noticed within {ELASTIC_NOTICE_S:.0f} s")
             figures.noticed_s = time.monotonic() - self.planted
             at = max(step for seen, step in self.steps.seen if seen < time.monotonic())
-            self.job.wait_for(lambda: self._launches() > 1, START_S)
+            if not self.job.wait_for(lambda: self._launches() > 1, START_S):
+                raise NotSurvivedError("no second round began")
             self._repair()
             self._count_lost(at, 1)
             begun = time.monotonic()

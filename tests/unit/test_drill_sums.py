@@ -1,6 +1,7 @@
 """The fire drill's own sums: what it draws, what it compares, and when it is red."""
 
 import json
+import types
 
 import pytest
 
@@ -106,3 +107,14 @@ def test_more_lost_steps_than_an_interval_are_a_failure(tmp_path):
     assert one.figures.steps_lost == 20
     with pytest.raises(trial.NotSurvivedError, match="21 steps lost, more than 20"):
         one._count_lost(61, -1)
+
+
+def test_an_elastic_job_without_a_second_round_has_not_survived(tmp_path):
+    fault = next(fault for fault in FAULTS.values() if fault.then == trial.ROUNDS)
+    one = trial.Trial(trial.Setting(2, 0, 400, 20, tmp_path, None), fault, 1, tmp_path)
+    answers = [True, False]  # the loss is noticed; the job ends before a second round
+    one.job = types.SimpleNamespace(text="", wait_for=lambda condition, timeout_s: answers.pop(0))
+    one.steps = types.SimpleNamespace(seen=[(0.0, 30)])
+    one.lines_before = 0
+    with pytest.raises(trial.NotSurvivedError, match="no second round began"):
+        one._first_end()
