@@ -218,6 +218,11 @@ class LocalJob:
 
     def report(self, failed: list[int]) -> int:
         """Say why the job has failed, once, and return its exit status."""
+        statuses = {number: self.nodes[number].returncode for number in failed}
+        # Where another program has the port, nodes that reach it instead of node 0 may call that a mistake.
+        is_refused = statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values()
+        if not is_refused:  # else node 0 has said it
+            sys.stderr.writelines(self.refusals)
         if self.interrupted_by:
             whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to go on"
             print(f"interrupted{whole}", file=sys.stderr)
@@ -227,11 +232,8 @@ class LocalJob:
                 print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
             return 0
-        statuses = {number: self.nodes[number].returncode for number in failed}
-        # Where another program has the port, nodes that reach it instead of node 0 may call that a mistake.
-        if statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values():
-            return USAGE_STATUS  # node 0 has said why
-        sys.stderr.writelines(self.refusals)
+        if is_refused:
+            return USAGE_STATUS
         for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
             if spoken in statuses.values():
                 return spoken

@@ -1,0 +1,42 @@
+"""The local launcher, with shell commands in the place of nodes: what it prints of how they ended."""
+
+import os
+import signal
+
+import pytest
+
+from scripts.launch import local
+from tests.support import wait_until
+
+HELD_BACK = "echo 'error: a disk is slow'"
+
+
+def start(job, *nodes):
+    for script in nodes:
+        job.start(["bash", "-c", script], dict(os.environ))
+    return job
+
+
+def test_lines_that_look_like_refusals_are_printed_when_all_goes_well(capsys):
+    job = start(local.LocalJob(), "exit 0", HELD_BACK)
+    assert (job.wait(), capsys.readouterr().err) == (0, "[node 1] error: a disk is slow\n")
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "last"),
+    [
+        ("interrupt", 130, "interrupted; checkpoints so far are whole: add --resume auto to go on"),
+        ("pass_on", 1, "error: still running 0 s after the signal; killed"),
+    ],
+)
+def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeypatch, capsys, stop, status, last):
+    monkeypatch.setattr(local, "STOP_GRACE_S", 0.1)
+    job = start(local.LocalJob(), "trap '' INT; sleep 60", f"trap '' INT; {HELD_BACK}; sleep 60")
+    wait_until(lambda: job.refusals, 20, "the line")
+    getattr(job, stop)(signal.SIGINT, None)
+    assert (job.wait(), capsys.readouterr().err) == (status, f"[node 1] error: a disk is slow\n{last}\n")
+
+
+def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
+    job = start(local.LocalJob(), "exit 2", f"{HELD_BACK}; exit 2")
+    assert (job.wait(), capsys.readouterr().err) == (2, "")
