@@ -254,8 +254,9 @@ class ElasticJob(LocalJob):
 
     is_elastic = True
 
-    def __init__(self, min_nodes: int, max_restarts: int, address: str) -> None:
+    def __init__(self, min_nodes: int, max_restarts: int, address: str, name: str) -> None:
         super().__init__()
+        self.remedy = f"to go on: the same command with --name {name} --resume auto"
         port = free_port()
         self.environment = {
             "MIN_NODES": str(min_nodes),
@@ -287,10 +288,14 @@ class ElasticJob(LocalJob):
 
     def report(self, failed: list[int]) -> int:
         """Say why the job has failed, and return its exit status."""
-        if self.store.poll():
-            return self.store.returncode if self.store.returncode > 0 else 1
+        if status := self.store.poll():
+            if status > 0:
+                return int(status)  # it has said why
+            how = f"was killed by {signal.Signals(-status).name}"
+            print(f"error: the job's store {how}, so all nodes are stopped; {self.remedy}", file=sys.stderr)
+            return 1
         if not self.interrupted_by and all(self.is_lost(node) for node in self.nodes):
-            print("error: all nodes are lost; to go on: the same command with --resume auto", file=sys.stderr)
+            print(f"error: all nodes are lost; {self.remedy}", file=sys.stderr)
             return 1
         return super().report(failed)
 
@@ -375,9 +380,12 @@ def run_job(
     """
     nodes, port = len(shares), free_port()
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
-    job = ElasticJob(*elastic, networks[-1][1] if networks else "127.0.0.1") if elastic else LocalJob()
-    if elastic and not option("--name", "", args.options):  # a restart goes on with the run of this name
-        args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
+    job = LocalJob()
+    if elastic:
+        if not option("--name", "", args.options):  # a restart goes on with the run of this name
+            args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
+        address = networks[-1][1] if networks else "127.0.0.1"
+        job = ElasticJob(*elastic, address, option("--name", "", args.options))
     signal.signal(signal.SIGINT, job.interrupt)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)

@@ -40,3 +40,14 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
     job = start(local.LocalJob(), "exit 2", f"{HELD_BACK}; exit 2")
     assert (job.wait(), capsys.readouterr().err) == (2, "")
+
+
+def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatch, capsys):
+    monkeypatch.setattr(local, "ERROR_GRACE_S", 0.1)
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "mine"), "sleep 60")
+    job.store.kill()
+    assert (job.wait(), capsys.readouterr().err) == (
+        1,
+        "error: the job's store was killed by SIGKILL, so all nodes are stopped; to go on: the same command with "
+        "--name mine --resume auto\n",
+    )
