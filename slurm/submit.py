@@ -354,7 +354,7 @@ class Watched:
         self.queue.ask(is_urgent=self.has_result)
         self.state, reason, restarts = self.queue.tasks.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
-        if restarts > self.restarts:
+        if int(restarts) > int(self.restarts):
             self.say(f"requeued, start {int(restarts) + 1}")
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state

@@ -109,7 +109,7 @@ class Training:
         if is_stopped:  # else, after TERM: by scancel, or by Slurm, which puts the job back by itself
             is_requeued, status = is_time_up or is_preempted(), 1
         if is_requeued and left > 0:
-            subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True, timeout=60)
+            subprocess.run(["scontrol", "requeue", job_id()], check=True, timeout=60)
             sys.exit(255)
         if is_stopped and is_requeued:
             print("error: the job was stopped before its end, and --max-requeues allows no more", flush=True)
@@ -125,6 +125,13 @@ class Training:
         """Return what tells result.json from an earlier one, None where there is none."""
         path = self.run_dir / "result.json"
         return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None
+
+
+def job_id() -> str:
+    """Return this job, as 101_3 in an array: the array's last task has the number of the whole array to itself."""
+    import submitit
+
+    return str(submitit.JobEnvironment().job_id)
 
 
 def restarts() -> int:
@@ -161,6 +168,6 @@ def set_environment() -> None:
 
 def is_preempted() -> bool:
     """Whether Slurm takes the nodes for another job (which it may announce by TERM, as it does a scancel)."""
-    command = ["scontrol", "show", "job", os.environ["SLURM_JOB_ID"], "--oneliner"]
+    command = ["scontrol", "show", "job", job_id(), "--oneliner"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     return "PreemptTime=" in shown and "PreemptTime=None" not in shown

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -237,6 +238,10 @@ def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
         assert [word for i in at for word in run.argv[i : i + 2]] == expected
 
 
+IS_PREEMPTED = training.is_preempted
+"""Slurm's answer, which most tests put another in place of."""
+
+
 class TestTheEndOfRank0:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch, commands):
@@ -269,6 +274,20 @@ class TestTheEndOfRank0:
         monkeypatch.setattr(Stop, "received", received)
         assert self.is_requeued(run, 0) == is_requeued
         assert is_requeued or (run.run_dir / "7_status").read_text() == "1"
+
+    def test_the_last_task_of_an_array_requeues_itself_alone(self, run, monkeypatch, commands):
+        """Its SLURM_JOB_ID is that of the whole array; here another task is preempted."""
+        variables = {"SLURM_JOB_ID": "101", "SLURM_ARRAY_JOB_ID": "101", "SLURM_ARRAY_TASK_ID": "3"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        requeue = f'requeue*) echo "$*" >{run.run_dir}/requeued.txt ;;'
+        show = '"show job 101_3 "*) echo PreemptTime=None ;; *) echo PreemptTime=now ;;'
+        commands("scontrol", f'case "$*" in {requeue} {show} esac')
+        assert not IS_PREEMPTED()
+        monkeypatch.setattr(Stop, "received", signal.SIGUSR1)
+        with pytest.raises(SystemExit):
+            run.end(0, is_complete=False)
+        assert (run.run_dir / "requeued.txt").read_text() == "requeue 101_3\n"
 
     def test_requeues_have_a_bound(self, run, monkeypatch, capsys):
         monkeypatch.setattr(Stop, "received", signal.SIGUSR1)
@@ -400,3 +419,10 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     assert lines[2:] == [["0.1", "0.1", "2", "2.5", "40"], ["0.2", "0.2", "-", "-", "-"]]
     submit.report([], runs)
     assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"
+
+
+def test_the_tenth_start_is_told_too(capsys):
+    queue = SimpleNamespace(ask=lambda is_urgent: None, tasks={"7": ("RUNNING", "None", "10")})
+    job = SimpleNamespace(job_id="7", paths=SimpleNamespace(stdout="/nowhere"))
+    submit.Watched(SimpleNamespace(point={}), job, queue, restarts="9").look()
+    assert "job 7: requeued, start 11" in capsys.readouterr().out
