@@ -52,6 +52,9 @@ begin_job() {
     recipe=$1
     shift
     local default name host_log
+    signal="" signals=0 step="" step_pid="" stopper=()
+    trap 'signals=$((signals + 1)); stop_step USR1' USR1
+    trap 'signals=$((signals + 1)) signal=TERM' TERM
     job=$SLURM_JOB_ID
     # The last task of an array has the array's own number: a command to that one would mean all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
@@ -74,6 +77,7 @@ begin_job() {
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
     else
+        refuse_in_config "$(option --config "" "$@")"
         run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
     fi
     logs=$run_dir/slurm
@@ -95,9 +99,13 @@ begin_job() {
     echo "job $job, start $((restarts + 1)): ${SCRIPT:-$recipe} on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
     show_share
-    signal="" step="" step_pid="" stopper=()
-    trap 'stop_step USR1' USR1
-    trap 'signal=TERM' TERM
+}
+
+# refuse_in_config FILE: what this script has to know, it reads from the command line.
+refuse_in_config() {
+    local found
+    found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|resume)"? *:' "$1" | tr -d '{": ' | tr _ -)
+    if [[ -n $found ]]; then refuse "$1 has $found; give it on the command line: sbatch ... --$found VALUE"; fi
 }
 
 # A script's variables, which scripts/launch/script.py describes.
@@ -227,7 +235,7 @@ exec_python() {
 # run_step COMMAND...: start the ranks, show what the head node prints, and set `greatest` to what srun ends with, the
 # greatest status of all, and `status` to that of the first that ended badly, if it exited: srun has the others killed.
 run_step() {
-    local tails=() signal_before first errors=$logs/.srun
+    local tails=() before first errors=$logs/.srun
     : >"$errors"
     tail -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tails+=("$!")
@@ -238,9 +246,9 @@ run_step() {
         "$@" 2>"$errors" &
         step_pid=$! step=$1
         while :; do # a trap interrupts wait
-            signal_before=$signal status=0
+            before=$signals status=0
             wait "$step_pid" || status=$?
-            if [[ $signal_before == "$signal" ]]; then break; fi
+            if ((before == signals)); then break; fi
         done
     fi
     sleep 0.5
@@ -270,6 +278,7 @@ make_elastic() {
 # Slurm's signal: it comes to this script alone (B:), a while before the time limit or a preemption. Pass it on until
 # all ranks have left: one that has not begun to listen yet would miss it.
 stop_step() {
+    if ((${#stopper[@]})); then return; fi # the signal once more
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
     while :; do
@@ -296,7 +305,7 @@ end_job() {
         # A scancel, or a requeue by hand: Slurm ends this script, too.
         echo "job $job is $state and its ranks have left; $go_on"
         exit 1
-    elif [[ $signal == USR1 || $preempted ]]; then
+    elif [[ ($signal == USR1 || $preempted) && $greatest != 2 ]]; then
         if [[ -z $preempted ]] && ! has_progress; then
             echo "error: job $job: its time is up, and it has written nothing to $run_dir since its start, so that" \
                 "it is not requeued; write checkpoints to RUN_DIR, or give it more --time" >&2
@@ -330,7 +339,7 @@ is_complete() {
     if [[ -n ${SCRIPT:-} ]]; then
         [[ -z $signal ]]
     else
-        [[ $run_dir/result.json -nt $started || ! -e $run_dir/config.json ]]
+        [[ $run_dir/result.json -nt $started || (! -e $run_dir/config.json && -z $signal) ]] # the probe has no record
     fi
 }
 
@@ -357,32 +366,38 @@ lost_nodes() {
     echo "${lost[*]}"
 }
 
-# The nodes with a broken GPU, a line each with what is broken; all are asked at once, within a bound.
+# The nodes with a broken GPU, a line each with what is broken; all are asked at once, within a bound. An nvidia-smi that
+# is slow to answer breaks nothing.
 broken_nodes() {
     local node
     while read -r node; do
         timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
             "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
-            sed -n "s/^error: /$node: /p" &
+            sed -n "s/^error: \([^ ]*: GPU \)/$node: \1/p" &
     done <<<"$nodes"
     wait
 }
 
 # leave_out LINES: start again without these nodes, where the job has not left out too many and others are there.
 leave_out() {
-    local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old
+    local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old usable
     echo "job $job: ${1//$'\n'/$'\n'job $job: }" | tee -a "$list" # for later starts of this job, and for those who repair nodes
     new=$(cut -d: -f1 <<<"$1" | sort -u | paste -sd,)
     all=$(sed -n "s/^job $job: \([^:]*\): .*/\1/p" "$list" | sort -u)
-    others=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%N | sort -u | comm -23 - <(echo "$all") | wc -l)
+    old=$(job_field ExcNodeList | grep -v '^(null)$')
+    usable=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format="%N %t" |
+        awk '$2 !~ /^(down|drain|drng|fail|failg|maint|unk|inval)/ { print $1 }' | sort -u)
+    others=$({
+        echo "$all"
+        if [[ -n $old ]]; then scontrol show hostnames "$old"; fi
+    } | sort -u | comm -13 - <(echo "$usable") | wc -l)
     if (($(wc -l <<<"$all") > limit)); then
         echo "error: job $job: broken GPU on $new, and it may leave out $limit nodes (MAX_EXCLUDED);" \
             "have those in $list repaired; $go_on" >&2
     elif ((others < NNODES)); then
-        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other nodes for" \
+        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other nodes that work, for" \
             "$NNODES; have it repaired; $go_on" >&2
     else
-        old=$(job_field ExcNodeList | grep -v '^(null)$')
         requeue "broken GPU on $new, left out from now on" "${old:+$old,}$new"
     fi
 }

@@ -16,6 +16,8 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]",
 SCONTROL = """#!/bin/sh
 echo "$*" >>"$(dirname "$0")/scontrol.txt"
 case $* in
+"show hostnames n[3-4]") printf 'n3\\nn4\\n' ;;
+"show hostnames n[8-9]") printf 'n8\\nn9\\n' ;;
 "show hostnames "*) printf 'n1\\nn2\\n' ;;
 "show job "*) echo "JobId=7 JobState=RUNNING PreemptTime=None" ;;
 requeue*) exit 1 ;;
@@ -298,10 +300,18 @@ KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
     for name in ("sinfo", "srun"):
         (tmp_path / name).chmod(0o755)
 
-    def run(xid=79, ago_s=1.0, excluded="(null)", partition="n1 n2 n3 n4", status=1, takes=True, **env):
+    def run(
+        xid=79,
+        ago_s=1.0,
+        excluded="(null)",
+        partition="n1-alloc n2-alloc n3-idle n4-mix",
+        status=1,
+        takes=True,
+        **env,
+    ):
         uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         (tmp_path / "kmsg").write_text(KMSG.format(us=int((uptime_s - ago_s) * 1e6), xid=xid))
-        (tmp_path / "partition").write_text(partition.replace(" ", "\n") + "\n")
+        (tmp_path / "partition").write_text("".join(f"{node.replace('-', ' ')}\n" for node in partition.split()))
         scontrol = SCONTROL.replace("PreemptTime=None", f"PreemptTime=None ExcNodeList={excluded} ")
         scontrol = scontrol.replace("requeue*) exit 1", f"update*) exit {int(not takes)}")
         (tmp_path / "scontrol").write_text(scontrol)
@@ -322,7 +332,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
     assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
     assert "job 7: broken GPU on n2, left out from now on; it is requeued" in done.stdout
     assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
-    _, calls = fault(excluded="n[3-4]", partition="n1 n2 n3 n4 n5")
+    _, calls = fault(excluded="n[3-4]", partition="n1-alloc n2-alloc n3-idle n4-idle n5-idle")
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
 
 
@@ -334,8 +344,16 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
         ({"ago_s": 3600.0}, "error: job 7 ended with status 1"),  # before this job
         ({"status": 2}, "error: job 7 ended with status 2"),
         (
-            {"partition": "n1 n2"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other nodes for 2; have",
+            {"partition": "n1-alloc n2-alloc"},
+            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
+        ),
+        (
+            {"partition": "n1-alloc n2-alloc n3-down* n4-drain n5-drng"},
+            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
+        ),
+        (
+            {"excluded": "n[3-4]"},
+            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
         ),
         (
             {"MAX_EXCLUDED": "0"},
@@ -368,3 +386,52 @@ def test_a_list_of_nodes_that_slurm_does_not_take_is_printed(fault):
     done, calls = fault(takes=False)
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
     assert "error: job 7: Slurm did not take ExcNodeList=n2; it may get these nodes again" in done.stderr
+
+
+def test_an_nvidia_smi_that_is_slow_excludes_no_node(fault, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done, calls = fault(xid=31)
+    assert calls == []
+    assert "ended with status 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("then", "is_requeued", "said"),
+    [
+        (
+            "signal=USR1 status=0",
+            True,
+            "job 7: it was stopped before its end",
+        ),  # while nodes waited for each other
+        ("signal=USR1 status=2", False, "error: job 7 ended with status 2"),  # its checkpoint could not be written
+        ("status=0", False, ""),  # the probe
+    ],
+)
+def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, is_requeued, said):
+    done = job(then=f"{then}; greatest=$status; end_job")
+    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 0) is (then == "status=0")
+
+
+@pytest.mark.parametrize("line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"resume": "auto"}'])
+def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line):
+    (tmp_path / "own.yaml").write_text(f"epochs: 3\n{line}\n")
+    done = job("--config", str(tmp_path / "own.yaml"))
+    assert done.returncode == 2
+    assert re.search(r"^error: .*own.yaml has (runs-dir|resume); give it on the command line", done.stderr)
+
+
+def test_a_second_signal_abandons_no_step(job, tmp_path):
+    """The step ends 2 s after the first signal; the second one comes in between."""
+    step = tmp_path / "step.sh"
+    step.write_text("#!/bin/bash\ntrap 'sleep 2; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n")
+    step.chmod(0o755)
+    then = f"""
+cd {tmp_path}
+(while [[ ! -e begun ]]; do sleep 0.1; done; kill -USR1 $$; sleep 1; kill -USR1 $$) &
+run_step {step}
+echo "ended with $status"
+"""
+    assert "ended with 5" in job(then=then).stdout
