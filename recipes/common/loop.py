@@ -193,7 +193,13 @@ def _train_epochs(job: Job, technique: Technique) -> None:
         raise_on_all_ranks(job.stop.error, job.peers)
         if decision == STOP:
             return
-        is_best = job.end_epoch(evaluate(job, technique))
+        try:
+            result = evaluate(job, technique)
+            raise_on_all_ranks(job.stop.error, job.peers)
+        except UserError:
+            save_checkpoint(job, technique)  # keeps the trained steps; a resume evaluates them again
+            raise
+        is_best = job.end_epoch(result)
         save_checkpoint(job, technique, is_best)
         raise_on_all_ranks(job.stop.error, job.peers)
 

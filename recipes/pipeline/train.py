@@ -39,6 +39,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, train_epochs
 from recipes.common.models import build_model
+from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, positive_int
 from recipes.common.ranks import read_ranks
@@ -418,8 +419,9 @@ def sum_over_replicas(world: Grid, tensor: Tensor) -> None:
 
 def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> dict[str, Any] | None:
     """Put all weights into rank 0's model and return the whole optimizer's state there; call it on all ranks."""
-    # A stage sees its own gradients alone, and rank 0 not those of others.
-    raise_on_all_ranks(job.stop.error, world)
+    # A stage sees its own gradients alone, and rank 0 not those of others. Other errors spoil no weights.
+    error = job.stop.error
+    raise_on_all_ranks(error if isinstance(error, NonFiniteError) else None, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     gathered: list[Any] | None = [None] * world.stages if world.rank == 0 else None

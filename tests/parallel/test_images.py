@@ -140,12 +140,25 @@ def test_a_bad_image_is_named(spoilt, tmp_path, recipe, world_size, workers):
     assert "Traceback" not in outcome.text
 
 
-def test_a_bad_test_image_is_named_too(spoilt, images, tmp_path):
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe):
     shutil.copy(images / "train" / "class1" / "3.JPEG", spoilt / "train" / "class1" / "3.JPEG")
-    words = words_for(tmp_path, "bad", *WORDS, "--data-dir", str(spoilt), "--workers", "1")
-    outcome = run_ranks("ddp", words, 3, tmp_path / "out", check=False)
-    assert outcome.statuses == [2, 2, 2], outcome.text
-    assert str(spoilt / "val" / "class2" / "1.JPEG") in outcome.text
+    bad = spoilt / "val" / "class2" / "1.JPEG"
+    argv = (*WORDS, "--data-dir", str(spoilt), "--workers", "0", "--max-steps", "3")
+    words = words_for(tmp_path, f"{recipe}-2", *argv)
+    outcome = run_ranks(recipe, words, 2, tmp_path / "out", check=False)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert str(bad) in outcome.text
+    run = tmp_path / f"{recipe}-2"
+    assert newest_checkpoint(run)["position"] | {"best_score": 0.0} == {
+        **{"step": 3, "epoch": 0, "averages": {}, "best_score": 0.0}
+    }, "the steps are kept, the evaluation is not"
+    assert not accuracies(run)
+    shutil.copy(images / "val" / "class2" / "1.JPEG", bad)
+    train(recipe, tmp_path, 2, *argv, "--resume", "auto")
+    ours, theirs = (metrics(folder)[-1] for folder in (run, single("--max-steps", "3")))
+    assert (ours["test_accuracy"], ours["epoch"]) == (theirs["test_accuracy"], 1)
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
 
 def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
