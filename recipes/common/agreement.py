@@ -80,9 +80,9 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
         with peers.watch("data set"):
             listing = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, listing), peers)
-    check_same_facts(
-        {"the training set": data.train.fingerprint(), "the test set": data.test.fingerprint()}, peers
-    )
+    halves = {"the training set": data.train, "the test set": data.test}
+    facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
+    check_same_facts(facts, peers)
     return data
 
 

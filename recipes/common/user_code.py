@@ -86,7 +86,7 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
         raise _refusal(f"{what} failed", error) from error
 
 
-def _refusal(what: str, error: Exception) -> UserError:
+def _refusal(what: str, error: Exception, fix: str = "fix it and start again") -> UserError:
     """Return an error of the user's code as one line, with the innermost place outside of installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]
@@ -96,7 +96,7 @@ def _refusal(what: str, error: Exception) -> UserError:
     else:
         where = f"{place.filename}, line {place.lineno}" if place else "unknown line"
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"{what}: {type(error).__name__}: {reason} ({where}); fix it and start again")
+    return UserError(f"{what}: {type(error).__name__}: {reason} ({where}); {fix}")
 
 
 class OwnTensors(Split):
@@ -126,41 +126,70 @@ class OwnTensors(Split):
 class SeededSamples(Dataset[Any]):
     """The samples of an indexable by (epoch, index), which seed what it draws at random.
 
-    So a sample is augmented alike whichever rank or worker process asks for it, and after a resume.
+    So a sample is augmented alike whichever rank or worker process asks for it, and after a resume. One that
+    raises an error comes back as the stand-in, with that error as a line: its rank has to stop with the others.
+
+    Args:
+        samples: the indexable.
+        stand_in: a sample of it.
+        what: its name, for people.
+        seed: --seed.
+        is_train: whether samples differ between epochs.
     """
 
-    def __init__(self, samples: Any, seed: int, is_train: bool) -> None:
-        self.samples, self.seed, self.is_train = samples, seed, is_train
+    def __init__(self, samples: Any, stand_in: Any, what: str, seed: int, is_train: bool) -> None:
+        self.samples, self.stand_in, self.what = samples, stand_in, what
+        self.seed, self.is_train = seed, is_train
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, str]:
+        """Return a sample, and why it could not be read: empty if it could."""
         epoch, index = key
         value = mix(self.seed, epoch if self.is_train else 0, index)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(value)
             np.random.seed(value % 2**32)
             random.seed(value)
-            return self.samples[index]
+            try:
+                return self.samples[index], ""
+            except Exception as error:
+                fix = "fix it, then add --resume auto"
+                return self.stand_in, str(_refusal(f"{self.what}[{index}] failed", error, fix))
+
+    def read(self, index: int) -> Any:
+        """Return a sample of the first epoch; raises UserError where it cannot be read."""
+        sample, fault = self[0, index]
+        if fault:
+            raise UserError(fault)
+        return sample
 
 
 class OwnSamples(LoadedSplit):
-    """An indexable of (input, target), read by --workers processes."""
+    """An indexable of (input, target), read by --workers processes; `on_fault` is told of what does not load."""
 
-    def __init__(self, samples: Any, args: Options, device: torch.device, is_train: bool) -> None:
-        context = start_server() if args.workers else None
-        super().__init__(SeededSamples(samples, args.seed, is_train), args.workers, device, context)
+    def __init__(
+        self, dataset: SeededSamples, args: Options, device: torch.device, on_fault: Callable[[UserError], None]
+    ) -> None:
+        super().__init__(dataset, args.workers, device, start_server() if args.workers else None)
+        self.on_fault = on_fault
 
     def fingerprint(self) -> str:
-        """Return what tells this split from another: its size and a digest of a few samples."""
+        """Return what tells this split from another: its size and a digest of a few samples.
+
+        Raises:
+            UserError: one of them cannot be read.
+        """
         some = range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES))
-        values = [torch.as_tensor(value) for index in some for value in self.dataset[0, index]]
+        values = [torch.as_tensor(value) for index in some for value in self.dataset.read(index)]
         return f"{len(self)} samples with digest {_digest(values):08x}"
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
-        for inputs, targets in self.load(indices, epoch):
+        for (inputs, targets), faults in self.load(indices, epoch):
+            for fault in filter(None, faults):
+                self.on_fault(UserError(fault))
             yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 
@@ -171,8 +200,8 @@ def _digest(tensors: Iterable[Tensor]) -> int:
     return checksum
 
 
-def load_own_data(args: Options, device: torch.device) -> Data:
-    """Return the data set of a function of the user's.
+def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
+    """Return the data set of a function of the user's; `on_fault` is told of a sample that later does not load.
 
     It takes no arguments and returns a dict: "train" and "test", each a pair of tensors (inputs, targets) or an
     indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the number of classes or of
@@ -196,8 +225,8 @@ def load_own_data(args: Options, device: torch.device) -> Data:
         raise UserError(
             f'{what}: "num_classes" is {num_classes!r}; give the number of classes or different tokens'
         )
-    train = _split(f"{what}: 'train'", found["train"], args, device, is_train=True)
-    test = _split(f"{what}: 'test'", found["test"], args, device, is_train=False)
+    train = _split(f"{what}: 'train'", found["train"], args, device, on_fault, is_train=True)
+    test = _split(f"{what}: 'test'", found["test"], args, device, on_fault, is_train=False)
     (inputs, targets), other = _specs(train), _specs(test)
     if (inputs, targets) != other:
         ours, theirs = f"{inputs} and {targets}", f"{other[0]} and {other[1]}"
@@ -210,7 +239,12 @@ def load_own_data(args: Options, device: torch.device) -> Data:
 
 
 def _split(
-    what: str, samples: Any, args: Options, device: torch.device, is_train: bool
+    what: str,
+    samples: Any,
+    args: Options,
+    device: torch.device,
+    on_fault: Callable[[UserError], None],
+    is_train: bool,
 ) -> OwnTensors | OwnSamples:
     if isinstance(samples, Sequence) and len(samples) == 2 and all(isinstance(part, Tensor) for part in samples):
         inputs, targets = samples
@@ -227,11 +261,12 @@ def _split(
         raise UserError(f"{what}[0] is {_name(sample)}; each sample has to be a pair (input, target)")
     for value in sample:
         call(f"{what}[0]", torch.as_tensor, value)
-    return OwnSamples(samples, args, device, is_train)
+    dataset = SeededSamples(samples, sample, what, args.seed, is_train)
+    return OwnSamples(dataset, args, device, on_fault)
 
 
 def _specs(split: OwnTensors | OwnSamples) -> tuple[Spec, Spec]:
-    pair = (split.inputs[0], split.targets[0]) if isinstance(split, OwnTensors) else split.dataset[0, 0]
+    pair = (split.inputs[0], split.targets[0]) if isinstance(split, OwnTensors) else split.dataset.read(0)
     first, second = (torch.as_tensor(value) for value in pair)
     return Spec(tuple(first.shape), first.dtype), Spec(tuple(second.shape), second.dtype)
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from tests.conftest import need_horovod
-from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
+from tests.support import (
+    ROOT,
+    Ranks,
+    largest_difference,
+    losses,
+    metrics,
+    newest_checkpoint,
+    train,
+    weights,
+    words_for,
+)
 
 MINE, OWN_TASK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
 SAME = {"ddp": (), "horovod": ("--compression", "none"), "pipeline": ("--num-microbatches", "2")}
@@ -22,12 +32,30 @@ def import_from(folder):
     sys.path.insert(0, str(folder))
 
 
+BREAKS = """
+import os
+
+class Breaks:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if os.environ.get("RANK") == "1" and str(index) in os.environ.get("BREAK", "").split(","):
+            raise ValueError(f"sample {index} is broken")
+        return torch.full((2,), index / 64), index % 3
+
+def breaks():
+    return {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
+
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("mine")
     module = f"{MINE}\n\n{OWN_TASK}\n\ndef values():\n    x, y = spirals()['train']\n"
     module += "    pair = (x, x.prod(1, keepdim=True))\n"
     module += "    return {'train': pair, 'test': pair, 'target': 'values'}\n\n"
+    module += BREAKS
     (path / "mine.py").write_text(
         module + "def line(data):\n    return nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))\n"
     )
@@ -99,6 +127,33 @@ def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
     assert last["test_loss"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
     assert last["test_absolute_error"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
     assert last["test_rms_error"] == pytest.approx(last["test_loss"] ** 0.5)
+
+
+@pytest.mark.parametrize("broken", ["56", "57,63"], ids=["before training", "in training"])
+def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder, tmp_path, broken):
+    """The digest that ranks compare reads every eighth sample, 56 among them. Rank 1 meets 57 in step 5."""
+    argv = ("--data", "mine:breaks", "--model", "mine:net", "--max-steps", "8", "--device", "cpu")
+    argv = (*argv, "--global-batch-size", "8", "--checkpoint-every", "1")
+    words = words_for(tmp_path, "ddp", *argv)
+    setup = functools.partial(import_from, folder)
+    faulty = [*words, "--workers", "1"]
+    outcome = Ranks("ddp", faulty, 2, tmp_path / "out", setup=setup, BREAK=broken).wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "Traceback" not in outcome.text
+    (line,) = re.findall(r"error: .*", outcome.text)
+    pattern = r"error: rank 1: --data mine:breaks: 'train'\[(\d+)\] failed: ValueError: sample \1 is broken "
+    number = (folder / "mine.py").read_text().split("raise ValueError")[0].count("\n") + 1
+    found = re.fullmatch(pattern + rf"\({folder}/mine.py, line {number}\); fix it, then add --resume auto", line)
+    assert found, line
+    assert found[1] in broken.split(",")
+    begun = (tmp_path / "ddp").exists()
+    assert begun == (broken != "56")
+    if begun:
+        assert newest_checkpoint(tmp_path / "ddp")["position"]["step"] == 4
+        outcome = Ranks("ddp", [*words, "--resume", "auto"], 2, tmp_path / "out", setup=setup).wait()
+        assert outcome.statuses == [0, 0], outcome.text
+        whole = run("single", 1, *argv, "--workers", "0")
+        assert losses(tmp_path / "ddp") == pytest.approx(losses(whole), rel=1e-5)
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):

@@ -42,6 +42,13 @@ class Noisy:
     def __getitem__(self, index):
         return X[index] + torch.rand(2) + random.random() + np.random.rand(), index % 3
 
+class BrokenAt7(Noisy):
+    def __getitem__(self, index):
+        return super().__getitem__({i: i for i in range(12) if i != 7}[index])
+
+def broken_at_7():
+    return {**noisy(), "train": BrokenAt7()}
+
 def noisy():
     return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
 
@@ -190,6 +197,17 @@ def test_a_worker_reads_what_the_rank_would_read():
     ((theirs, _),) = alone.train.batches([torch.tensor([3, 8])], 1)
     assert torch.equal(ours, theirs)
     assert labels.tolist() == [0, 2]
+
+
+def test_a_sample_that_raises_an_error_is_reported_and_replaced():
+    errors = []
+    args = options(["--data", "mine:broken_at_7", "--model", "mine:net", "--workers", "0"])
+    data = load_data(args, CPU, errors.append)
+    ((inputs, labels),) = data.train.batches([torch.tensor([7, 3])], 0)
+    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 0])
+    (error,) = errors
+    assert str(error).startswith("--data mine:broken_at_7: 'train'[7] failed: KeyError: 7 (")
+    assert str(error).endswith("; fix it, then add --resume auto")
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")

@@ -38,9 +38,10 @@ def load_data(
 ) -> Data:
     """Return the data set of --data with its small tensors on the device.
 
-    `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it. It must not
-    raise: the batch is delivered with that sample blank, so that this rank still takes part in its
-    collectives until all ranks stop together. `listing` holds the images of a folder that rank 0 has walked.
+    `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it, and of a sample of
+    the user's that raises an error. It must not raise: the batch is delivered with that sample blank, so that this
+    rank still takes part in its collectives until all ranks stop together. `listing` holds the images of a folder
+    that rank 0 has walked.
 
     Raises:
         UserError: data that are missing, empty or malformed, or that --task does not take.
@@ -72,7 +73,7 @@ def _load(
     if is_reference(args.data):
         from recipes.common.user_code import load_own_data
 
-        return load_own_data(args, device)
+        return load_own_data(args, device, on_bad_image)
     load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)
     (train_images, train_labels), (test_images, test_labels) = load(args)
     pixels = train_images.transpose(0, 1).flatten(1).float()
