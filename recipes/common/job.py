@@ -89,13 +89,8 @@ class Job:
         Raises:
             UserError: the checkpoint's model or optimizer has another shape.
         """
-        try:
-            if content is not None:
-                self._take_over(content)
-        except UserError:
-            if self.record:
-                self.record.discard()
-            raise
+        if content is not None:
+            self._take_over(content)
 
     def begin_record(self) -> None:
         """Begin this launch's record; call it once all ranks have restored the checkpoint.
