@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.agreement import run_on_all_ranks
 from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.data.idle import MAX_IDLE_SHARE, IdleShare
@@ -270,22 +271,34 @@ class Job:
             self.wait_for_checkpoint()
             if self.stop.error:  # all ranks have met it
                 raise self.stop.error
-        task, sample = self.data.task, ""
-        if self.is_complete and (self.record or sample_on_all_ranks):
-            model = self.model
-            if not sample_on_all_ranks and any(p.device != self.device for p in model.parameters()):
-                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
-            sample = task.sample(model, self.device)
-        if not self.record:
-            return
         if not self.is_complete:
-            self._report_stop(self.record)
+            if self.record:
+                self._report_stop(self.record)
             return
-        if sample:
-            self.say(sample)
+        # The result first: whatever becomes of the sample, the run is complete.
+        if sample_on_all_ranks:
+            result = run_on_all_ranks(self._write_result, self.peers)
+            with self.peers.watch("sample", computes=True):
+                sample = self.data.task.sample(self.model, self.device)
+        elif self.record:
+            result = self._write_result()
+            model = self.model
+            if any(p.device != self.device for p in model.parameters()):
+                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
+            sample = self.data.task.sample(model, self.device)
+        if self.record:
+            if sample:
+                self.say(sample)
+            self.record.print_result(f"test_{self.data.task.headline}", result)
+
+    def _write_result(self) -> dict[str, Any]:
+        """Write result.json on rank 0; return what is in it."""
+        if not self.record:
+            return {}
+        task = self.data.task
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         stalls_s = self.writer.stalls_s if self.writer else [0.0]
-        self.record.finish(
+        return self.record.write_result(
             world_size=self.peers.world_size,
             step=self.position.step,
             headline=f"test_{task.headline}",

@@ -375,8 +375,8 @@ class Record:
         averages = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("test_")]
         self.progress.say("  ".join([f"epoch {values['epoch']}  step {values['step']}", *averages]))
 
-    def finish(self, headline: str, **result: float) -> None:
-        """Write result.json and print the line that ends a completed run.
+    def write_result(self, headline: str, **result: float) -> dict[str, Any]:
+        """Write result.json, and return what is in it, which print_result() takes.
 
         Of the whole run, all launches together: step (the last), the last evaluation's averages, of which the line
         shows `headline`, the best `headline` of any evaluation, samples (trained on), train_s, samples_per_s, and
@@ -398,6 +398,10 @@ class Record:
                 os.utime(path)  # launch files see by its time that this launch has reached the end, too
             else:
                 _replace_text(path, json.dumps(final, indent=2) + "\n")
+        return final
+
+    def print_result(self, headline: str, final: dict[str, Any]) -> None:
+        """Print the line that ends a completed run."""
         print(
             f"result recipe={final['recipe']} world_size={final['world_size']} "
             f"{headline}={final[headline]:.4f} "

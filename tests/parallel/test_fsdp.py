@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.models import build_model
 from recipes.common.ranks import read_ranks
+from recipes.common.task import LanguageModel
+from recipes.common.watch import Watch
 from recipes.common.world import connected_world
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, options, wrap
@@ -52,6 +55,27 @@ def test_bf16_gathers_half_and_stays_close(single, tmp_path):
     assert losses(run) == pytest.approx(losses(single), rel=2.0**-8)
     assert losses(run) != pytest.approx(losses(single), rel=1e-6)
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
+
+
+def show_sampling(run):
+    """Let this rank print, in place of a sample, whether it is watched and the result is there."""
+
+    def sample(task, model, device):
+        at = Watch.active._at
+        print(f"in {at.name!r}, inside: {at.is_inside}, result: {(run / 'result.json').exists()}")
+        return "a sample"
+
+    LanguageModel.sample = sample
+
+
+def test_the_result_is_there_before_ranks_sample_under_watch(tmp_path):
+    words = words_for(tmp_path, "run", *TEXT, "--max-steps", "1")
+    setup = functools.partial(show_sampling, tmp_path / "run")
+    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup).wait()
+    assert outcome.statuses == [0, 0], outcome.text
+    for text in outcome.outputs:
+        assert "in 'sample', inside: True, result: True\n" in text
+    assert re.search(r"a sample\nresult recipe=fsdp world_size=2 .*\n$", outcome.outputs[0])
 
 
 class Numbers(torch.utils.data.Dataset):

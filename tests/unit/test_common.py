@@ -426,7 +426,7 @@ class TestRecord:
         record.log_step(step=100, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
         record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
         result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
-        record.finish("test_accuracy", **result, samples_per_s=1.0)
+        record.print_result("test_accuracy", record.write_result("test_accuracy", **result, samples_per_s=1.0))
         written = json.loads((record.folder / "result.json").read_text())
         assert written["best_test_accuracy"] == 0.75
         assert abs(datetime.now().astimezone() - datetime.fromisoformat(written["ended"])) < timedelta(minutes=1)
