@@ -108,7 +108,10 @@ def main(argv: list[str]) -> int:
     for name in check_names("CLAIMS", args.claims, list(claims)) or runnable:
         if name not in runnable:
             raise UserError(f"CLAIMS: {name} has nothing to run here; see its row in {documents.PAGE.name}")
-        passed, result = renew(claims[name], args.options)
+        try:
+            passed, result = renew(claims[name], args.options)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
         print(
             f"{name}: {'not run here' if passed is None else 'holds' if passed else 'FAILED'}: {result}",
             flush=True,
@@ -117,6 +120,7 @@ def main(argv: list[str]) -> int:
             outcomes[name] = {"passed": passed, "result": result, "numbers": claims[name].numbers(), **where}
             in_order = {one: outcomes[one] for one in runnable if one in outcomes}
             OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
+            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
         failed += [name] * (passed is False)
     documents.PAGE.write_text(evidence(), encoding="utf-8")
     print(f"wrote {documents.PAGE.relative_to(ROOT)}")
