@@ -108,11 +108,20 @@ def run_array(folder, **env):
     head, tail = text.split('source "$(dirname "$file")/job.sh"\n')
     body = tail.replace("begin_job", "echo", 1).split("\nrun_step")[0]
     assert "#SBATCH" in head
-    return run_job(folder, f"set --\n{body}", SLURM_ARRAY_TASK_ID="1", SWEEP="lr=0.1,0.2 seed=3", **env)
+    array = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (("ID", "1"), ("MIN", "0"), ("MAX", "1"))}
+    return run_job(folder, f"set --\n{body}", **{**array, "SWEEP": "lr=0.1,0.2 seed=3", **env})
 
 
 def test_a_sweep_uses_the_venvs_python(tmp_path):
     assert run_array(tmp_path) == (0, "ddp --lr 0.2 --seed 3\n", "")
+
+
+def test_the_first_task_warns_of_points_without_one(tmp_path):
+    _, text, _ = run_array(tmp_path, SLURM_ARRAY_TASK_MIN="1", SWEEP="lr=0.1,0.2 seed=3,4")
+    assert text.startswith(
+        "warning: SWEEP has 4 points, and the array ends with task 1; for the others: sbatch --array=2-3 ...\n"
+    )
+    assert run_array(tmp_path, SLURM_ARRAY_TASK_MIN="1")[1] == "ddp --lr 0.2 --seed 3\n"
 
 
 def test_a_sweep_that_makes_no_sense_is_status_2(tmp_path):
