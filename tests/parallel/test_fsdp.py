@@ -24,9 +24,10 @@ from recipes.common.watch import Watch
 from recipes.common.world import connected_world
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, options, wrap
-from tests.support import Ranks, largest_difference, losses, metrics, train, weights, words_for
+from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
 
-TEXT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
+DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
+TEXT = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def test_200_steps_in_double_precision(tmp_path, world_size, argv):
 
 
 def test_blocks_are_the_children_of_the_outermost_sequences():
-    gpt = build_model(args := options(["--data", "text"]), load_data(args, torch.device("cpu"), print))
+    gpt = build_model(args := options(DOCS), load_data(args, torch.device("cpu"), print))
     assert [type(block).__name__ for block in blocks(gpt)] == ["Block"] * 4
     args = options([])
     lenet = build_model(args, load_data(args, torch.device("cpu"), print))
@@ -320,7 +321,7 @@ SYNTHETIC = ("--data", "synthetic", "--image-size", "32", "--num-samples", "4")
     [
         (),
         ("--model", "vit-tiny"),
-        ("--data", "text", "--model", "gpt-tiny"),
+        (*DOCS, "--model", "gpt-tiny"),
         ("--model", "resnet18", *SYNTHETIC),
         ("--model", "vit_b_16", *SYNTHETIC),  # its truncated normal looks at the numbers it draws
     ],
@@ -410,7 +411,7 @@ def test_what_a_user_brings_is_built_in_shards_too(argv):
 
 
 def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever():
-    args = options(["--model", f"{HERE}:Scaled", "--data", "text"])
+    args = options(["--model", f"{HERE}:Scaled", *DOCS])
     with pytest.raises(UserError, match=f"--model {HERE}:Scaled on 2 samples, .* failed"):
         build(args, load_data(args, torch.device("cpu"), print), SimpleNamespace(rank=1, world_size=2))
 

@@ -14,10 +14,20 @@ from recipes.common.data import load_data
 from recipes.common.models import build_model
 from recipes.tensor.train import options
 from tests import observe
-from tests.support import Ranks, largest_difference, losses, metrics, newest_checkpoint, train, weights, words_for
+from tests.support import (
+    ROOT,
+    Ranks,
+    largest_difference,
+    losses,
+    metrics,
+    newest_checkpoint,
+    train,
+    weights,
+    words_for,
+)
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
-GPT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16")
+GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
 MODELS = {
     "lenet": (),
     "vit-tiny": ("--model", "vit-tiny", "--optimizer", "adamw", "--lr", "0.001"),
