@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -57,6 +58,10 @@ DELETED += ["services"]
 # ---- the cluster
 
 
+class NoAnswerError(UserError):
+    """kubectl was ended before it had an answer: what it asked for may have been done."""
+
+
 class Cluster:
     """What kubectl says and does."""
 
@@ -74,7 +79,7 @@ class Cluster:
                 [*self.command, *words], input=stdin, capture_output=True, text=True, timeout=CALL_S
             )
         except subprocess.TimeoutExpired:
-            raise UserError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
+            raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
         unreachable = r"refused|Unable to connect|no such host|current-context|i/o timeout|provide credentials"
         # An object that was printed comes from a cluster: what was refused then is a call inside, of a webhook.
         if done.returncode and not done.stdout and re.search(unreachable, done.stderr):
@@ -96,14 +101,26 @@ def last_line(text: str) -> str:
     return lines[-1].removeprefix("Error from server ").removeprefix("error: ") if lines else "no reason given"
 
 
+ATTEMPT = "cluster-recipes/attempt"
+"""A label of all that one call creates: it tells them from an older job of this name when no answer comes."""
+
+
 def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) -> None:
     """Create all documents or, after a failure, none; raises UserError with the remedy."""
-    text = to_text(documents)
-    done = cluster.run("create", "--filename=-", stdin=text)
+    attempt = secrets.token_hex(4)
+    for document in documents:
+        document["metadata"]["labels"][ATTEMPT] = attempt
+    try:
+        done = cluster.run("create", "--filename=-", stdin=to_text(documents))
+    except NoAnswerError as error:  # what has been created is not known
+        kinds = ",".join(dict.fromkeys(resource_of(document) for document in documents))
+        left_over = undo(cluster, [kinds, f"--selector={ATTEMPT}={attempt}"])
+        raise UserError(f"{error}; {left_over or 'what it had created is deleted; try again'}") from None
     if done.returncode == 0:
         return
     said = done.stderr
-    left_over = undo(cluster, re.findall(r"^(\S+) created$", done.stdout, re.MULTILINE))
+    created = re.findall(r"^(\S+) created$", done.stdout, re.MULTILINE)
+    left_over = f"; {undone}" if created and (undone := undo(cluster, created)) else ""
     if there := re.findall(r'([\w.-]+ "[^"]+") already exists', said):
         raise UserError(
             f"{', '.join(there)} already exists; make k8s-delete NAME={request.name}, or choose another "
@@ -117,16 +134,20 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
     raise UserError(f"the cluster refuses the job: {explain(last_line(said))}{left_over}")
 
 
+def resource_of(document: dict[str, Any]) -> str:
+    """Return a document's kind as kubectl takes it on the command line: Service, Job.v1.batch."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    return f"{document['kind']}.{version}.{group}" if group else str(document["kind"])
+
+
 def undo(cluster: Cluster, created: list[str]) -> str:
-    """Delete what one call created, and nothing that was there before; return a note of what could not be."""
-    if not created:
-        return ""
+    """Delete what one call created, by names or a selector, and nothing else; return a note of what could not be."""
     try:
         done = cluster.run("delete", *created, "--ignore-not-found", "--wait=false")
         reason = last_line(done.stderr) if done.returncode else ""
     except UserError as error:
         reason = str(error)
-    return f"; left over: {', '.join(created)} ({reason})" if reason else ""
+    return f"left over: {', '.join(created)} ({reason})" if reason else ""
 
 
 REMEDIES = [

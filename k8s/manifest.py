@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +233,17 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
                 amounts["memory"] = scale(amounts["memory"], gpus, before)
 
 
-def scale(quantity: str, gpus: int, before: int) -> str:
-    """Return what so many GPUs need of a whole quantity, such as 32Gi, that was for so many before; rounded up."""
-    number, unit = re.fullmatch(r"(\d+)([a-zA-Z]*)", quantity).groups()  # type: ignore[union-attr]
-    return f"{-(-int(number) * gpus // before)}{unit}"
+def scale(quantity: str | int | float, gpus: int, before: int) -> str:
+    """Return what so many GPUs need of a quantity, such as 1.5Gi, that was for so many before.
+
+    It is rounded up to as many decimals as it had. Raises UserError for what is no quantity.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)([a-zA-Z]*)", str(quantity))
+    if not found:
+        raise UserError(f"{quantity!r} in the manifest is no quantity; such as 8, 500m or 1.5Gi")
+    number = Decimal(found[1])
+    step = Decimal(1).scaleb(min(0, int(number.as_tuple().exponent)))
+    return f"{(number * gpus / before).quantize(step, ROUND_CEILING):f}{found[2]}"
 
 
 def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers: list[dict[str, Any]]) -> None:

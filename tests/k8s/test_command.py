@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -307,6 +308,36 @@ def test_a_half_of_a_job_that_cannot_be_taken_back_is_named(tmp_path):
     assert result.errors == [
         f'error: services "ddp" {OR_RENAME}; left over: job.batch/ddp ((Forbidden): no right to delete)'
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (0, "what it had created is deleted; try again"),
+        (1, r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=\w{8} \(no answer .* delete\)"),
+    ],
+    ids=["deleted", "left over"],
+)
+def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, answer, expected):
+    """By the label of this one call: a job of this name that was there before has none, or another."""
+    calls = []
+
+    def run(words, input, timeout, **_):
+        calls.append((words, input))
+        if "create" in words or answer:
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(apply.subprocess, "run", run)
+    monkeypatch.setenv("KUBECTL", "true")
+    request = apply.Request("indexed-job", "ddp", "ddp", nodes=2)
+    reason = "^no answer from the cluster within 60 s to kubectl create; "
+    with pytest.raises(UserError, match=reason + expected + "$"):
+        apply.create(apply.Cluster(None), request, apply.render(request))
+    (_, created), (deleted, _) = calls
+    [attempt] = {one["metadata"]["labels"]["cluster-recipes/attempt"] for one in yaml.safe_load_all(created)}
+    selector = f"--selector=cluster-recipes/attempt={attempt}"
+    assert deleted[1:] == ["delete", "Service,Job.v1.batch", selector, "--ignore-not-found", "--wait=false"]
 
 
 def test_ctrl_c_leaves_the_job(tmp_path):

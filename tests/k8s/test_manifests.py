@@ -9,6 +9,7 @@ import yaml
 
 from k8s import manifest
 from k8s.manifest import GPU, KINDS, Request, load, pod_templates, render
+from recipes.common.errors import UserError
 from scripts.launch.stopped_status import option
 from tests.conftest import require
 from tests.k8s import schemas, simulation
@@ -248,6 +249,28 @@ def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, ex
     resources, shm = one(spec)["resources"], spec["volumes"][0]["emptyDir"]["sizeLimit"]
     assert (resources["requests"]["cpu"], resources["requests"]["memory"], shm) == expected
     assert resources["limits"] == {"memory": expected[1], GPU: gpus}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [
+        ("1.5Gi", "4.5Gi"),
+        ("0.5", "1.5"),
+        ("0.25", "0.75"),
+        ("500m", "1500m"),
+        (8, "24"),
+        (1.5, "4.5"),
+        ("1e3", "3000"),
+    ],
+)
+def test_any_quantity_is_scaled(quantity, expected):
+    assert manifest.scale(quantity, 3, 1) == expected
+    assert schemas.quantity(manifest.scale(quantity, 1, 7)) >= schemas.quantity(expected) / 21, "rounded up"
+
+
+def test_what_is_no_quantity_is_not_scaled():
+    with pytest.raises(UserError, match=r"^'8 Gi' in the manifest is no quantity; such as"):
+        manifest.scale("8 Gi", 2, 1)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
