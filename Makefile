@@ -1,7 +1,7 @@
 # The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; SCRIPT, WORKDIR,
 # RUNS_DIR and RESUME run a script of your own (docs/your-own.md); what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
-# Kubernetes KIND, IMAGE, FABRIC, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
+# Kubernetes KIND, IMAGE, FABRIC, COMPONENTS, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
 # ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
 # WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
 # PYTHON is what .venv is created with.
@@ -44,6 +44,7 @@ submit: ## Submit a recipe to Slurm by submitit, or train here with LOCAL=1
 
 k8s: ## Run a recipe on a Kubernetes cluster, or print its manifest with RENDER=1
 #: RECIPE=ddp NODES=4 GPUS=8 KIND=pytorchjob IMAGE=... NAME=mine ARGS="--epochs 3"
+#: COMPONENTS="kueue rdma" as in k8s/README.md
 
 k8s-delete: ## Delete a job from the cluster; its record stays on the volume
 #: NAME=mine

@@ -1,6 +1,7 @@
 """Render a manifest of k8s/ for a recipe, apply it, follow node 0's log, and end with the job's status.
 
     make k8s RECIPE=ddp NODES=4 [KIND=pytorchjob] [GPUS=8] [IMAGE=registry/ddp:1] [FABRIC=ib] [NAME=mine]
+        [COMPONENTS="rdma topology"]
     python -m k8s.apply ddp --nodes 4 --render         # print what would be applied
     python -m k8s.apply --delete mine
 
@@ -52,7 +53,7 @@ END_S = 120
 """Longest wait for the job to be called finished, after node 0's last line."""
 
 DELETED = [*dict.fromkeys(kind.resource for kind in KINDS.values()), "trainingruntimes.trainer.kubeflow.org"]
-DELETED += ["services"]
+DELETED += ["services", "networkpolicies"]
 
 
 # ---- the cluster
@@ -109,7 +110,7 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
     """Create all documents or, after a failure, none; raises UserError with the remedy."""
     attempt = secrets.token_hex(4)
     for document in documents:
-        document["metadata"]["labels"][ATTEMPT] = attempt
+        document["metadata"].setdefault("labels", {})[ATTEMPT] = attempt
     try:
         done = cluster.run("create", "--filename=-", stdin=to_text(documents))
     except NoAnswerError as error:  # what has been created is not known
@@ -141,7 +142,7 @@ def resource_of(document: dict[str, Any]) -> str:
 
 
 def undo(cluster: Cluster, created: list[str]) -> str:
-    """Delete what one call created, by names or a selector, and nothing else; return a note of what could not be."""
+    """Delete what one call created, by names or by a selector; return a note of what could not be deleted."""
     try:
         done = cluster.run("delete", *created, "--ignore-not-found", "--wait=false")
         reason = last_line(done.stderr) if done.returncode else ""
@@ -467,6 +468,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--image", help="the image (default: cluster-recipes/RECIPE:latest)")
     parser.add_argument("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")
+    parser.add_argument("--components", default="", help="folders of k8s/components, separated by spaces")
     parser.add_argument("--name", help="the job's and the run's name (default: the recipe's)")
     parser.add_argument("--namespace", help="(default: that of the kubectl context)")
     parser.add_argument("--start-timeout-s", type=count, default=900, metavar="S", help="longest wait for node 0")
@@ -484,7 +486,8 @@ def make_request(args: Namespace) -> Request:
     check_names("FABRIC", [args.fabric or "auto"], ("auto", "ib", "roce", "efa", "tcp"))
     name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-") or args.recipe
     own = (args.nodes, args.gpus, args.image, args.fabric)
-    return Request(kind, args.recipe, name, *own, options=args.options, script=script or None)
+    components = args.components.split()
+    return Request(kind, args.recipe, name, *own, args.options, script or None, components)
 
 
 @command

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, Decimal
@@ -13,7 +16,7 @@ from typing import Any
 import yaml
 
 from recipes.common.errors import UserError
-from scripts.launch.command import ROOT
+from scripts.launch.command import ROOT, check_names
 
 INSTANCE = "app.kubernetes.io/instance"
 GPU = "nvidia.com/gpu"
@@ -67,6 +70,8 @@ class Request:
     options: Sequence[str] = field(default_factory=list)
     script: str | None = None
     """A file in the image or on a volume that runs in the recipe's place."""
+    components: Sequence[str] = ()
+    """Folders of k8s/components that change the manifest before the other values are put in."""
 
 
 def pod_templates(tree: Any) -> Iterator[dict[str, Any]]:
@@ -86,6 +91,41 @@ def load(file: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((ROOT / "k8s" / file).read_text()))
 
 
+def add_component(documents: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
+    """Return documents as a folder of k8s/components changes them; the job stays the last one.
+
+    Raises:
+        UserError: there is no such component, it does nothing here, or kubectl cannot build it.
+    """
+    if variable := {"nodes": "NODES", "image": "IMAGE"}.get(name):
+        raise UserError(f"COMPONENTS: {name} is for kubectl apply -k; {variable}= sets it here")
+    check_names("COMPONENTS", [name], sorted(path.name for path in (ROOT / "k8s/components").iterdir()))
+    with tempfile.TemporaryDirectory() as folder:
+        content = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "sortOptions": {"order": "fifo"},
+            "resources": ["manifest.yaml"],
+            "components": [os.path.relpath(ROOT / "k8s/components" / name, Path(folder).resolve())],
+        }
+        Path(folder, "manifest.yaml").write_text(to_text(documents))
+        Path(folder, "kustomization.yaml").write_text(to_text([content]))
+        command = [os.environ.get("KUBECTL", "kubectl"), "kustomize", folder]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
+            raise UserError(f"COMPONENTS: kubectl kustomize cannot build {name}: {reason}") from None
+    built = list(yaml.safe_load_all(done.stdout))
+    if built == documents:
+        raise UserError(f"COMPONENTS: {name} changes nothing of KIND={kind}; leave it out (k8s/README.md)")
+    added = built[len(documents) :]
+    for document in added:  # such as a NetworkPolicy, of a job whose name stands in its file
+        rename(document, document["metadata"]["name"], documents[-1]["metadata"]["name"])
+        document["metadata"]["name"] = documents[-1]["metadata"]["name"]
+    return [*added, *built[: len(documents)]]
+
+
 def render(request: Request) -> list[dict[str, Any]]:
     """Return the documents of the kind's file with the request's values.
 
@@ -94,6 +134,8 @@ def render(request: Request) -> list[dict[str, Any]]:
     """
     check(request)
     documents = load(KINDS[request.kind].file)
+    for component in request.components:
+        documents = add_component(documents, component, request.kind)
     rename(documents, documents[-1]["metadata"]["name"], request.name)
     job = documents[-1]["spec"]
     containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]

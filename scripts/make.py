@@ -136,7 +136,7 @@ def submit() -> Command:
 
 def k8s() -> Command:
     """Return the command that runs a recipe on Kubernetes."""
-    own = one_node_unless_set() + flags("KIND", "GPUS", "IMAGE", "FABRIC", "NAME", "NAMESPACE")
+    own = one_node_unless_set() + flags("KIND", "GPUS", "IMAGE", "FABRIC", "COMPONENTS", "NAME", "NAMESPACE")
     own += ["--render"] * is_on("RENDER")
     return module("k8s.apply", [recipe(), *own, "--", *args()])
 

@@ -1,5 +1,6 @@
 """Manifests, rendered jobs and kustomize builds: valid to the last field, safe, and made of known words."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -318,9 +319,8 @@ def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
 
 def kustomize(folder):
     """Return what kubectl's own kustomize builds of a folder."""
-    kubectl = shutil.which("kubectl")
-    require("kubectl", kubectl, "it is not there (no cluster is needed)", "put kubectl 1.24 or later on the PATH")
-    command = [kubectl, "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
+    need_kubectl()
+    command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -350,9 +350,94 @@ def test_the_base_builds():
         assert order[document["kind"] + document["metadata"]["name"]] == document
 
 
+EVERYWHERE = ("network-policy", "pull-secret", "runtime-class", "safe-to-evict", "topology")
+"""Components that change any kind of job, and keep to the restricted standard."""
+
+
 def test_there_are_all_components():
-    expected = ["cpu-only", "efa", "fabric", "gpus", "image", "kueue", "nodes", "one-machine", "rdma", "topology"]
-    assert expected == COMPONENTS
+    expected = {"cpu-only", "fabric", "gpus", "image", "kueue", "nodes", "one-machine"}
+    assert set(COMPONENTS) == {*expected, *EVERYWHERE, "efa", "gke-rdma", "pod-group", "rdma"}
+    table = re.findall(r"^\| \[([\w-]+)\]\(components/", (ROOT / "k8s/README.md").read_text(), re.MULTILINE)
+    assert sorted(table) == COMPONENTS
+
+
+def need_kubectl():
+    require(
+        "kubectl", shutil.which("kubectl"), "it is not there (no cluster is needed)", "put kubectl on the PATH"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_components_are_rendered_with_a_job(kind):
+    need_kubectl()
+    own = ["pod-group"] * (kind == "trainjob")
+    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=[*EVERYWHERE, *own])
+    documents = render(request)
+    assert check_faults(KINDS[kind].file, documents) == []
+    templates = list(pod_templates(documents))
+    on_all, on_nodes = templates, [one for one in templates if not is_launcher(one)]
+    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+    assert {template["metadata"]["annotations"][key] for template in on_all} == {"false"}
+    assert all(template["spec"]["imagePullSecrets"] == [{"name": "registry"}] for template in on_all)
+    assert [template["spec"].get("runtimeClassName") for template in on_nodes] == ["nvidia"]
+    assert ["kueue.x-k8s.io/podset-preferred-topology" in one["metadata"]["annotations"] for one in on_nodes] == [
+        True
+    ]
+    policy = simulation.named(documents, "NetworkPolicy")
+    selector = policy["spec"]["podSelector"]["matchLabels"]
+    assert policy["metadata"]["name"] == "mine"
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": selector}}]}]
+    for pod in simulation.pods(kind, documents):  # its own pods, and no other job's
+        assert selector.items() <= pod.labels.items()
+    others = render(Request(kind, recipe_for(kind), "other", nodes=2))
+    assert not any(selector.items() <= one["metadata"]["labels"].items() for one in pod_templates(others))
+    if kind == "trainjob":
+        assert documents[1]["spec"]["podGroupPolicy"] == {"coscheduling": {"scheduleTimeoutSeconds": 600}}
+    assert documents[-1]["kind"] == load(KINDS[kind].file)[-1]["kind"]
+
+
+def is_launcher(template):
+    return one(template["spec"])["name"] == "launcher"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
+    """Its hostPaths are in no standard, and nothing else is wrong with it."""
+    need_kubectl()
+    documents = render(
+        Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=["safe-to-evict", "gke-rdma"])
+    )
+    assert check_faults(KINDS[kind].file, documents) == [
+        "volume gib is of no allowed type",
+        "volume driver is of no allowed type",
+    ]
+    [template] = [template for template in pod_templates(documents) if not is_launcher(template)]
+    annotations = template["metadata"]["annotations"]
+    assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false", "both are there"
+    networks = json.loads(annotations["networking.gke.io/interfaces"])
+    assert [one["network"] for one in networks] == ["default", *(f"rdma-{number}" for number in range(8))]
+    mounts = {mount["mountPath"]: mount for mount in one(template["spec"])["volumeMounts"]}
+    assert mounts["/usr/local/gib"]["readOnly"]
+    assert mounts["/usr/local/nvidia"]["readOnly"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("podgroup", "COMPONENTS: invalid choice 'podgroup'; did you mean 'pod-group'?"),
+        ("nodes", "COMPONENTS: nodes is for kubectl apply -k; NODES= sets it here"),
+        ("pod-group", "COMPONENTS: pod-group changes nothing of KIND=indexed-job; leave it out"),
+        ("rdma", "COMPONENTS: kubectl kustomize cannot build rdma: "),
+    ],
+)
+def test_a_component_that_does_nothing_is_refused(name, words, monkeypatch):
+    if name == "pod-group":
+        need_kubectl()
+    else:
+        monkeypatch.setenv("KUBECTL", "no-such-kubectl")
+    with pytest.raises(UserError, match=f"^{re.escape(words)}"):
+        render(Request("indexed-job", "ddp", "mine", nodes=2, components=[name]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -227,6 +227,11 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
             ),
         ),
         (
+            "k8s",
+            {"RECIPE": "ddp", "COMPONENTS": "kueue rdma"},
+            (*RUN[:2], "k8s.apply", "ddp", "--nodes=1", "--components=kueue rdma", "--"),
+        ),
+        (
             "k8s-delete",
             {"NAME": "--all", "NAMESPACE": "b"},
             (*RUN[:2], "k8s.apply", "--namespace=b", "--delete=--all"),
