@@ -8,7 +8,7 @@
 # mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/launch/stopped_status.py).
 # Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
 # same address; MIN_NODES makes the job elastic (scripts/launch/rejoin.py); LAUNCHER_PID is the process with which this
-# node's processes end (recipes/common/parent.py).
+# node's processes end (recipes/common/process/parent.py).
 #
 # SCRIPT=train.py runs that file in the recipe's place, started as the recipe is (docs/your-own.md):
 #

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
 from recipes.common.options import add_switch, non_negative_int, plain_name, positive_int
+from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
 from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, markdown, parse
 from slurm.sweep import grid_points, words

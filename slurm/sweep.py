@@ -12,8 +12,8 @@ import itertools
 import re
 import sys
 
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
+from recipes.common.process.entry import exit_status
 
 USAGE = 'usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
 

@@ -17,10 +17,10 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.common.entry import exit_status
 from recipes.common.errors import PortTakenError, UserError
-from recipes.common.parent import LAUNCHER_PID
-from recipes.common.signals import Stop
+from recipes.common.process.entry import exit_status
+from recipes.common.process.parent import LAUNCHER_PID
+from recipes.common.process.signals import Stop
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.stopped_status import CLOCKS_S, run
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from recipes.common.parent import LAUNCHER_PID
+from recipes.common.process.parent import LAUNCHER_PID
 from scripts.lab import network
 from tests import support
 

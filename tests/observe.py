@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.common import data, loop, models
+from recipes.common import data, loop
 from recipes.common.job import Job
+from recipes.common.models import models
 
 
 class NormNet(nn.Sequential):

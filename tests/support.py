@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 
-from recipes.common.node import Node
+from recipes.common.process.node import Node
 from scripts.launch import horovod as horovod_agent
 from scripts.launch.local import free_port
 
@@ -269,7 +269,7 @@ def _run_rank(
     torch.set_num_threads(1)
     if setup:
         setup()
-    from recipes.common.entry import exit_status
+    from recipes.common.process.entry import exit_status
 
     module = importlib.import_module(f"recipes.{recipe}.train")
     if interrupt and is_fault:

@@ -23,20 +23,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.batchnorm import sync_batch_norm
-from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.data import Data
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.metrics import add_batch
+from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import Options, one_of, option, parse
-from recipes.common.ranks import read_ranks
-from recipes.common.signals import Stop
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
 from recipes.common.task import Task
-from recipes.common.world import World, connected_world
+from recipes.common.world.world import World, connected_world
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.agreement import run_on_all_ranks
-from recipes.common.checkpoint import CheckpointWriter, Position, pack, position_of
+from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
 from recipes.common.data.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.errors import UserError
@@ -21,10 +20,11 @@ from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import load_optimizer_state
 from recipes.common.options import Options
-from recipes.common.peers import Peers
-from recipes.common.record import Record
+from recipes.common.process.signals import Stop, vote_interval
+from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
-from recipes.common.signals import Stop, vote_interval
+from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.peers import Peers
 
 
 @dataclass

@@ -13,28 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.agreement import (
+from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.metrics import add_batch, add_skipped, averages, new_totals
+from recipes.common.models.batchnorm import average_statistics, check_groups, group_batch_norm, warning
+from recipes.common.models.models import build_model
+from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.options import Options, check_batch
+from recipes.common.process.signals import FAIL, GO, STOP, Stop
+from recipes.common.record.record import Record, open_run
+from recipes.common.seeding import choose_kernels, seed_step
+from recipes.common.task import Task
+from recipes.common.world.agreement import (
     broadcast_tree,
     load_same_data,
     raise_on_all_ranks,
     run_on_all_ranks,
     shard,
 )
-from recipes.common.batchnorm import average_statistics, check_groups, group_batch_norm, warning
-from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
-from recipes.common.errors import UserError
-from recipes.common.job import Job
-from recipes.common.metrics import add_batch, add_skipped, averages, new_totals
-from recipes.common.models import build_model
-from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch
-from recipes.common.peers import Peers
-from recipes.common.places import Place, place_of
-from recipes.common.record import Record, open_run
-from recipes.common.seeding import choose_kernels, seed_step
-from recipes.common.signals import FAIL, GO, STOP, Stop
-from recipes.common.task import Task
-from recipes.common.transport import check_network, needs_communicator, read_network
+from recipes.common.world.peers import Peers
+from recipes.common.world.places import Place, place_of
+from recipes.common.world.transport import check_network, needs_communicator, read_network
 
 Content = dict[str, Any]
 """What a checkpoint holds."""

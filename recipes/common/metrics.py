@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.common.data.user_code import add_derived
 from recipes.common.task import Task
-from recipes.common.user_code import add_derived
 
 
 def new_totals(task: Task, device: torch.device) -> Tensor:

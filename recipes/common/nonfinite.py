@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.signals import Stop
+from recipes.common.process.signals import Stop
 
 MOST_IN_A_ROW = 10
 """Steps that `skip` leaves out one after another before it gives up: by then the weights are at fault."""

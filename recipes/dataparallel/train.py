@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from recipes.common.devices import choose_devices
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
-from recipes.common.peers import Alone
-from recipes.common.signals import Stop
+from recipes.common.process.entry import exit_status
+from recipes.common.process.signals import Stop
+from recipes.common.world.devices import choose_devices
+from recipes.common.world.peers import Alone
 
 
 def options(argv: Sequence[str] | None = None) -> Options:

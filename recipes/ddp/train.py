@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.batchnorm import sync_batch_norm
-from recipes.common.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.data import Data
-from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import autocast, build_optimizer, build_scaler, optimizer_class
 from recipes.common.options import Options, one_of, option, parse, positive_float, positive_int, switch
-from recipes.common.ranks import read_ranks
-from recipes.common.signals import Stop
-from recipes.common.world import World, connected_world
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.world import World, connected_world
 
 
 @dataclass(frozen=True)

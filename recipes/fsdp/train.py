@@ -23,20 +23,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from recipes.common.agreement import run_on_all_ranks
-from recipes.common.batchnorm import plain_layers
 from recipes.common.data import Data
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, set_batchnorm_groups, train_epochs
-from recipes.common.models import build_model, check_model, make_model
+from recipes.common.models.batchnorm import plain_layers
+from recipes.common.models.models import build_model, check_model, make_model
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
-from recipes.common.ranks import read_ranks
-from recipes.common.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
-from recipes.common.signals import Stop
-from recipes.common.world import World, connected_world, grid_mesh
+from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.world import World, connected_world, grid_mesh
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
 

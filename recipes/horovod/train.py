@@ -18,17 +18,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from recipes.common.devices import agree_on_device, choose_device
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse
-from recipes.common.ranks import Ranks
-from recipes.common.signals import Stop
-from recipes.common.transport import log_nccl
-from recipes.common.watch import Watch
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import Ranks
+from recipes.common.process.signals import Stop
+from recipes.common.watch.watch import Watch
+from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.transport import log_nccl
 
 try:
     import horovod.torch as hvd

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.errors import UserError
-from recipes.common.models import layers
+from recipes.common.models.models import layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options, check_divides
 

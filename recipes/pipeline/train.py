@@ -30,23 +30,23 @@ from torch.distributed.pipelining import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.batchnorm import check_groups, group_batch_norm
-from recipes.common.buckets import NO_BUFFER_SYNC
 from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Spec, Split
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, train_epochs
-from recipes.common.models import build_model
+from recipes.common.models.batchnorm import check_groups, group_batch_norm
+from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, positive_int
-from recipes.common.ranks import read_ranks
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
-from recipes.common.signals import Stop
-from recipes.common.watch import bound_of_group, bound_of_waits
-from recipes.common.world import NO_PICKLE, World, connected_world, grid_mesh
+from recipes.common.watch.watch import bound_of_group, bound_of_waits
+from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.world.world import NO_PICKLE, World, connected_world, grid_mesh
 from recipes.pipeline.partition import (
     Part,
     PartModule,

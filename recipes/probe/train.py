@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from recipes.common.devices import agree_on_device, choose_device
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
-from recipes.common.node import read_master
 from recipes.common.options import non_negative_int, one_of, option, parse, positive_float, positive_int
-from recipes.common.ranks import Ranks, read_ranks
-from recipes.common.signals import Stop
-from recipes.common.world import NO_PICKLE, connect
+from recipes.common.process.entry import exit_status
+from recipes.common.process.node import read_master
+from recipes.common.process.ranks import Ranks, read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.world import NO_PICKLE, connect
 
 # One line says why a rank has refused; torch would log how it then ends the others.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

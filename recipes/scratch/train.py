@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recipes.common.agreement import shard
-from recipes.common.batchnorm import sync_batch_norm
-from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, positive_int, switch
-from recipes.common.ranks import read_ranks
-from recipes.common.signals import Stop
-from recipes.common.world import World, connected_world
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.agreement import shard
+from recipes.common.world.world import World, connected_world
 
 Message = tuple[Tensor, int]
 """A tensor and the rank that it goes to or comes from."""

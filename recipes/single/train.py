@@ -12,14 +12,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from recipes.common.devices import choose_devices
-from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
-from recipes.common.peers import Alone
-from recipes.common.signals import Stop
+from recipes.common.process.entry import exit_status
+from recipes.common.process.signals import Stop
+from recipes.common.world.devices import choose_devices
+from recipes.common.world.peers import Alone
 
 
 def options(argv: Sequence[str] | None = None) -> Options:

@@ -26,14 +26,14 @@ from typing import cast
 import torch.multiprocessing as mp
 
 from recipes.common.data.workers import start_tracker
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
-from recipes.common.node import Node, check_head, read_master, status_of
 from recipes.common.options import non_negative_int, option, parse, positive_int
-from recipes.common.parent import end_with_parent
-from recipes.common.ranks import Ranks, read_ranks
-from recipes.common.signals import STOP_SIGNALS, Stop
-from recipes.common.world import connected_world
+from recipes.common.process.entry import exit_status
+from recipes.common.process.node import Node, check_head, read_master, status_of
+from recipes.common.process.parent import end_with_parent
+from recipes.common.process.ranks import Ranks, read_ranks
+from recipes.common.process.signals import STOP_SIGNALS, Stop
+from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
 GRACE_S = 4.0

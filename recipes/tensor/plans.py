@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from recipes.common.agreement import Slot
+from recipes.common.checkpoint.shard_files import Box
 from recipes.common.errors import UserError
-from recipes.common.gpt import GPT, Attention
-from recipes.common.models import GPTS, OWN_MODELS, LeNet, VisionTransformer
-from recipes.common.shard_files import Box
-from recipes.common.sharding import map_states
+from recipes.common.models.gpt import GPT, Attention
+from recipes.common.models.models import GPTS, OWN_MODELS, LeNet, VisionTransformer
+from recipes.common.parallel.sharding import map_states
+from recipes.common.world.agreement import Slot
 
 PLANS: dict[type[nn.Module], dict[str, str]] = {
     LeNet: {"classifier.0": "column", "classifier.2": "row"},

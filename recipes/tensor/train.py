@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from recipes.common import sharding
-from recipes.common.agreement import run_on_all_ranks, shard
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int
-from recipes.common.ranks import read_ranks
-from recipes.common.signals import Stop
-from recipes.common.world import World, connected_world, grid_mesh
+from recipes.common.parallel import sharding
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.agreement import run_on_all_ranks, shard
+from recipes.common.world.world import World, connected_world, grid_mesh
 from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from recipes.common.facts import hardware, revision
+from recipes.common.record.facts import hardware, revision
 from scripts.bench.figures import Figure, table
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, parse
 from scripts.launch.runs import measured_on

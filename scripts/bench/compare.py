@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
+from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch.command import (
     ONE_PROCESS,
     ROOT,

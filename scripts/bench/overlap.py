@@ -36,9 +36,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.loop import train_one_epoch
-from recipes.common.ranks import read_ranks
-from recipes.common.signals import Stop
-from recipes.common.world import World, join_world, leave_world
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import Stop
+from recipes.common.world.world import World, join_world, leave_world
 from recipes.ddp import train
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
 from scripts.bench.programs import in_namespaces

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from recipes.common.data import load_data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.bench.figures import Figure, Rounds, speed_figure, take_turns

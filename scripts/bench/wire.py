@@ -44,7 +44,7 @@ RUN_TIMEOUT_S = 300
 
 MODEL, IMAGE_SIZE = "resnet18", 16
 GRADIENT_BYTES = 4 * 11_681_832
-"""Of resnet18 with 1,000 classes and the stem for small images, as recipes/common/models.py builds it."""
+"""Of resnet18 with 1,000 classes and the stem for small images, as recipes/common/models/models.py builds it."""
 
 FEW, MORE = 12, 32
 """Steps of the two runs. The few are left out of the time: warm-up, and PowerSGD's ten steps in fp32."""

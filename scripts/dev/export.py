@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
-from recipes.common.record import read_path
-from recipes.common.shard_files import read_whole
+from recipes.common.record.record import read_path
 from scripts.launch.command import CommandParser, command
 
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.node import Node
 from recipes.common.options import one_of, positive_float, positive_int
+from recipes.common.process.node import Node
 from scripts.doctor import folder, meeting, network, node, ranks, report
 from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes.common.ranks import Ranks, read_ranks
-from recipes.common.world import NO_PICKLE
+from recipes.common.process.ranks import Ranks, read_ranks
+from recipes.common.world.world import NO_PICKLE
 from recipes.probe.train import TorchWorld, gather_map
 from scripts.doctor.rules import SLOW_LINK
 

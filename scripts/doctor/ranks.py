@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from recipes.common.node import Node
-from recipes.common.transport import find_network
+from recipes.common.process.node import Node
+from recipes.common.world.transport import find_network
 from scripts.doctor.node import one_line
 from scripts.launch.command import ROOT
 from scripts.launch.fabric import fabric_environment

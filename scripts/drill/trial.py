@@ -291,7 +291,7 @@ def equal_weights(run: Path, other: Path) -> bool:
     """Whether two runs' newest checkpoints hold the same model and optimizer, bit for bit."""
     import torch  # a second or two, which a refusal must not cost
 
-    from recipes.common.checkpoint import read_checkpoint
+    from recipes.common.checkpoint.checkpoint import read_checkpoint
 
     def is_equal(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor):

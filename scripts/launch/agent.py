@@ -6,7 +6,7 @@ scripts/launch.sh calls it in place of `torchrun -m recipes.ddp.train`. What dif
 - USR1 and TERM reach the recipe, which writes a checkpoint and ends with status 0. torchrun dies of USR1, leaves
   its processes behind, and counts a TERM that was obeyed as a failure.
 - The exit status is that of the process that failed first (2 for a refusal), with one line that names it.
-- If this agent is killed, its processes end too (recipes/common/parent.py).
+- If this agent is killed, its processes end too (recipes/common/process/parent.py).
 - The wait for the other nodes has a bound (RDZV_TIMEOUT_S, 300 s), and what it waited for is named.
 - With MIN_NODES the job is elastic: it goes on with the nodes that are there (scripts/launch/elastic.py).
 """
@@ -31,9 +31,9 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
-from recipes.common.node import (
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import (
     Node,
     cause_of,
     check_head,
@@ -43,8 +43,8 @@ from recipes.common.node import (
     status_of,
     wait_for_head,
 )
-from recipes.common.parent import LAUNCHER_PID, end_with_launcher
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.rejoin import LOST_STATUS, TooFewNodesError, options_of_later_rounds, own_address, say
 from scripts.launch.stopped_status import option
@@ -134,7 +134,7 @@ def rank_command(recipe: str, options: list[str]) -> list[str]:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if script.is_set():
         return [sys.executable, "-m", "scripts.launch.script", os.environ["SCRIPT"], *options]
-    return [sys.executable, "-m", "recipes.common.parent", "-m", f"recipes.{recipe}.train", *options]
+    return [sys.executable, "-m", "recipes.common.process.parent", "-m", f"recipes.{recipe}.train", *options]
 
 
 @contextlib.contextmanager

@@ -42,10 +42,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import api as launcher
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
-from recipes.common.node import port_taken
-from recipes.common.parent import end_with_launcher
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import port_taken
+from recipes.common.process.parent import end_with_launcher
 from scripts.launch.command import command
 from scripts.launch.rejoin import UnsavedStopError, say
 

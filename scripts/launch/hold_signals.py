@@ -5,7 +5,7 @@
 
 A recipe imports torch for a second or two before it can say what a signal means; one that came in that time
 would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them. The recipe ends with
-the launcher that LAUNCHER_PID names (recipes/common/parent.py).
+the launcher that LAUNCHER_PID names (recipes/common/process/parent.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from recipes.common.parent import become, end_with_launcher
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.parent import become, end_with_launcher
+from recipes.common.process.signals import STOP_SIGNALS
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

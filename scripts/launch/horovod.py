@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from recipes.common.errors import UserError
-from recipes.common.node import Node, check_head, port_taken
+from recipes.common.process.node import Node, check_head, port_taken
 from scripts.launch.agent import main, rank_command, run_processes
 
 

@@ -28,10 +28,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import PortTakenError, UserError
-from recipes.common.parent import LAUNCHER_PID, end_with_parent
-from recipes.common.watch import HANG_STATUS
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
+from recipes.common.watch.watch import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
     ONE_PROCESS,
@@ -243,7 +243,7 @@ class LocalJob:
         return max(status if status > 0 else 128 - status for status in statuses.values())
 
     def kill(self) -> None:
-        """Kill every node's agent; its processes end with it (recipes/common/parent.py)."""
+        """Kill every node's agent; its processes end with it (recipes/common/process/parent.py)."""
         for node in self.nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(node.pid, signal.SIGKILL)

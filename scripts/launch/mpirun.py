@@ -31,11 +31,11 @@ import threading
 from argparse import REMAINDER, Namespace
 from typing import TYPE_CHECKING, NoReturn
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
-from recipes.common.parent import become, end_with_parent
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.parent import become, end_with_parent
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.local import LOOPBACK, free_port

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.common.parent import end_with_parent
+from recipes.common.process.parent import end_with_parent
 from scripts.launch.command import ROOT
 
 END_GRACE_S = 5.0

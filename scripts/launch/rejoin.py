@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import UserError
-from recipes.common.node import check_port, read_master, read_number
-from recipes.common.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import check_port, read_master, read_number
+from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import command
 from scripts.launch.stopped_status import option, run
 

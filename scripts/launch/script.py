@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.parent import become, end_with_launcher
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.parent import become, end_with_launcher
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT, command, next_folder
 
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from recipes.common.node import read_number
-from recipes.common.parent import LAUNCHER_PID
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.node import read_number
+from recipes.common.process.parent import LAUNCHER_PID
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
 

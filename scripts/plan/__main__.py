@@ -34,7 +34,7 @@ from recipes.common.options import (
     positive_float,
     positive_int,
 )
-from recipes.common.signals import vote_interval
+from recipes.common.process.signals import vote_interval
 from scripts.launch.command import ROOT, CommandParser, check_recipe, command, next_folder, table
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
 from scripts.plan.model import (

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from recipes.common.signals import vote_interval
+from recipes.common.process.signals import vote_interval
 
 FUSION_BYTES = 128 * 2**20
 """Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): what has come up meanwhile travels together, up to this."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes.common.entry import exit_status
+from recipes.common.process.entry import exit_status
 from recipes.ddp import train
 from scripts.plan.workload import TimedStep, kind_of
 

@@ -36,13 +36,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.common import loop, world
+from recipes.common import loop
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import averages, peak_memory_bytes
 from recipes.common.options import one_of, positive_int
-from recipes.common.places import Place
-from recipes.common.watch import Watch
+from recipes.common.watch.watch import Watch
+from recipes.common.world import world
+from recipes.common.world.places import Place
 from recipes.ddp import train
 from scripts.launch.command import ROOT, Column, CommandParser, command, parse, table
 

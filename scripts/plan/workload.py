@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.common.data import Data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options
 from scripts.plan.model import Compute, Gradient, optimizer_bytes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.common.parent import end_with_parent
+from recipes.common.process.parent import end_with_parent
 from scripts.launch.command import ROOT
 from scripts.launch.local import LOOPBACK, free_port, visible_gpus
 

@@ -149,7 +149,7 @@ def test_two_containers_give_the_losses_of_single(ddp_image, folder):
     """And they find a model of the caller's own, which is LeNet here."""
     options = ("--epochs", "2")
     (folder / "mine.py").write_text("from helper import LeNet\n\ndef net(data):\n    return LeNet(1, 8, 10)\n")
-    (folder / "helper.py").write_text("from recipes.common.models import LeNet\n")
+    (folder / "helper.py").write_text("from recipes.common.models.models import LeNet\n")
     mine = ("--model", "mine:net")
     command = run_nodes(ddp_image, "ddp", 2, folder, "two", *options, *mine, processes=2, start_in=folder)
     done = command.wait(timeout_s=120, gone_within_s=15)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.node import Node
+from recipes.common.process.node import Node
 from scripts.launch import agent, interface, stopped_status
 from scripts.launch.local import free_port
 from tests.support import Command, last_step, run_command, words_for

@@ -11,9 +11,11 @@ import weakref
 import pytest
 import torch
 
-from recipes.common import agreement, entry, loop
+from recipes.common import loop
 from recipes.common.data import imagefolder
 from recipes.common.job import Job
+from recipes.common.process import entry
+from recipes.common.world import agreement
 from tests.conftest import need_horovod
 from tests.images import make_images
 from tests.support import Ranks, is_equal, run_ranks, words_for

@@ -20,11 +20,11 @@ import torch
 
 from recipes.apex import train as recipe
 from recipes.common import job
-from recipes.common.checkpoint import CheckpointFolder
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.data import load_data
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
+from recipes.common.process.entry import exit_status
 from scripts.launch.local import free_port
 from tests import support
 from tests.support import largest_difference, losses, newest_checkpoint, run_ranks, train, weights

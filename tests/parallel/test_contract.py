@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from recipes.common.data import load_data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.seeding import mix
 from recipes.single.train import options
 from tests import observe

@@ -17,11 +17,11 @@ from recipes.common import loop
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.models import build_model
-from recipes.common.ranks import read_ranks
+from recipes.common.models.models import build_model
+from recipes.common.process.ranks import read_ranks
 from recipes.common.task import LanguageModel
-from recipes.common.watch import Watch
-from recipes.common.world import connected_world
+from recipes.common.watch.watch import Watch
+from recipes.common.world.world import connected_world
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, options, wrap
 from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from recipes.common.watch import HANG_STATUS
+from recipes.common.watch.watch import HANG_STATUS
 from tests.support import Interrupt, Ranks, local, train, words_for
 
 TIMEOUT_S = 4

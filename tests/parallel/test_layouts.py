@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.common.checkpoint import read_checkpoint
-from recipes.common.shard_files import read_whole
+from recipes.common.checkpoint.checkpoint import read_checkpoint
+from recipes.common.checkpoint.shard_files import read_whole
 from tests.support import largest_difference, losses, metrics, train, weights
 
 STEPS = 2

@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from recipes.common import entry
 from recipes.common.errors import UserError
+from recipes.common.process import entry
 from recipes.probe.train import check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recipes.common import entry
+from recipes.common.process import entry
 from scripts.launch.local import free_port
 from tests.conftest import require
 from tests.support import (

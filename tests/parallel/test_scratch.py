@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from recipes.common import loop
-from recipes.common.ranks import read_ranks
-from recipes.common.world import join_world, leave_world
+from recipes.common.process.ranks import read_ranks
+from recipes.common.world.world import join_world, leave_world
 from recipes.scratch import train as scratch
 from scripts.launch.local import free_port
 from tests.support import (

@@ -10,10 +10,10 @@ import signal
 
 import pytest
 
-from recipes.common import shard_files
-from recipes.common.checkpoint import CheckpointFolder, read_checkpoint
+from recipes.common.checkpoint import shard_files
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, read_checkpoint
+from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
-from recipes.common.shard_files import read_whole
 from tests.parallel.test_fsdp import note_restored_bytes
 from tests.support import ROOT, Interrupt, Ranks, largest_difference, losses, metrics, train, words_for
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipes.common.data import load_data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.tensor.train import options
 from tests import observe
 from tests.support import (

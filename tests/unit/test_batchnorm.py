@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.common.batchnorm import (
+from recipes.common.errors import UserError
+from recipes.common.models.batchnorm import (
     average_statistics,
     check_groups,
     group_batch_norm,
     sync_batch_norm,
     warning,
 )
-from recipes.common.errors import UserError
 from recipes.common.options import Options, check_batch
-from recipes.common.peers import Alone
+from recipes.common.world.peers import Alone
 from recipes.dataparallel import train as dataparallel
 from recipes.pipeline.partition import check_microbatches
 

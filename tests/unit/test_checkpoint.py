@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.common import checkpoint
-from recipes.common.checkpoint import (
+from recipes.common.checkpoint import checkpoint
+from recipes.common.checkpoint.checkpoint import (
     FORMAT,
     BadCheckpointError,
     CheckpointFolder,

@@ -18,20 +18,20 @@ import pytest
 import torch
 
 from recipes.common import metrics
-from recipes.common.agreement import shard
 from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
 from recipes.common.loop import begin_run
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
-from recipes.common.peers import Alone
-from recipes.common.places import Place, describe, shorten
-from recipes.common.ranks import read_ranks
-from recipes.common.record import open_run
+from recipes.common.process.ranks import read_ranks
+from recipes.common.process.signals import FAIL, GO, STOP, Stop
+from recipes.common.record.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
-from recipes.common.signals import FAIL, GO, STOP, Stop
 from recipes.common.task import SKIPPED, Classification
+from recipes.common.world.agreement import shard
+from recipes.common.world.peers import Alone
+from recipes.common.world.places import Place, describe, shorten
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -505,7 +505,7 @@ class TestRecord:
         assert os.listdir(tmp_path) == (["a"] if flags else [])
 
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
-        from recipes.common.checkpoint import Position, pack
+        from recipes.common.checkpoint.checkpoint import Position, pack
 
         record, _ = self.open(tmp_path, "--name", "a")
         for step in range(1, 8):

@@ -5,7 +5,7 @@ import argparse
 import torch
 from torch.nn.functional import cross_entropy
 
-from recipes.common.models import LeNet
+from recipes.common.models.models import LeNet
 from scripts.bench import jpeg
 from scripts.bench.contenders import lenet
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.common.checkpoint import CheckpointFolder
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from scripts.dev import export
 from tests.support import is_equal, newest_checkpoint, run_command
 from tests.unit.test_checkpoint import content

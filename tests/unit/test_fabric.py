@@ -188,7 +188,7 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
 
 
 def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
-    """They compare it with what NCCL says (recipes/common/transport.py)."""
+    """They compare it with what NCCL says (recipes/common/world/transport.py)."""
     (tmp_path / "site.env").write_text("FABRIC=tcp\n")
     monkeypatch.delenv("FABRIC", raising=False)
     monkeypatch.setenv("SITE_ENV", str(tmp_path / "site.env"))

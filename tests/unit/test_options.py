@@ -5,10 +5,10 @@ import gc
 import pytest
 import yaml
 
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.optim import learning_rate
 from recipes.common.options import check_batch
+from recipes.common.process.entry import exit_status
 from recipes.ddp import train as ddp
 from recipes.single import train as single
 from tests.support import ROOT

@@ -13,7 +13,7 @@ from tests.support import ROOT, has_ended, wait_until
 
 CHILD = """
 import signal, sys, time
-from recipes.common import parent
+from recipes.common.process import parent
 
 if sys.argv[1] == "polling":
     parent._ask_kernel = lambda number: False
@@ -63,7 +63,7 @@ def test_a_process_whose_launcher_has_gone_already_ends_at_once(how):
 
 def test_without_a_launcher_a_process_stays():
     """As one that nohup has started from a shell which then ends."""
-    code = "from recipes.common import parent; parent.end_with_launcher(); print(parent._is_polling)"
+    code = "from recipes.common.process import parent; parent.end_with_launcher(); print(parent._is_polling)"
     env = {name: value for name, value in os.environ.items() if name != "LAUNCHER_PID"}
     command = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(1); {code}' &"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)

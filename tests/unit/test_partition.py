@@ -8,7 +8,7 @@ import torch
 
 from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
-from recipes.common.models import build_model, layers
+from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
 from recipes.pipeline.partition import PartModule, Share, balanced_cuts, merge_shares, plan_parts

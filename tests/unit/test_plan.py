@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.ddp import train
 from recipes.fsdp.train import options as fsdp_options

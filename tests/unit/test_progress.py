@@ -3,7 +3,7 @@
 import io
 import sys
 
-from recipes.common.progress import Progress
+from recipes.common.record.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common import record
 from recipes.common.errors import UserError
 from recipes.common.optim import build_optimizer, load_optimizer_state
+from recipes.common.record import record
 from recipes.common.task import Classification
 from recipes.single.train import main, options
 from tests.support import is_equal, losses, metrics, newest_checkpoint, weights

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.common.errors import PortTakenError, UserError
-from recipes.common.node import Node, check_head
+from recipes.common.process.node import Node, check_head
 from scripts.launch import agent, local
 from tests import support
 from tests.support import ROOT, run_command, wait_until

@@ -11,10 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from recipes.common import shard_files
-from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, Position, pack, read_checkpoint
+from recipes.common.checkpoint import shard_files
+from recipes.common.checkpoint.checkpoint import (
+    BadCheckpointError,
+    CheckpointFolder,
+    Position,
+    pack,
+    read_checkpoint,
+)
+from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole
 from recipes.common.errors import UserError
-from recipes.common.shard_files import ShardedFolder, read_box, read_whole
 from scripts.dev import export
 from tests.support import is_equal
 from tests.unit.test_checkpoint import ARGS, files

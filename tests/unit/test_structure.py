@@ -14,7 +14,7 @@ from tests.support import ROOT
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 TRAINING = [name for name in RECIPES if name != "probe"]
 """The probe reports which process is which, and trains nothing."""
-WORLD, LOOP = (ROOT / "recipes" / "common" / name for name in ("world.py", "loop.py"))
+WORLD, LOOP = (ROOT / "recipes" / "common" / name for name in ("world/world.py", "loop.py"))
 FILES = sorted(ROOT.glob("recipes/**/*.py"))
 PARALLEL = ("torch.distributed", "horovod", "apex", "mpi4py")
 SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
@@ -31,6 +31,10 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def is_below(module, parents):
     return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
 
@@ -43,16 +47,30 @@ def test_there_are_recipes():
     assert {"single", "ddp"} <= set(RECIPES)
 
 
-def test_no_files_import_each_other_in_a_circle():
-    """Imports within functions and for type checkers count too: they only hide a circle."""
-    names = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
-    }
-    graph = {name: set(imports(path)) & names.keys() - {name} for name, path in names.items()}
+def in_circles(graph):
+    """Return the part of a graph, the nodes that each node points to, in which circles are."""
+    graph = dict(graph)
     while leaves := [name for name, imported in graph.items() if not imported & graph.keys()]:
         for name in leaves:
             del graph[name]
-    assert graph == {}, "each of these imports another of these"
+    return graph
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports within functions and for type checkers count too: they only hide a circle."""
+    graph = {module_of(path): set(imports(path)) - {module_of(path)} for path in FILES}
+    assert in_circles(graph) == {}, "each of these imports another of these"
+
+
+def test_no_rooms_of_common_import_each_other_in_a_circle():
+    """A room is a folder, or a file that lies beside the folders."""
+    graph = {}
+    for path in ROOT.glob("recipes/common/**/*.py"):
+        room = ".".join(module_of(path).split(".")[:3])
+        found = {".".join(name.split(".")[:3]) for name in imports(path)} - {room, "recipes.common"}
+        graph.setdefault(room, set()).update(found)
+    assert graph["recipes.common.loop"] & graph.keys()
+    assert in_circles(graph) == {}, "each of these imports another of these"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -76,8 +94,8 @@ def test_no_recipe_imports_another(path):
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/common/**/*.py")), ids=identify)
-def test_of_common_only_the_world_and_shards_use_torch_distributed(path):
-    allowed = {"torch.distributed"} if path.name in ("world.py", "sharding.py") else set()
+def test_of_common_only_the_world_and_parallel_use_torch_distributed(path):
+    allowed = {"torch.distributed"} if path == WORLD or path.parent.name == "parallel" else set()
     banned = [name for name in PARALLEL if name not in allowed]
     assert [module for module in imports(path) if is_below(module, banned)] == []
     uses = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
@@ -86,8 +104,9 @@ def test_of_common_only_the_world_and_shards_use_torch_distributed(path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/common/**/*.py")), ids=identify)
 def test_the_world_is_for_recipes_alone(path):
-    """Single and dataparallel have no ranks: nothing that they import may import the world or its shards."""
-    banned = ["recipes.common.world", "recipes.common.sharding"]
+    """Single and dataparallel have no ranks: nothing that they import may import what connects them."""
+    is_parallel = path.parent.name == "parallel"
+    banned = ["recipes.common.world.world", *([] if is_parallel else ["recipes.common.parallel"])]
     assert [module for module in imports(path) if is_below(module, banned)] == []
 
 
@@ -106,10 +125,6 @@ FLOORS = (
 """Rooms, from the ground up: a file imports from its own room and from lower floors. docs/architecture.md."""
 
 ROOMS = [room for floor in FLOORS[1:] for room in floor]
-
-
-def module_of(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {module_of(path): path for room in ROOMS for path in ROOT.glob(f"{room.replace('.', '/')}/**/*.py")}
@@ -158,12 +173,7 @@ def test_a_file_imports_from_its_own_room_and_from_below(module):
 
 def test_no_file_imports_itself_by_way_of_others():
     arrows = {module: set(runtime_imports(path)) - {module} for module, path in MODULES.items()}
-    while True:
-        ends = {module for module, imported in arrows.items() if not imported & set(arrows)}
-        if not ends:
-            break
-        arrows = {module: imported for module, imported in arrows.items() if module not in ends}
-    assert arrows == {}, "each of these imports another of them"
+    assert in_circles(arrows) == {}, "each of these imports another of them"
 
 
 def positions(names, wanted):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.signals import Stop
+from recipes.common.process.signals import Stop
 from scripts.launch.fabric import fabric_environment
 from slurm import submit, training
 from slurm.training import Training

@@ -9,13 +9,13 @@ from torch.nn import functional
 
 from recipes.common.data import Data, Spec, load_data
 from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
+from recipes.common.data.user_code import build_task
 from recipes.common.errors import UserError
-from recipes.common.gpt import GPT, rotate
-from recipes.common.models import build_model, layers
+from recipes.common.models.gpt import GPT, rotate
+from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.task import SKIPPED, Classification, LanguageModel
-from recipes.common.user_code import build_task
 from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
 from recipes.single.train import options
 

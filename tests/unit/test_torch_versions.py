@@ -9,7 +9,7 @@ import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import PContext
 
-from recipes.common.node import Node
+from recipes.common.process.node import Node
 from scripts.launch import agent, elastic
 
 NODE = Node(2, 0, 2, "127.0.0.1", 29500, 5)

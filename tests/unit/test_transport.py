@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.common import loop, transport
+from recipes.common import loop
 from recipes.common.errors import UserError
-from recipes.common.peers import Alone
-from recipes.common.places import Place
+from recipes.common.world import transport
+from recipes.common.world.peers import Alone
+from recipes.common.world.places import Place
 
 HEAD = "n1:4242:4242 [0] NCCL INFO "
 LOGS = {

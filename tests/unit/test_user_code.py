@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.common import user_code
-from recipes.common.data import load_data
+from recipes.common.data import load_data, user_code
 from recipes.common.errors import UserError
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.single.train import options
 
 CPU = torch.device("cpu")

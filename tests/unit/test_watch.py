@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from recipes.common import watch as watch_module
-from recipes.common import world
-from recipes.common.entry import exit_status
 from recipes.common.job import Job
 from recipes.common.optim import build_optimizer, build_scaler
-from recipes.common.ranks import Ranks
-from recipes.common.watch import (
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import Ranks
+from recipes.common.watch import watch as watch_module
+from recipes.common.watch.watch import (
     COLLECT_S,
     GATHER_S,
     NOTE_S,
@@ -31,6 +30,7 @@ from recipes.common.watch import (
     stragglers,
     summarize,
 )
+from recipes.common.world import world
 from recipes.single import train as single
 from scripts.launch.local import free_port
 from tests.support import wait_until

@@ -3,7 +3,7 @@
 import torch
 
 from recipes.common.data import load_data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.single.train import options
 from scripts.bench.wire import (
     GRADIENT_BYTES,

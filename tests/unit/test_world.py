@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
-from recipes.common.places import Place
-from recipes.common.world import NO_PICKLE, World
+from recipes.common.world.places import Place
+from recipes.common.world.world import NO_PICKLE, World
 
 
 @pytest.fixture

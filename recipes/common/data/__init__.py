@@ -46,7 +46,7 @@ def load_data(
     Raises:
         UserError: data that are missing, empty or malformed, or that --task does not take.
     """
-    from recipes.common.user_code import build_task  # it imports a file of this package, which comes first
+    from recipes.common.data.user_code import build_task  # it imports a file of this package, which comes first
 
     data = _load(args, device, on_bad_image, listing)
     return replace(data, task=build_task(args, data))
@@ -71,7 +71,7 @@ def _load(
 
         return load_text(args, device)
     if is_reference(args.data):
-        from recipes.common.user_code import load_own_data
+        from recipes.common.data.user_code import load_own_data
 
         return load_own_data(args, device, on_bad_image)
     load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)

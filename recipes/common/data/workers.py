@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from recipes.common.data.idle import IdleClock
 from recipes.common.data.splits import Split
-from recipes.common.signals import STOP_SIGNALS
+from recipes.common.process.signals import STOP_SIGNALS
 
 
 @contextlib.contextmanager

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
-from recipes.common.node import Node, check_head
 from recipes.common.options import parse_words
+from recipes.common.process.entry import exit_status
+from recipes.common.process.node import Node, check_head
 from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, link_speed, read_rows
 from scripts.lab import network

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.common.ranks import read_ranks
+from recipes.common.process.ranks import read_ranks
 from recipes.probe.train import HorovodWorld, TorchWorld
 
 

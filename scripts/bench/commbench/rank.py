@@ -19,10 +19,10 @@ from statistics import median
 
 import torch
 
-from recipes.common.entry import exit_status
 from recipes.common.errors import UserError
 from recipes.common.options import Parser, one_of, parse_words
-from recipes.common.ranks import HAVE_MET
+from recipes.common.process.entry import exit_status
+from recipes.common.process.ranks import HAVE_MET
 from scripts.bench.commbench.backends import Backend, connect
 from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, write_rows
@@ -118,7 +118,7 @@ def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, fl
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every operation and size; call it on every rank."""
-    # Rank 0 alone prints refusals (recipes/common/entry.py); not every launcher says RANK.
+    # Rank 0 alone prints refusals (recipes/common/process/entry.py); not every launcher says RANK.
     rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
     has_ranks = "RANK" in os.environ
     os.environ["RANK"] = str(rank)

@@ -15,9 +15,15 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from recipes.common.checkpoint import CheckpointFolder, CheckpointWriter, Position, pack, read_checkpoint
+from recipes.common.checkpoint.checkpoint import (
+    CheckpointFolder,
+    CheckpointWriter,
+    Position,
+    pack,
+    read_checkpoint,
+)
 from recipes.common.data import load_data
-from recipes.common.models import build_model
+from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.single.train import options
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.ranks import HAVE_MET, Ranks
+from recipes.common.process.ranks import HAVE_MET, Ranks
 
 Exchange = Callable[[str, str], Mapping[str, str]]
 """Tell all ranks a kind and a text; return, for each kind that any rank has told, the text of one such rank."""

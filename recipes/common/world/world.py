@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.common.agreement import Slot
-from recipes.common.devices import agree_on_device, choose_device
 from recipes.common.errors import UserError
-from recipes.common.node import is_port_chosen, port_taken
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
-from recipes.common.places import Place
-from recipes.common.ranks import Ranks
-from recipes.common.transport import log_nccl
-from recipes.common.watch import Watch, bound_of_group, bound_of_waits
+from recipes.common.process.node import is_port_chosen, port_taken
+from recipes.common.process.ranks import Ranks
+from recipes.common.watch.watch import Watch, bound_of_group, bound_of_waits
+from recipes.common.world.agreement import Slot
+from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.places import Place
+from recipes.common.world.transport import log_nccl
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.checkpoint import CheckpointFolder, reason_of, sync_folder
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
-from recipes.common.peers import Peers
+from recipes.common.world.peers import Peers
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: the first index and the end of each dimension."""

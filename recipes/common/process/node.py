@@ -14,9 +14,9 @@ import sys
 import time
 from dataclasses import dataclass
 
-from recipes.common.entry import USAGE_STATUS
 from recipes.common.errors import PortTakenError, UserError
-from recipes.common.watch import HANG_STATUS
+from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.watch.watch import HANG_STATUS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.peers import Peers
+from recipes.common.world.peers import Peers
 
 
 class GroupBatchNorm(_BatchNorm):

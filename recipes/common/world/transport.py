@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from recipes.common.errors import UserError
 
 if TYPE_CHECKING:
-    from recipes.common.places import Place  # which imports torch, and the doctor reads logs without it
+    from recipes.common.world.places import Place  # which imports torch, and the doctor reads logs without it
 
 NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 TCP = "Socket"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from recipes.common import loop
-from recipes.common.agreement import Slot, map_tree
-from recipes.common.checkpoint import CheckpointFolder, CheckpointWriter
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter
+from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.job import Job
-from recipes.common.peers import Peers
-from recipes.common.shard_files import Box, ShardedFolder, is_reference, read_box
+from recipes.common.world.agreement import Slot, map_tree
+from recipes.common.world.peers import Peers
 
 Boxes = Callable[[str | None, Box], list[Box]]
 """Where a rank's shard of a parameter lies in the model that is not split: (name, its box here)."""

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from recipes.common.entry import CHECKPOINT_THREAD
 from recipes.common.errors import UserError
 from recipes.common.options import Options
+from recipes.common.process.entry import CHECKPOINT_THREAD
 
 FORMAT = "cluster-recipes/1"
 MUST_MATCH = (

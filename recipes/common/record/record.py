@@ -27,14 +27,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from recipes.common.checkpoint import BadCheckpointError, CheckpointFolder, check_options, read_checkpoint
+from recipes.common.checkpoint.checkpoint import (
+    BadCheckpointError,
+    CheckpointFolder,
+    check_options,
+    read_checkpoint,
+)
+from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
-from recipes.common.facts import hardware, revision, versions
 from recipes.common.options import Options
-from recipes.common.places import Place, describe, shorten
-from recipes.common.progress import Progress
-from recipes.common.shard_files import read_whole
-from recipes.common.watch import rename_old_report
+from recipes.common.record.facts import hardware, revision, versions
+from recipes.common.record.progress import Progress
+from recipes.common.watch.watch import rename_old_report
+from recipes.common.world.places import Place, describe, shorten
 
 LINE_OF_RESULT = {"recipe", "world_size", "samples_per_s"}
 """What the line that ends a run shows of result.json, besides the task's headline."""

@@ -8,10 +8,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from recipes.common import user_code
-from recipes.common.data import Data
+from recipes.common.data import Data, user_code
 from recipes.common.errors import UserError, nearest
-from recipes.common.gpt import GPT
+from recipes.common.models.gpt import GPT
 from recipes.common.options import Options, is_reference
 
 SMALL_IMAGE = 64

@@ -1,6 +1,6 @@
 """End this process when its parent ends, so that no rank outlives the launcher that started it.
 
-    LAUNCHER_PID=4242 python -m recipes.common.parent -m recipes.ddp.train --epochs 3
+    LAUNCHER_PID=4242 python -m recipes.common.process.parent -m recipes.ddp.train --epochs 3
 
 A launcher sets LAUNCHER_PID to its own process id and starts this module, or a program that calls
 `end_with_launcher()` first. Linux then kills the process when its parent ends (prctl(2), PR_SET_PDEATHSIG), also

@@ -1,0 +1,1 @@
+"""What rank 0 writes to runs/NAME and shows on the terminal."""
