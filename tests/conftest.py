@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import signal
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,12 @@ def nothing_is_inherited():
     os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its launcher is another
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def slow(*cases: object) -> list[Any]:
+    """Return cases of a parametrised test that `make test-all` alone runs."""
+    words = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in words]
 
 
 def require(name: str, available: object, reason: str, remedy: str) -> None:

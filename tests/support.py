@@ -267,14 +267,16 @@ def _run_rank(
     faulthandler.enable()
     os.environ.update(env)
     torch.set_num_threads(1)
+    from recipes.common.process import entry
+
+    if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
+        entry.REFUSAL_GRACE_S = 0.0  # nobody ends ranks before rank 0 has printed, and no other node prints it too
     if setup:
         setup()
-    from recipes.common.process.entry import exit_status
-
     module = importlib.import_module(f"recipes.{recipe}.train")
     if interrupt and is_fault:
         _spoil(interrupt)
-    status = exit_status(lambda: module.main(argv))
+    status = entry.exit_status(lambda: module.main(argv))
     sys.stdout.flush()
     sys.exit(status)
 

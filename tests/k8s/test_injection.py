@@ -248,6 +248,7 @@ def test_a_wrong_node_rank_ends_the_job(tmp_path):
         assert any(words in result.stderr for result in results), [result.stderr for result in results]
 
 
+@pytest.mark.slow
 def test_the_doctor_shows_each_node_and_the_map(tmp_path):
     documents = render(Request("doctor", "probe", "doctor", nodes=2, gpus=2))
     results = wait_for(start("doctor", documents, tmp_path))

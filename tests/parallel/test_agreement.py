@@ -37,12 +37,8 @@ def my_rank():
 # ---- the device
 
 
-def leave_at_once():
-    entry.REFUSAL_GRACE_S = 0.0  # no launcher ends these ranks
-
-
 def see_gpus(count):
-    leave_at_once()
+    entry.REFUSAL_GRACE_S = 0.0  # no launcher ends the ranks of these nodes
     torch.cuda.device_count = lambda: count
     torch.cuda.get_device_name = lambda device=None: "a stand-in"
 
@@ -86,7 +82,6 @@ def test_cpus_can_be_asked_for_where_there_are_gpus(tmp_path):
 
 def change(name, value):
     """Let rank 1 alone see another fact."""
-    leave_at_once()
     check = agreement.check_facts
     if my_rank() == 1:
         agreement.check_facts = lambda own, expected: check({**own, name: value} if name in own else own, expected)
@@ -101,7 +96,7 @@ def refused(recipe, folder, **how):
 def test_other_options_on_a_rank(tmp_path, recipe):
     if recipe == "horovod":
         need_horovod()
-    line = refused(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]}, setup=leave_at_once)
+    line = refused(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]})
     assert line.startswith("error: rank 1: --lr is 0.5 on ")
     assert line.endswith(", and 0.02 on rank 0; start all ranks with the same options, data, code and libraries")
     assert not (tmp_path / recipe).exists(), "nothing was recorded"
@@ -111,7 +106,7 @@ def test_other_options_on_a_rank(tmp_path, recipe):
 def test_another_data_set_on_a_rank(images, tmp_path, own):
     """One kind is loaded by other collectives than the other: the options are compared before."""
     words = {rank: [*IMAGES[2:], "--data", data, "--data-dir", str(images)] for rank, data in own.items()}
-    line = refused("ddp", tmp_path, own_argv=words, setup=leave_at_once)
+    line = refused("ddp", tmp_path, own_argv=words)
     assert line.startswith(f"error: rank 1: --data is {own[1]} on ")
     assert f", and {own[0]} on rank 0; " in line
 
@@ -120,7 +115,7 @@ def test_another_data_set_on_a_rank(images, tmp_path, own):
 def test_another_grid_on_a_rank(tmp_path, option, here, there):
     """Ranks that see other grids would make other groups, and wait for each other until their bound."""
     bound = ["--timeout-s", "30"]
-    line = refused("pipeline", tmp_path, own_argv={0: bound, 1: [*bound, option, here]}, setup=leave_at_once)
+    line = refused("pipeline", tmp_path, own_argv={0: bound, 1: [*bound, option, here]})
     assert line.startswith(f"error: rank 1: {option} is {here} on ")
     assert f", and {there} on rank 0; " in line
 
@@ -188,7 +183,7 @@ def test_an_image_that_a_rank_lacks(images, tmp_path):
     missing = sorted((copy / "train").rglob("*.*"))[3]
     missing.unlink()
     argv = words_for(tmp_path, "less", *IMAGES)
-    line = refusal(Ranks("ddp", argv, 2, tmp_path / "b", own_argv=own, setup=leave_at_once).wait())
+    line = refusal(Ranks("ddp", argv, 2, tmp_path / "b", own_argv=own).wait())
     assert line.startswith(f"error: rank 1: --data-dir {copy} on ")
     assert f" lacks {missing.relative_to(copy)}, which rank 0 has; " in line
 

@@ -25,7 +25,7 @@ from recipes.common.models.models import build_model
 from recipes.common.seeding import mix
 from recipes.single.train import options
 from tests import observe
-from tests.conftest import need_horovod
+from tests.conftest import need_horovod, slow
 from tests.support import (
     Interrupt,
     Ranks,
@@ -131,7 +131,11 @@ BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name, scope="module")
 each_size = pytest.mark.parametrize(
     ("recipe", "world_size"),
-    [pytest.param(recipe, n, id=f"{recipe.name}-{n}") for recipe in RECIPES for n in recipe.world_sizes],
+    [
+        pytest.param(recipe, n, id=f"{recipe.name}-{n}", marks=[pytest.mark.slow] if n == 7 else [])
+        for recipe in RECIPES
+        for n in recipe.world_sizes
+    ],
     scope="module",  # tests of the same runs come one after the other, and so in one of pytest's workers
 )
 
@@ -473,7 +477,7 @@ def assert_sent(medians, recipe, gradient_bytes, messages=1, passes=1):
 
 
 @each
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [2, *slow(1)])
 def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
     world_size = 3 if 3 in recipe.world_sizes else 1
     argv = ("--accumulate-steps", "2") if passes == 2 else ()

@@ -73,6 +73,7 @@ def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
     assert "RECIPE=ddp" in outcome.outputs[0]
 
 
+@pytest.mark.slow
 def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     """Each GPU does not make a process of its own; these two are not there, so that the CPU does the work."""
     options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]

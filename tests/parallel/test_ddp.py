@@ -15,6 +15,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.ddp.train import options
+from tests.conftest import slow
 from tests.support import (
     ROOT,
     accuracies,
@@ -46,7 +47,7 @@ def assert_same_run(run, single, tolerance=1e-5):
     assert largest_difference(weights(run), weights(single)) < tolerance
 
 
-@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (4, 2), *slow((4, 1))])
 def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
     run = train("ddp", tmp_path, world_size, *STEPS, nodes=nodes)
     assert len(losses(run)) == 60
@@ -63,6 +64,7 @@ def test_two_local_nodes_equal_single(baseline, tmp_path):
     assert_same_run(tmp_path / "real", baseline(*argv))
 
 
+@pytest.mark.slow
 def test_plain_torchrun_equals_single(baseline, tmp_path):
     argv = ("--max-steps", "5", "--seed", "1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -72,6 +74,7 @@ def test_plain_torchrun_equals_single(baseline, tmp_path):
     assert_same_run(tmp_path / "torchrun", baseline(*argv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accumulation_changes_nothing(baseline, tmp_path, world_size):
     run = train("ddp", tmp_path, world_size, *STEPS, "--accumulate-steps", "5")
@@ -81,13 +84,15 @@ def test_accumulation_changes_nothing(baseline, tmp_path, world_size):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--clip-grad-norm", "0.3"),
-        ("--scale-lr", "--lr", "0.3", "--global-batch-size", "96"),
-        ("--no-channels-last",),
-        ("--optimizer", "adamw", "--lr", "0.002"),
-        ("--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"),
-        ("--accumulate-steps", "2", "--clip-grad-norm", "0.3"),
-        ("--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"),
+        ["--scale-lr", "--lr", "0.3", "--global-batch-size", "96"],
+        ["--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"],
+        ["--accumulate-steps", "2", "--clip-grad-norm", "0.3"],
+        *slow(
+            ["--clip-grad-norm", "0.3"],
+            ["--no-channels-last"],
+            ["--optimizer", "adamw", "--lr", "0.002"],
+            ["--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"],
+        ),
     ],
     ids=lambda argv: argv[0][2:] if len(argv) < 4 else argv[0][2:] + argv[2],
 )
@@ -115,7 +120,7 @@ def test_clipping_bounds_the_step(tmp_path):
     assert float(moved) == pytest.approx(0.5 * 0.01, rel=1e-4)  # clip_grad_norm_ adds 1e-6 to the norm of ~1
 
 
-@pytest.mark.parametrize("optimizer", [("sgd",), ("adamw", "--lr", "0.002")], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [*slow(["sgd"]), ["adamw", "--lr", "0.002"]], ids=["sgd", "adamw"])
 def test_sharded_optimizer_equals_single(baseline, tmp_path, optimizer):
     argv = (*STEPS, "--optimizer", *optimizer)
     run = train("ddp", tmp_path, 3, *argv, "--zero")
@@ -172,6 +177,7 @@ def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, wo
     assert max(float(error.max()) for error in errors.values()) > 1e-6  # rounded it was
 
 
+@pytest.mark.slow
 def test_powersgd_is_exact_before_it_starts_and_learns_as_well(baseline, tmp_path):
     """The first ten steps are not compressed; later, what a step leaves out the next ones add."""
     argv = ("--epochs", "8", "--seed", "1")
@@ -189,6 +195,7 @@ def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
     assert_same_run(run, baseline(*STEPS))
 
 
+@pytest.mark.slow
 def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
     """Nine buckets, each with three messages: the same again, to the last bit."""
     words = ("--max-steps", "40", "--seed", "1", "--grad-compression", "powersgd", "--bucket-cap-mb", "0.005")
@@ -197,6 +204,7 @@ def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
     assert losses(first)[-1] < losses(first)[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     """Ranks round the gradients of their shares, where one process rounds that of the whole batch.
@@ -215,6 +223,7 @@ def test_mixed_precision_stays_close(baseline, tmp_path, kind):
         assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * most)
 
 
+@pytest.mark.slow
 def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
     argv = (*STEPS, "--amp", "fp16", "--clip-grad-norm", "0.5")
     run, single = train("ddp", tmp_path, 2, *argv), baseline(*argv)
@@ -238,6 +247,7 @@ def test_the_learning_rate_does_not_depend_on_the_world_size(baseline, tmp_path)
     assert rates[0][:3] == pytest.approx([peak / 100, peak * 2 / 100, peak * 3 / 100])
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docstring_reaches_its_accuracy(tmp_path):
     """Real data, default options: at least 97% of the test set."""
     run = train("ddp", tmp_path, 2)

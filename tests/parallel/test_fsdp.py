@@ -24,6 +24,7 @@ from recipes.common.watch.watch import Watch
 from recipes.common.world.world import connected_world
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, options, wrap
+from tests.conftest import slow
 from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
 
 DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
@@ -39,9 +40,9 @@ def single(tmp_path_factory):
 @pytest.mark.parametrize(
     ("world_size", "argv"),
     [
-        (4, ("--replicas", "2", "--activation-checkpointing")),
         (2, ("--replicas", "2")),
         (2, ("--no-reshard-after-forward", "--accumulate-steps", "2")),
+        *slow((4, ("--replicas", "2", "--activation-checkpointing"))),
     ],
 )
 def test_every_layout_has_the_losses_of_single(single, tmp_path, world_size, argv):
@@ -262,7 +263,7 @@ def allocated(tensors):
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize(("world_size", "argv"), [(3, ()), (4, ("--replicas", "2"))])
+@pytest.mark.parametrize(("world_size", "argv"), [(3, ()), *slow((4, ("--replicas", "2")))])
 def test_each_rank_holds_its_share(tmp_path, world_size, argv):
     argv = (*TEXT, "--max-steps", "1", *argv)
     words = words_for(tmp_path, "run", "--device", "cpu", *argv)
@@ -322,8 +323,10 @@ SYNTHETIC = ("--data", "synthetic", "--image-size", "32", "--num-samples", "4")
         (),
         ("--model", "vit-tiny"),
         (*DOCS, "--model", "gpt-tiny"),
-        ("--model", "resnet18", *SYNTHETIC),
-        ("--model", "vit_b_16", *SYNTHETIC),  # its truncated normal looks at the numbers it draws
+        *slow(
+            ["--model", "resnet18", *SYNTHETIC],
+            ["--model", "vit_b_16", *SYNTHETIC],  # its truncated normal looks at the numbers it draws
+        ),
     ],
 )
 def test_a_rank_draws_its_rows_of_what_one_process_draws(argv):

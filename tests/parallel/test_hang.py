@@ -7,6 +7,7 @@ import time
 import pytest
 
 from recipes.common.watch.watch import HANG_STATUS
+from tests.conftest import slow
 from tests.support import Interrupt, Ranks, local, train, words_for
 
 TIMEOUT_S = 4
@@ -68,7 +69,7 @@ def interrupted(recipe, folder, world_size, interrupt, *argv):
 
 @pytest.mark.parametrize(
     ("recipe", "world_size", "victim"),
-    [("spawn", 2, 0), ("scratch", 3, 1), ("pipeline", 4, 2), ("apex", 2, 1)],
+    [("scratch", 3, 1), *slow(("spawn", 2, 0), ("pipeline", 4, 2), ("apex", 2, 1))],
 )
 def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim):
     """Here rank 0 keeps the store, so that nobody can ask what it was doing once it has stopped."""
@@ -103,6 +104,7 @@ def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):
     assert [path.name for path in run.glob("*hang*")] == ["hang-report-1.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ddp", "scratch"])
 def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     late = Interrupt(signal.SIGCONT, 0, [1], sleep_s=0.1)

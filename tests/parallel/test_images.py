@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from recipes.common.data.shards import pack
+from tests.conftest import slow
 from tests.images import CLASSES, VAL, make_images
 from tests.support import (
     TIMEOUT_S,
@@ -51,7 +52,9 @@ def test_the_run_is_what_it_should_be(single):
     assert accuracies(single())[-1] * 12 == pytest.approx(round(accuracies(single())[-1] * 12), abs=1e-9)
 
 
-@pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 2), ("ddp", 3, 0), ("ddp", 3, 2)])
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "workers"), [("ddp", 3, 2), *slow(("single", 1, 2), ("ddp", 3, 0))]
+)
 def test_the_curve_is_the_same(images, single, tmp_path, recipe, world_size, workers):
     argv = (*WORDS, "--data-dir", str(images), "--workers", str(workers))
     run = train(recipe, tmp_path, world_size, *argv)
@@ -140,7 +143,7 @@ def test_a_bad_image_is_named(spoilt, tmp_path, recipe, world_size, workers):
     assert "Traceback" not in outcome.text
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+@pytest.mark.parametrize("recipe", ["ddp", *slow("pipeline")])
 def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe):
     shutil.copy(images / "train" / "class1" / "3.JPEG", spoilt / "train" / "class1" / "3.JPEG")
     bad = spoilt / "val" / "class2" / "1.JPEG"
@@ -161,6 +164,7 @@ def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe)
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
     argv = (*WORDS, "--data-dir", str(spoilt), "--skip-bad-images")
     runs = [
@@ -179,6 +183,7 @@ def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
     assert (tmp_path / "output-single-1" / "rank0.txt").read_text().count("warning: skipped ") == counts[0][-1]
 
 
+@pytest.mark.slow
 def test_fewer_test_images_than_ranks(images, tmp_path):
     folder = shutil.copytree(images, tmp_path / "few")
     for number in range(1, CLASSES):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from scripts.launch.local import free_port
+from tests.conftest import slow
 from tests.support import (
     Command,
     Interrupt,
@@ -90,12 +91,14 @@ def assert_checkpointed_and_left(run, outcome, signal_words, step):
     ("number", "ranks", "signal_words"),
     [
         (signal.SIGUSR1, None, "SIGUSR1"),
-        (signal.SIGUSR1, [1], "a signal to another rank"),
-        (signal.SIGUSR1, [0], "SIGUSR1"),
-        (signal.SIGTERM, None, "SIGTERM"),
         (signal.SIGTERM, [1], "a signal to another rank"),
+        *slow(
+            (signal.SIGUSR1, [1], "a signal to another rank"),
+            (signal.SIGUSR1, [0], "SIGUSR1"),
+            (signal.SIGTERM, None, "SIGTERM"),
+        ),
     ],
-    ids=["usr1-all", "usr1-rank1", "usr1-rank0", "term-all", "term-rank1"],
+    ids=["usr1-all", "term-rank1", "usr1-rank1", "usr1-rank0", "term-all"],
 )
 def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_path, number, ranks, signal_words):
     step = random.Random(f"{number} {ranks}").randrange(1, STEPS // 2)
@@ -112,12 +115,14 @@ REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
     ("recipe", "world_size", "own"),
     [
         ("ddp", 3, ()),
-        ("ddp", 4, ()),
-        ("spawn", 3, ()),
-        ("apex", 3, ("--opt-level", "O0")),
-        ("apex", 3, ("--opt-level", "O2")),
-        ("pipeline", 3, (*REPLICAS, "--stages", "1")),
-        ("pipeline", 3, (*REPLICAS, "--split", "in-process")),
+        *slow(
+            ("ddp", 4, ()),
+            ("spawn", 3, ()),
+            ("apex", 3, ("--opt-level", "O0")),
+            ("apex", 3, ("--opt-level", "O2")),
+            ("pipeline", 3, (*REPLICAS, "--stages", "1")),
+            ("pipeline", 3, (*REPLICAS, "--split", "in-process")),
+        ),
     ],
 )
 def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, recipe, world_size, own):
@@ -136,7 +141,7 @@ def test_single_saves_and_goes_on(uninterrupted, tmp_path, number):
     assert_equal_bits(run, uninterrupted("single", 1))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
     """One rank, or all at once; several times over; each time the run goes on from its newest checkpoint."""
     chance = random.Random(seed)
@@ -156,7 +161,7 @@ def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
     assert_equal_bits(run, uninterrupted("ddp", 2))
 
 
-@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("call", [1, *slow(2, 3, 4, 5)])
 def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
     """A checkpoint, as config.json before it, flushes the file, before its rename, and the folder, after it."""
     run, outcome = interrupt("ddp", tmp_path, 2, 2 + call, signal.SIGKILL, [0], *SHORT, *FREQUENT, where="fsync")
@@ -176,6 +181,7 @@ def test_killed_single_goes_on(uninterrupted, tmp_path):
     assert_equal_bits(run, uninterrupted("single", 1))
 
 
+@pytest.mark.slow
 def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
     run, _ = interrupt("ddp", tmp_path, 2, 3, signal.SIGKILL, None)
     assert not list(run.glob("checkpoints/*.pt"))
@@ -186,10 +192,12 @@ def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--accumulate-steps", "3", "--optimizer", "adamw", "--lr", "0.002"),
-        ("--zero", "--optimizer", "adamw", "--lr", "0.002"),
-        ("--amp", "fp16", "--clip-grad-norm", "0.5"),
-        ("--global-batch-size", "50"),
+        ["--accumulate-steps", "3", "--optimizer", "adamw", "--lr", "0.002"],
+        *slow(
+            ["--zero", "--optimizer", "adamw", "--lr", "0.002"],
+            ["--amp", "fp16", "--clip-grad-norm", "0.5"],
+            ["--global-batch-size", "50"],
+        ),
     ],
     ids=["accumulate-adamw", "zero-adamw", "fp16", "remainder"],
 )
@@ -238,6 +246,7 @@ def test_sharded_and_whole_optimizers_read_each_other(uninterrupted, tmp_path, f
     assert losses(run) == pytest.approx(losses(uninterrupted("ddp", 2, *SHORT)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
     whole = uninterrupted("ddp", 2)
     middle = max((whole / "checkpoints").glob("step-*.pt"))
@@ -316,6 +325,7 @@ ENDLESS = (
 )
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher(tmp_path):
     job = local("ddp", 2, 1, *words_for(tmp_path, "real", *ENDLESS))
     job.wait_for_step(tmp_path / "real", 9)
@@ -387,6 +397,7 @@ ctypes.CDLL = CDLL
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "without", [None, pytest.param(without_prctl, marks=pytest.mark.slow)], ids=["", "without-prctl"]
 )

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.conftest import slow
 from tests.support import (
     Interrupt,
     Ranks,
@@ -33,10 +34,8 @@ def spoilt(recipe, folder, world_size, where, ranks, *argv, name="run"):
         ("ddp", 3, [1]),
         ("scratch", 2, [0, 1]),
         ("single", 1, [0]),
-        ("apex", 2, [1]),
-        ("fsdp", 2, [1]),
-        ("tensor", 2, [1]),
         ("pipeline", 2, None),
+        *slow(("apex", 2, [1]), ("fsdp", 2, [1]), ("tensor", 2, [1])),
     ],
 )
 def test_stop_names_step_and_ranks_and_saves_nothing_bad(tmp_path, recipe, world_size, victims):
@@ -60,7 +59,7 @@ def test_stop_names_step_and_ranks_and_saves_nothing_bad(tmp_path, recipe, world
 
 @pytest.mark.parametrize(
     ("recipe", "world_size", "victims"),
-    [("ddp", 3, [2]), ("fsdp", 2, [1]), ("tensor", 2, [1]), ("scratch", 2, [1]), ("single", 1, [0])],
+    [("ddp", 3, [2]), ("single", 1, [0]), *slow(("fsdp", 2, [1]), ("tensor", 2, [1]), ("scratch", 2, [1]))],
 )
 def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, world_size, victims):
     outcome, run = spoilt(recipe, tmp_path, world_size, "loss", victims, "--on-nonfinite", "skip")
@@ -84,6 +83,7 @@ def test_all_ranks_keep_equal_weights_after_a_skip(tmp_path):
     assert largest_difference(weights(run), weights(single)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
     """Once the weights are at fault, every step is."""
     argv = ("--on-nonfinite", "skip", "--lr", "1e30", "--warmup-steps", "0")
@@ -92,6 +92,7 @@ def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
     assert "; so were the 10 before it" in outcome.outputs[0]
 
 
+@pytest.mark.slow
 def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
     """Gradients that overflow are what a loss scale is for; only a loss is looked at, where it is logged."""
     outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--amp", "fp16", "--on-nonfinite", "skip")

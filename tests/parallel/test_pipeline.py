@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import slow
 from tests.support import (
     Ranks,
     accuracies,
@@ -49,14 +50,16 @@ def optimizer_state(content):
 @pytest.mark.parametrize(
     ("world_size", "stages", "options"),
     [
-        (2, 2, ("--schedule", "gpipe", "--num-microbatches", "2")),
-        (2, 2, ("--schedule", "1f1b", "--balance", "cost")),
         (2, 2, ("--schedule", "interleaved")),
         (4, 2, ("--schedule", "gpipe", "--accumulate-steps", "2")),
-        (4, 2, ("--schedule", "1f1b")),
-        (4, 2, ("--schedule", "interleaved")),
-        (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8")),
         (2, 3, ("--split", "in-process", "--accumulate-steps", "2")),
+        *slow(
+            (2, 2, ("--schedule", "gpipe", "--num-microbatches", "2")),
+            (2, 2, ("--schedule", "1f1b", "--balance", "cost")),
+            (4, 2, ("--schedule", "1f1b")),
+            (4, 2, ("--schedule", "interleaved")),
+            (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8")),
+        ),
     ],
 )
 def test_every_step_equals_single(single, tmp_path, world_size, stages, options):
@@ -70,6 +73,7 @@ def test_a_transformer_equals_single_with_adamw_and_a_clipped_gradient(tmp_path)
     assert_equal(run, expected)
 
 
+@pytest.mark.slow
 def test_a_resnet_normalises_each_microbatch_as_single_does_each_pass(tmp_path):
     expected = train("single", tmp_path, 1, *RESNET, "--accumulate-steps", "4")
     run = train("pipeline", tmp_path, 2, *RESNET)
@@ -145,6 +149,7 @@ def images_with_a_bad_one(tmp_path):
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_a_bad_image_ends_all_ranks_or_is_counted_once(images_with_a_bad_one, tmp_path):
     words = ["--data", "imagefolder", "--data-dir", str(images_with_a_bad_one), "--runs-dir", str(tmp_path)]
     words += shlex.split("--image-size 16 --workers 0 --global-batch-size 16 --max-steps 1 --no-tensorboard")
@@ -157,6 +162,7 @@ def test_a_bad_image_ends_all_ranks_or_is_counted_once(images_with_a_bad_one, tm
     assert (4 * epoch["test_accuracy"]).is_integer()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
     words = ["--runs-dir", str(tmp_path), "--name", "full", "--epochs", "100000", "--no-tensorboard"]
     job = Ranks("pipeline", words, 2, tmp_path / "output")

@@ -10,7 +10,6 @@ import types
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.process import entry
 from recipes.probe.train import check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
@@ -110,6 +109,7 @@ def test_the_map_for_programs_is_one_write(monkeypatch):
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
 def test_spawned_ranks_refuse_in_one_line():
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **NO_GPU}
     words = ("--join", "spawn", "--nproc-per-node", "2", "--device", "cuda")
@@ -123,7 +123,6 @@ def be_horovod():
     """Stand in for Horovod, which alone tells a process its rank."""
     rank = int(os.environ.pop("RANK"))
     del os.environ["LOCAL_RANK"]
-    entry.REFUSAL_GRACE_S = 0.0
     module = types.ModuleType("horovod.torch")
     module.init, module.nccl_built = bool, bool
     module.rank = module.local_rank = lambda: rank

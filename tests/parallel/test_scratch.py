@@ -151,6 +151,7 @@ def digests_of_training(folder):
     return digests
 
 
+@pytest.mark.slow
 def test_parameters_are_the_same_bits_on_all_ranks_and_in_each_run(tmp_path):
     first, again = (in_ranks(digests_of_training, 3, tmp_path) for _ in range(2))
     assert len(first[0]) == len(set(first[0])) == 12

@@ -137,6 +137,7 @@ def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
     assert largest_difference(weights(run), weights(single)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_starter_ends_with_a_checkpoint(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
     starters.wait_for_text("epoch 1")
@@ -168,6 +169,7 @@ def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
     assert re.search(r"stopped by SIGTERM", starters.text())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     victim = 1
     starters = Starters(tmp_path, 2, 1, "--epochs", "10000")

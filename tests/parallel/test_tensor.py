@@ -14,6 +14,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.tensor.train import options
 from tests import observe
+from tests.conftest import slow
 from tests.support import (
     ROOT,
     Ranks,
@@ -55,7 +56,7 @@ def assert_same_end(run, whole):
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("replicas", "ranks"), [(2, 2), *slow((1, 2), (1, 4))])
 def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks):
     argv, whole = single
     run = train("tensor", tmp_path, replicas * ranks, *argv, "--tensor-parallel", str(ranks))
@@ -81,6 +82,7 @@ def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sampl
     assert_same_end(run, whole)
 
 
+@pytest.mark.slow
 def test_bf16_stays_close(tmp_path):
     """2^-8 is bfloat16's rounding."""
     argv = (*GPT, "--max-steps", "3", "--amp", "bf16")
@@ -127,7 +129,7 @@ def gradient_bytes(ranks):
     return 4 * (sum(sizes.values()) - split + split // ranks)
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), *slow((2, 2), (1, 4))])
 def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks):
     """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds."""
     words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")

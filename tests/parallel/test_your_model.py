@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import need_horovod
+from tests.conftest import need_horovod, slow
 from tests.support import (
     ROOT,
     Ranks,
@@ -129,7 +129,7 @@ def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
     assert last["test_rms_error"] == pytest.approx(last["test_loss"] ** 0.5)
 
 
-@pytest.mark.parametrize("broken", ["56", "57,63"], ids=["before training", "in training"])
+@pytest.mark.parametrize("broken", ["56", *slow("57,63")], ids=["before training", "in training"])
 def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder, tmp_path, broken):
     """The digest that ranks compare reads every eighth sample, 56 among them. Rank 1 meets 57 in step 5."""
     argv = ("--data", "mine:breaks", "--model", "mine:net", "--max-steps", "8", "--device", "cpu")
