@@ -2,9 +2,11 @@
 
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,31 @@ import pytest
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.lab import network
 from tests import support
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each worker begin with its share of the slow tests, a file's on one worker, first of those of clusters.
+
+    --dist worksteal cuts the list into a piece for each worker, and one that has no more takes the end of
+    another's: quick tests there fill the gaps, and nobody waits for a long one that has begun last.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            files.setdefault(item.path, []).append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
+    for path in sorted(files, key=lambda path: (path.parent.name == "cluster", len(files[path])), reverse=True):
+        min(shares, key=len).extend(files[path])
+    slow = {item for tests in files.values() for item in tests}
+    quick = iter([item for item in items if item not in slow])
+    total, left = len(items), len(items)
+    items.clear()
+    for i, share in enumerate(shares):
+        size = max(left // (len(shares) - i), len(share))
+        items += [*share, *itertools.islice(quick, size - len(share))]
+        left = total - len(items)
+    assert left == 0
 
 
 @pytest.fixture(autouse=True)
