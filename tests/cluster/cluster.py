@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,10 +83,14 @@ class Job:
 
     def field(self, name: str) -> str:
         """Return a field of scontrol show job."""
+        return self.fields(name)[0]
+
+    def fields(self, *names: str) -> list[str]:
+        """Return some of them, as they are at the same time."""
         line = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
-        match = re.search(rf" {name}=(\S*)", line)
-        assert match, line
-        return match[1]
+        found = [re.search(rf" {name}=(\S*)", line) for name in names]
+        assert all(found), line
+        return [match[1] for match in found if match]
 
     @property
     def text(self) -> str:
@@ -108,13 +111,16 @@ class Job:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for the job's end, after which no process of it may be left; return its state."""
-        deadline = time.monotonic() + timeout_s
-        while (state := self.field("JobState")) not in FINAL or self.field("Requeue") == "pending":
-            assert time.monotonic() < deadline, f"still {state}:\n{self.text}"
-            time.sleep(0.1)
+        wait_until(self.has_ended, timeout_s, lambda: f"an end of:\n{self.text}")
+        state = self.field("JobState")
         mark = f"job{self.number}"
         wait_until(lambda: not self.cluster.processes(mark), 10, f"no process of {mark} left")
         return state
+
+    def has_ended(self) -> bool:
+        """Whether it has ended for good."""
+        state, requeue = self.fields("JobState", "Requeue")
+        return state in FINAL and requeue != "pending"
 
     def complete(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for a good end; return the result line, which must be the last one."""
