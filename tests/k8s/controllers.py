@@ -12,6 +12,28 @@ DRAINED = "DisruptionTarget"
 """In place of an exit status: the pod was evicted, preempted or lost with its machine."""
 
 
+GAVE_UP = 2
+"""The status of a node that has waited RDZV_TIMEOUT_S for the head, or for its name (recipes/common/node.py)."""
+
+
+def pulled_at(image_at_s: int) -> int:
+    """Return when the kubelet has an image that its registry gives only after a while (1.32, ErrImagePull).
+
+    pkg/kubelet/images/image_manager.go, EnsureImageExists: each failed pull doubles the wait before the next one,
+    from imageBackOffPeriod, 10 s, to MaxImageBackOff, 300 s (pkg/kubelet/kubelet.go, NewMainKubelet). The pod is
+    Pending all that time: it has not failed, and nothing counts. The time of the pull itself is left out.
+    """
+    now, wait = 0, 10
+    while now < image_at_s:
+        now, wait = now + wait, min(300, 2 * wait)
+    return now
+
+
+def give_up(started_s: list[int], bound_s: int) -> dict[int, int | str]:
+    """Return the nodes that wait in vain for the head, and their status; started_s: when each container starts."""
+    return {node: GAVE_UP for node, start in enumerate(started_s) if node > 0 and started_s[0] - start > bound_s}
+
+
 class Job:
     """The Job controller (Kubernetes 1.32, pkg/controller/job) for an Indexed Job."""
 
@@ -85,3 +107,18 @@ class PyTorchJob:
         for index, status in statuses.items():
             self.restarts[index] = 0 if status == DRAINED else self.restarts[index] + 1
         return sum(self.restarts) < self.limit
+
+
+class MPIJob:
+    """The MPI operator 0.8: pods of workers stay, and the launcher alone counts."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.waits_for_workers = spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+
+    def launcher_at(self, workers_s: list[int], late_s: int) -> int:
+        """Return when the launcher's container starts, whose image comes so late after its pod was made.
+
+        pkg/controller/mpi_job_controller.go, syncHandler: with that policy the launcher's Job is made once all
+        workers are ready, however long that takes. A worker waits in sshd for the launcher without a bound.
+        """
+        return (max(workers_s) if self.waits_for_workers else 0) + late_s

@@ -2,15 +2,17 @@
 
 import pytest
 
-from k8s.manifest import KINDS, Request, render
-from tests.k8s.controllers import DRAINED, Job, PyTorchJob
+from k8s.manifest import KINDS, Request, load, render
+from tests.k8s import simulation
+from tests.k8s.controllers import DRAINED, Job, MPIJob, PyTorchJob, give_up, pulled_at
 
 NODES = 8
 ALL = range(NODES)
 
 
 def spec_of(kind, nodes=NODES):
-    documents = render(Request(kind, "ddp", "mine", nodes=nodes))
+    recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
+    documents = render(Request(kind, recipe, "mine", nodes=nodes))
     return next(one for one in documents if one["kind"] != "Service")["spec"]
 
 
@@ -85,6 +87,69 @@ def test_stops_of_a_pytorchjob_count():
     job = PyTorchJob(spec_of("pytorchjob"))
     drains = [job.fail(dict.fromkeys(ALL[1:], 143) | {0: DRAINED}) for _ in range(4)]
     assert drains == [True, True, True, False]
+
+
+# ---- nodes that start late
+
+
+@pytest.mark.parametrize(
+    ("image_at_s", "expected"), [(0, 0), (5, 10), (30, 30), (60, 70), (300, 310), (600, 610), (620, 910)]
+)
+def test_an_image_that_comes_late_is_pulled_by_the_kubelets_back_off(image_at_s, expected):
+    assert pulled_at(image_at_s) == expected
+
+
+def bound_of(kind):
+    """Return how long the pods of a kind's file wait for their head; all wait alike."""
+    [bound_s] = {
+        int(pod.env["RDZV_TIMEOUT_S"])
+        for pod in simulation.pods(kind, load(KINDS[kind].file))
+        if "RDZV_TIMEOUT_S" in pod.env
+    }
+    return bound_s
+
+
+WITH_HEAD = [kind for kind in KINDS if kind != "mpijob"]
+
+
+@pytest.mark.parametrize("kind", WITH_HEAD)
+@pytest.mark.parametrize("late", ["head", "worker", "all"])
+def test_a_node_that_starts_late_costs_no_restart(kind, late):
+    """10 minutes without a registry (the doctor: 2), for the head's pod, another, or all at different moments."""
+    outage_s = pulled_at(120 if kind == "doctor" else 600)
+    started = {"head": [outage_s, 0, 0], "worker": [0, outage_s, 0], "all": [outage_s, outage_s - 60, 10]}[late]
+    assert give_up(started, bound_of(kind)) == {}
+
+
+@pytest.mark.parametrize("kind", WITH_HEAD)
+def test_a_head_that_never_starts_ends_the_job_or_is_counted(kind):
+    """The others hold their GPUs for RDZV_TIMEOUT_S, no longer; the training operator alone starts them again."""
+    gave_up = give_up([10**6, *[0] * (NODES - 1)], bound_of(kind))
+    assert gave_up == dict.fromkeys(ALL[1:], 2)
+    if kind in JOBS:
+        job = job_of(kind)
+        assert job.fail(gave_up) == {}
+        assert job.failed == "PodFailurePolicy"
+    elif kind == "doctor":
+        spec = spec_of(kind)
+        assert Job(spec | {"podFailurePolicy": {}}).fail(gave_up) == {}
+        assert bound_of(kind) < spec["activeDeadlineSeconds"], "it says which node is missing before it is ended"
+    else:
+        job = PyTorchJob(spec_of(kind, NODES))
+        rounds = [job.fail(gave_up) for _ in range(4)]
+        assert rounds[0] is (kind == "pytorchjob"), (
+            "the elastic job allows 6 restarts, of whatever number of nodes"
+        )
+        assert rounds[-1] is False
+
+
+def test_an_mpijobs_launcher_comes_once_all_workers_are_there():
+    """However late their images are, mpirun finds them all, and no restart is used up."""
+    job = MPIJob(spec_of("mpijob"))
+    for workers in ([0, pulled_at(3600)], [pulled_at(600), 0]):
+        launcher = job.launcher_at(workers, late_s=pulled_at(100))
+        assert launcher >= max(workers)
+        assert give_up([max(workers), launcher], bound_of("mpijob")) == {}
 
 
 def test_every_kind_is_simulated_or_counted_elsewhere():
