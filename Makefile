@@ -3,7 +3,7 @@
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, COMPONENTS, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
 # ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
-# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, REGISTRY, TAG.
+# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, APT_SNAPSHOT, TORCH_INDEX, ATTEST, REGISTRY, TAG.
 # PYTHON is what .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -12,7 +12,7 @@ SHELL := /bin/bash
 $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),\
 	$(eval override $(name) := $$(value $(name)))$(eval export $(name))))
 
-.PHONY: help list setup run new shards export bench commbench plan report evidence doctor image push submit horovod compare same drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
+.PHONY: help list setup run new shards export bench commbench plan report evidence doctor image image-lock push submit horovod compare same drill slurm-up slurm-down slurm-status k8s k8s-delete test test-all lint audit format lock clean
 
 help: ## List the targets
 	@awk '/^##@ / { print "\n" substr($$0, 5) } /^#: / { printf "%18s%s\n", "", substr($$0, 4) } \
@@ -95,7 +95,11 @@ evidence: ## Run what shows the claims of these pages, and write docs/evidence.m
 ##@ Images
 
 image: ## Build the image of a recipe
-#: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... REGISTRY=... TAG=...
+#: RECIPE=ddp BASE_IMAGE=... BUILD_IMAGE=... APT_SNAPSHOT=... REGISTRY=... TAG=...
+#: ATTEST=1 REGISTRY=... builds and pushes, with SBOM and provenance
+
+image-lock: ## Resolve the base images to digests, in docker/images.lock
+	@docker/image.sh lock
 
 push: ## Push the image of a recipe
 #: RECIPE=ddp REGISTRY=registry.example.com/team TAG=1
@@ -121,6 +125,7 @@ audit: ## Ask PyPI for known vulnerabilities of the locked packages
 	@scripts/dev/audit.sh
 
 lock: ## Resolve requirements/*.in anew into requirements/*.txt, with hashes
+#: TORCH_INDEX=... TORCH="torch==2.11.0 torchvision==0.26.0" for an older CUDA
 	@scripts/dev/setup.sh dev
 	@PATH="$$PWD/.venv/bin:$$PATH" scripts/dev/lock.sh
 

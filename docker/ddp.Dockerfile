@@ -9,6 +9,10 @@ ARG BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
 # --- What all images share; the lines are the same in each, so that they also share these layers -------------------
 FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+# A snapshot of the distribution's archive, for the same packages again; without one they are today's.
+ARG APT_SNAPSHOT=
+COPY docker/apt-snapshot.sh /usr/local/sbin/
+RUN apt-snapshot.sh "$APT_SNAPSHOT"
 # g++ and Python's headers are for --compile, which makes code while it trains; libibverbs1 and its providers for NCCL,
 # which goes over TCP without them and does not say so.
 # hadolint ignore=DL3008
@@ -28,9 +32,13 @@ RUN if [ -n "$EFA_INSTALLER" ]; then \
         && (cd /tmp/aws-efa-installer && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify) \
         && ldconfig && rm -rf /tmp/efa.tar.gz /tmp/aws-efa-installer /var/lib/apt/lists/*; \
     fi
-COPY requirements/run.txt /tmp/run.txt
+# Another lock, such as run-cu128.txt, and the index that its torch is on (docker/README.md).
+ARG LOCK=run.txt
+ARG TORCH_INDEX=
+COPY requirements/${LOCK} /tmp/run.txt
 RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/venv \
-    && /opt/venv/bin/python -m pip install --require-hashes --requirement /tmp/run.txt \
+    && /opt/venv/bin/python -m pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+        --require-hashes --requirement /tmp/run.txt \
     && rm /tmp/run.txt
 # An ordinary user, who may be someone else (docker run --user): what finds its way by HOME or USER finds it then, too.
 RUN useradd --uid 10001 --user-group --create-home --shell /bin/bash --password '*' trainer

@@ -4,7 +4,10 @@
 #   docker/image.sh build ddp
 #   BASE_IMAGE=ubuntu:24.04 docker/image.sh build horovod          an image for machines without GPUs
 #   EFA_INSTALLER=1.43.2 EFA_SHA256=... docker/image.sh build ddp   for AWS: with libfabric and aws-ofi-nccl
+#   TORCH_INDEX=https://download.pytorch.org/whl/cu128 docker/image.sh build ddp   by requirements/run-cu128.txt (make lock)
 #   REGISTRY=registry.example.com/team TAG=1 docker/image.sh push ddp
+#   docker/image.sh lock            base images by digest: docker/images.lock, which build reads where BASE_IMAGE is not set
+#   ATTEST=1 REGISTRY=registry.example.com/team docker/image.sh build ddp   build and push, with SBOM and provenance
 #
 # The last line of a success: `image: NAME:TAG, 6612 MB, revision ...`. TAG is latest where it is not set; BUILD_IMAGE,
 # which compiles, is BASE_IMAGE where that is set.
@@ -19,6 +22,19 @@ refuse() {
 }
 
 action=${1:-} recipe=${2:-}
+locked=docker/images.lock
+if [[ $action == lock ]]; then
+    docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install Docker with buildx, or set DOCKER"
+    lines=()
+    while read -r variable image; do
+        digest=$("$docker" buildx imagetools inspect --format '{{.Manifest.Digest}}' "$image") ||
+            refuse "the registry does not tell the digest of $image; its reason is above (docker buildx is needed)"
+        [[ $digest =~ ^sha256:[0-9a-f]{64}$ ]] || refuse "no digest of $image: buildx says '$digest'"
+        lines+=("$variable=$image@$digest")
+    done < <(sed -nE 's/^ARG ((BASE|BUILD)_IMAGE)=(\S+)$/\1 \3/p' docker/apex.Dockerfile)
+    printf '%s\n' "${lines[@]}" | tee "$locked"
+    exit
+fi
 [[ $action == build || $action == push ]] || refuse "usage: docker/image.sh build|push RECIPE"
 [[ $recipe =~ ^[a-z0-9_]+$ && -f recipes/$recipe/train.py ]] || refuse "there is no recipe '$recipe'; make list shows all"
 docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install Docker (Debian: docker.io), or set DOCKER"
@@ -35,9 +51,19 @@ if [[ $action == push ]]; then
         refuse "there is no image $name; make image RECIPE=$recipe REGISTRY=$REGISTRY${TAG:+ TAG=$TAG} builds it"
     exec "$docker" push "$name"
 fi
+# What is attested goes with the image to its registry: the engine's own store and its builder have no place for it.
+if [[ -n ${ATTEST:-} ]]; then
+    driver=$("$docker" buildx inspect 2>/dev/null | awk '$1 == "Driver:" { print $2 }') || driver=
+    [[ -n $driver && $driver != docker ]] ||
+        refuse "ATTEST needs a builder with a container: docker buildx create --use --driver docker-container"
+    [[ -n ${REGISTRY:-} ]] || refuse "ATTEST pushes the image: REGISTRY=registry.example.com/team"
+fi
 
 revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
 arguments=(--build-arg "REVISION=$revision")
+if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
+    BASE_IMAGE=$(sed -n 's/^BASE_IMAGE=//p' "$locked") BUILD_IMAGE=${BUILD_IMAGE:-$(sed -n 's/^BUILD_IMAGE=//p' "$locked")}
+fi
 if [[ -n ${BASE_IMAGE:-} ]]; then
     arguments+=(--build-arg "BASE_IMAGE=$BASE_IMAGE")
     BUILD_IMAGE=${BUILD_IMAGE:-$BASE_IMAGE}
@@ -47,6 +73,15 @@ if [[ -n ${EFA_INSTALLER:-} ]]; then
         refuse "EFA_INSTALLER without the SHA-256 of aws-efa-installer-$EFA_INSTALLER.tar.gz; EFA_SHA256=..., from sha256sum"
     arguments+=(--build-arg "EFA_INSTALLER=$EFA_INSTALLER" --build-arg "EFA_SHA256=$EFA_SHA256")
 fi
+if [[ -n ${APT_SNAPSHOT:-} ]]; then arguments+=(--build-arg "APT_SNAPSHOT=$APT_SNAPSHOT"); fi
+if [[ -n ${TORCH_INDEX:-} ]]; then
+    [[ -n ${BASE_IMAGE:-} ]] ||
+        refuse "TORCH_INDEX needs a base of the same CUDA, such as BASE_IMAGE=nvidia/cuda:12.8.1-base-ubuntu24.04"
+    lock=run-${TORCH_INDEX##*/}.txt
+    [[ -f requirements/$lock ]] ||
+        refuse "there is no requirements/$lock; make lock TORCH_INDEX=$TORCH_INDEX TORCH=\"torch==... torchvision==...\" makes it"
+    arguments+=(--build-arg "TORCH_INDEX=$TORCH_INDEX" --build-arg "LOCK=$lock")
+fi
 # ddp's has nothing to compile.
 if [[ -n ${BUILD_IMAGE:-} && $image != ddp ]]; then arguments+=(--build-arg "BUILD_IMAGE=$BUILD_IMAGE"); fi
 if [[ $image == horovod ]]; then
@@ -55,6 +90,14 @@ if [[ $image == horovod ]]; then
     if [[ -d $wheels ]]; then mkdir -p docker/wheels && cp -r "$wheels" docker/wheels; fi
 fi
 echo "image: building $name of docker/$image.Dockerfile (PyTorch with CUDA: about 6 GB, some minutes)"
-DOCKER_BUILDKIT=1 "$docker" build --progress=plain --file "docker/$image.Dockerfile" --tag "$name" "${arguments[@]}" . ||
-    refuse "the build failed; its last lines are above (no base image: BASE_IMAGE=ubuntu:24.04, or docker/stand-in.sh)"
+arguments+=(--progress=plain --file "docker/$image.Dockerfile" --tag "$name" .)
+failed="the build failed; its last lines are above (no base image: BASE_IMAGE=ubuntu:24.04, or docker/stand-in.sh)"
+if [[ -n ${ATTEST:-} ]]; then
+    "$docker" buildx build --push --sbom=true --provenance=mode=max "${arguments[@]}" || refuse "$failed"
+    echo "image: $name pushed with SBOM and provenance, revision $revision"
+    exit
+fi
+DOCKER_BUILDKIT=1 "$docker" build "${arguments[@]}" || refuse "$failed"
+if [[ ${BASE_IMAGE:-} != *@sha256:* ]]; then echo "image: its base is named by a tag, which can move (make image-lock)"; fi
+echo "image: no SBOM and no provenance was made (ATTEST=1)"
 echo "image: $name, $(($("$docker" image inspect --format '{{.Size}}' "$name") / 1000000)) MB, revision $revision"

@@ -1,6 +1,7 @@
 """What of docker/ can be checked without an engine: shared layers, what an image holds, each node's part."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def shared_part(path):
 def test_images_share_their_first_layers():
 
     [part] = {shared_part(path) for path in DOCKERFILES}
-    assert "requirements/run.txt" in part
+    assert "ARG LOCK=run.txt\n" in part
+    assert "COPY requirements/${LOCK} /tmp/run.txt\n" in part
 
 
 def test_images_hold_what_nccl_loads_for_rdma():
@@ -39,6 +41,153 @@ def test_an_installer_without_a_digest_is_refused():
     result = run_command("docker/image.sh", "build", "ddp", **env)
     assert result.status == 2
     assert "without the SHA-256 of aws-efa-installer-1.43.2.tar.gz" in result.errors[0]
+
+
+DIGEST = "sha256:" + "5" * 64
+RECORDED_DOCKER = f"""#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+case "$*" in
+"buildx imagetools "*) echo "${{ANSWER-{DIGEST}}}" ;;
+"buildx inspect") echo "Driver:  $DRIVER" ;;
+"image inspect "*) echo 6000000000 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what docker/image.sh reads, with a docker that notes its calls."""
+    for name in ("docker", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
+    for recipe in ("ddp", "apex"):
+        (tmp_path / "recipes" / recipe).mkdir(parents=True)
+        (tmp_path / "recipes" / recipe / "train.py").touch()
+    (tmp_path / "docker.sh").write_text(RECORDED_DOCKER)
+    (tmp_path / "docker.sh").chmod(0o755)
+    return tmp_path
+
+
+def image(folder, *argv, **env):
+    """Run docker/image.sh of a copy; return its result, and docker's last calls but looks at the image."""
+    calls = folder / "calls"
+    calls.write_text("")
+    own = {"DOCKER": str(folder / "docker.sh"), "CALLS": str(calls), "DRIVER": "docker-container"}
+    result = run_command(str(folder / "docker/image.sh"), *argv, **{**own, **env})
+    return result, [line for line in calls.read_text().splitlines() if "build " in line or "push" in line]
+
+
+def test_base_images_are_locked_by_digest(checkout):
+    result, _ = image(checkout, "lock")
+    assert result.status == 0, result.stderr
+    base, build = (f"nvidia/cuda:13.0.1-{part}-ubuntu24.04@{DIGEST}" for part in ("base", "devel"))
+    assert (checkout / "docker/images.lock").read_text() == f"BASE_IMAGE={base}\nBUILD_IMAGE={build}\n"
+    result, [call] = image(checkout, "build", "apex")
+    assert f"--build-arg BASE_IMAGE={base} --build-arg BUILD_IMAGE={build} " in call
+    assert "a tag, which can move" not in result.stdout
+    result, [call] = image(checkout, "build", "apex", BASE_IMAGE="mine:1")
+    assert "--build-arg BASE_IMAGE=mine:1 --build-arg BUILD_IMAGE=mine:1 " in call
+    assert "a tag, which can move" in result.stdout
+    result, _ = image(checkout, "lock", ANSWER="")
+    assert (result.status, len(result.errors)) == (2, 1)
+
+
+def test_an_image_is_attested_where_a_builder_can(checkout):
+    registry = {"REGISTRY": "r.example", "TAG": "1", "ATTEST": "1"}
+    result, [call] = image(checkout, "build", "ddp", **registry)
+    assert call.startswith("buildx build --push --sbom=true --provenance=mode=max ")
+    assert result.stdout.splitlines()[-1].startswith("image: r.example/cluster-recipes/ddp:1 pushed with SBOM")
+    for env, words in (({"DRIVER": "docker"}, "ATTEST needs a builder"), ({"REGISTRY": ""}, "ATTEST pushes")):
+        result, calls = image(checkout, "build", "ddp", **{**registry, **env})
+        assert (result.status, calls) == (2, [])
+        assert words in result.errors[0]
+    result, [call] = image(checkout, "build", "ddp")
+    assert call.startswith("build ")
+    assert "no SBOM and no provenance was made" in result.stdout
+
+
+def test_an_image_of_another_cuda_has_its_own_lock_and_base(checkout):
+    index = {"TORCH_INDEX": "https://download.pytorch.org/whl/cu128"}
+    based = {**index, "BASE_IMAGE": "nvidia/cuda:12.8.1-base-ubuntu24.04"}
+    for env, words in (
+        (index, "needs a base of the same CUDA"),
+        (based, "there is no requirements/run-cu128.txt"),
+    ):
+        result, calls = image(checkout, "build", "ddp", **env)
+        assert (result.status, calls) == (2, [])
+        assert words in result.errors[0]
+    (checkout / "requirements/run-cu128.txt").touch()
+    _, [call] = image(checkout, "build", "ddp", **based)
+    assert f"--build-arg TORCH_INDEX={index['TORCH_INDEX']} --build-arg LOCK=run-cu128.txt " in call
+
+
+def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    shutil.copytree(ROOT / "scripts/dev", tmp_path / "scripts/dev")
+    (tmp_path / "uv").write_text(f'#!/usr/bin/env bash\necho "$@" >{tmp_path}/call\ncat >{tmp_path}/seen\n')
+    (tmp_path / "uv").chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "TORCH_INDEX": "https://x/whl/cu126",
+        "TORCH": "torch==2.11.0 torchvision==0.26.0",
+    }
+    result = run_command(str(tmp_path / "scripts/dev/lock.sh"), **env)
+    assert result.status == 0, result.stderr
+    seen = (tmp_path / "seen").read_text()
+    assert re.findall(r"^torch.*", seen, re.MULTILINE) == ["torch==2.11.0+cu126", "torchvision==0.26.0+cu126"]
+    assert "nvidia-nvimgcodec-cu12;" in seen
+    assert "cu13" not in seen
+    call = (tmp_path / "call").read_text().split()
+    assert {"--generate-hashes", "https://x/whl/cu126", "run-cu126.txt"} <= set(call)
+    result = run_command(str(tmp_path / "scripts/dev/lock.sh"), **{**env, "TORCH": "torch"})
+    assert (result.status, len(result.errors)) == (2, 1)
+
+
+DEBIAN, UBUNTU = (
+    "http://snapshot.debian.org/archive/debian/20261101T000000Z",
+    ("https://snapshot.ubuntu.com/ubuntu/20261101T000000Z"),
+)
+
+
+@pytest.mark.parametrize(
+    ("url", "before", "after"),
+    [
+        (DEBIAN, "deb http://deb.debian.org/debian bookworm main", f"deb {DEBIAN} bookworm main"),
+        (
+            DEBIAN,
+            "URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security",
+            f"URIs: {DEBIAN}\nURIs: {DEBIAN.replace('debian/2', 'debian-security/2')}",
+        ),
+        (
+            UBUNTU,
+            "URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n"
+            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
+            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n"
+            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
+        ),
+        (UBUNTU, "deb http://deb.debian.org/debian bookworm main", None),
+        ("yesterday", "deb http://deb.debian.org/debian bookworm main", None),
+        ("", "deb http://deb.debian.org/debian bookworm main", "deb http://deb.debian.org/debian bookworm main"),
+    ],
+    ids=["list", "security", "ubuntu", "other", "none", "unset"],
+)
+def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp_path):
+    sources = tmp_path / "etc/apt/sources.list.d/x.sources"
+    sources.parent.mkdir(parents=True)
+    sources.write_text(before + "\n")
+    result = run_command("docker/apt-snapshot.sh", url, str(tmp_path))
+    if after is None:
+        assert (result.status, len(result.errors)) == (2, 1)
+        assert sources.read_text() == before + "\n"
+        return
+    assert (result.status, sources.read_text()) == (0, after + "\n"), result.stderr
+    assert (tmp_path / "etc/apt/apt.conf.d/50snapshot").exists() is bool(url)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_every_stage_takes_its_packages_from_the_snapshot(path):
+    for stage in re.split(r"^FROM (?=\$)", path.read_text(), flags=re.MULTILINE)[1:]:
+        assert "ARG APT_SNAPSHOT=\n" in stage
+        assert stage.index('apt-snapshot.sh "$APT_SNAPSHOT"') < stage.index("apt-get update")
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Let apt take a distribution's packages from a snapshot of its archive, so that a build gets the same ones again.
+#
+#   docker/apt-snapshot.sh http://snapshot.debian.org/archive/debian/20261101T000000Z [ROOT]
+#   docker/apt-snapshot.sh https://snapshot.ubuntu.com/ubuntu/20261101T000000Z
+#
+# The Dockerfiles call it with APT_SNAPSHOT; with none it does nothing. Other sources, such as NVIDIA's, stay as they are.
+set -euo pipefail
+
+url=${1:-}
+etc=${2:-}/etc/apt
+if [[ -z $url ]]; then exit; fi
+if [[ ! $url =~ ^https?://[A-Za-z0-9./:-]+/(debian|ubuntu)/[0-9]{8}T[0-9]{6}Z$ ]]; then
+    echo "error: APT_SNAPSHOT '$url' is no snapshot; such as http://snapshot.debian.org/archive/debian/20261101T000000Z" >&2
+    exit 2
+fi
+if [[ ${BASH_REMATCH[1]} == debian ]]; then
+    edits=(-e "s#https?://deb\.debian\.org/debian-security/?#${url/\/debian\//\/debian-security\/}#"
+        -e "s#https?://(deb|ftp[a-z.]*)\.debian\.org/debian/?( |\$)#$url\2#")
+else
+    edits=(-e "s#https?://([a-z.]*archive|security)\.ubuntu\.com/ubuntu/?#$url#"
+        -e "s#https?://ports\.ubuntu\.com/ubuntu-ports/?#$url#")
+fi
+mapfile -t files < <(find "$etc" -name '*.list' -o -name '*.sources')
+if ((${#files[@]})); then sed -Ei "${edits[@]}" "${files[@]}"; fi
+if ! grep -qsF "$url" "${files[@]}" /dev/null; then
+    echo "error: APT_SNAPSHOT '$url': no source in $etc is of that distribution's archive" >&2
+    exit 2
+fi
+mkdir -p "$etc/apt.conf.d"
+echo 'Acquire::Check-Valid-Until "false";' >"$etc/apt.conf.d/50snapshot" # a snapshot's lists have run out
