@@ -29,7 +29,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.metrics import add_batch
 from recipes.common.models.batchnorm import sync_batch_norm
-from recipes.common.optim import build_optimizer, optimizer_step
+from recipes.common.optim import build_optimizer, optimizer_step, places_of
 from recipes.common.options import Options, one_of, option, parse
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.process.entry import exit_status
@@ -283,15 +283,20 @@ def keep_masters(
 ) -> None:
     """Let the model's state_dict() give and load_state_dict() take the fp32 masters."""
 
+    def named_masters() -> Iterator[tuple[str, Tensor]]:
+        names = [name for name, _ in model.named_parameters()]
+        masters = zip(places_of(optimizer), master_params(optimizer), strict=True)
+        return ((names[place], master) for place, master in masters)
+
     # Apex: by itself state_dict() casts the half weights up, without the 13 bits that only the masters have, and
     # a run that resumes from it is another run.
     def give_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
+        for name, master in named_masters():
             state[name] = master.detach().float()
 
     @torch.no_grad()
     def take_masters(module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
-        for (name, _), master in zip(model.named_parameters(), master_params(optimizer), strict=True):
+        for name, master in named_masters():
             master.copy_(state[name])
 
     model.register_state_dict_post_hook(give_masters)

@@ -18,7 +18,7 @@ from recipes.common.data.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
-from recipes.common.optim import load_optimizer_state
+from recipes.common.optim import load_optimizer_state, optimizer_state
 from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
@@ -125,7 +125,7 @@ class Job:
         is_sharded = "parts" in own
         if not self.record and not is_sharded:
             return
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **own}
+        state = {"model": self.model.state_dict(), "optimizer": optimizer_state(self.optimizer), **own}
         if is_sharded:
             weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,24 @@ def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[st
     return torch.optim.SGD, {**settings, "momentum": args.momentum}
 
 
+def parameter_groups(args: Options, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return all parameters as one group; with --no-decay-norm-bias, norms and biases as another without decay.
+
+    An optimizer numbers its parameters group by group; `places` are where a group's parameters stand among all.
+    """
+    numbered = list(enumerate(parameters))
+    if args.decay_norm_bias:
+        return [{"params": [parameter for _, parameter in numbered]}]
+    # By dimensions, as nanoGPT and timm do: it holds for a shard or a stage, whatever the model calls its layers.
+    matrices = [pair for pair in numbered if pair[1].ndim > 1]
+    vectors = [pair for pair in numbered if pair[1].ndim <= 1]
+    return [
+        {"params": [p for _, p in pairs], "places": [place for place, _ in pairs], "weight_decay": decay}
+        for pairs, decay in ((matrices, args.weight_decay), (vectors, 0.0))
+        if pairs
+    ]
+
+
 def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return SGD with momentum or AdamW over the parameters."""
     make, settings = optimizer_class(args)
@@ -30,18 +49,36 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
         # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it. For
         # SGD over shards (DTensor, which has a mesh) there is none.
         settings["fused"] = True
-    return make(parameters, **settings)
+    return make(parameter_groups(args, parameters), **settings)
+
+
+def places_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return where each of the optimizer's parameters, in its own order, stands among those it was built from."""
+    places = [group.get("places", range(len(group["params"]))) for group in optimizer.param_groups]
+    return [place for own in places for place in own]
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict as a checkpoint holds it: one group of all parameters, in the model's order."""
+    content, places = optimizer.state_dict(), places_of(optimizer)
+    group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
+    state = sorted((places[number], values) for number, values in content["state"].items())
+    return {"state": dict(state), "param_groups": [{**group, "params": sorted(places)}]}
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state dict without its settings: weight decay, fused kernels and the like are those of this launch.
+    """Load what optimizer_state() returns, without its settings: groups, decay and kernels are of this launch.
 
     Raises:
         ValueError: it is of other parameters.
     """
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**group, "params": saved["params"]} for group, saved in pairs]
-    optimizer.load_state_dict({**state, "param_groups": groups})
+    places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
+    if len(saved) != len(places):
+        raise ValueError(f"its optimizer has {len(saved)} parameters, the model {len(places)}")
+    numbers = iter(range(len(places)))
+    groups = [{**g, "params": list(itertools.islice(numbers, len(g["params"])))} for g in optimizer.param_groups]
+    own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+    optimizer.load_state_dict({"state": own, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in (values or {}).items():  # None: ZeRO's, of a parameter that another rank updates
             # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.

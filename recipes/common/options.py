@@ -225,6 +225,9 @@ class TrainingOptions(DataOptions):
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
     momentum: float = option(0.9, fraction, "momentum of sgd")
     weight_decay: float = option(0.01, non_negative_float, "weight decay")
+    decay_norm_bias: bool = switch(
+        "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
+    )
     lr_schedule: str = option(
         "cosine",
         one_of("cosine", "constant"),

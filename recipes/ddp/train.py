@@ -22,7 +22,14 @@ from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.batchnorm import sync_batch_norm
-from recipes.common.optim import autocast, build_optimizer, build_scaler, optimizer_class
+from recipes.common.optim import (
+    autocast,
+    build_optimizer,
+    build_scaler,
+    optimizer_class,
+    optimizer_state,
+    parameter_groups,
+)
 from recipes.common.options import Options, one_of, option, parse, positive_float, positive_int, switch
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.process.entry import exit_status
@@ -109,7 +116,8 @@ def shard_optimizer(model: nn.Module, args: DDPOptions) -> torch.optim.Optimizer
 
     # DDP: each rank steps its share, then broadcasts it: the model's size crosses the wire once more.
     make, settings = optimizer_class(args)
-    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **settings)
+    groups = parameter_groups(args, model.parameters())
+    return ZeroRedundancyOptimizer(groups, optimizer_class=make, **settings)
 
 
 def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any] | None:
@@ -117,7 +125,7 @@ def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
     # DDP: rank 0 collects the optimizer's shards.
     with world.watch("checkpoint"):
         optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
-    return {"optimizer": optimizer.state_dict()} if world.rank == 0 else None
+    return {"optimizer": optimizer_state(optimizer)} if world.rank == 0 else None
 
 
 def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Job, Technique]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from recipes.common.errors import UserError
 from recipes.common.models.models import layers
-from recipes.common.optim import autocast
+from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options, check_divides
 
 REPEATS = 3
@@ -209,7 +209,7 @@ class Share:
             for name, module in self.named
             for key, value in module.state_dict().items()
         }
-        content = optimizer.state_dict()
+        content = optimizer_state(optimizer)
         for number, values in content["state"].items():
             content["state"][number] = {
                 key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()

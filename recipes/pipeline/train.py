@@ -354,8 +354,8 @@ def update(pipeline: Pipeline, world: Grid, job: Job, check: Check) -> None:
     """Step the optimizer of this stage's parameters if their gradients pass the check."""
     sum_tied_gradients(pipeline, world)
     if job.args.clip_grad_norm:
-        clip_gradients(pipeline, job, job.args.clip_grad_norm, world)
-    if check([parameter.grad for parameter in job.optimizer.param_groups[0]["params"]]):
+        clip_gradients(pipeline, job.args.clip_grad_norm, world)
+    if check([p.grad for p in pipeline.share.parameters if p.grad is not None]):
         job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
 
@@ -372,15 +372,14 @@ def sum_tied_gradients(pipeline: Pipeline, world: Grid) -> None:
             dist.all_reduce(gradient, group=world.mesh.get_group("pp"))
 
 
-def clip_gradients(pipeline: Pipeline, job: Job, max_norm: float, world: Grid) -> None:
+def clip_gradients(pipeline: Pipeline, max_norm: float, world: Grid) -> None:
     """Scale the gradients down to --clip-grad-norm, the norm of the whole model's; call it on all ranks."""
-    parameters = job.optimizer.param_groups[0]["params"]
     norm = nn.utils.get_total_norm([p.grad for p in pipeline.counted if p.grad is not None]).to(world.device)
     # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
     squares = norm.square()
     with world.watch("gradients"):
         dist.all_reduce(squares, group=world.mesh.get_group("pp"))
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, squares.sqrt())
+    nn.utils.clip_grads_with_norm_(pipeline.share.parameters, max_norm, squares.sqrt())
 
 
 def eval_batch_size(args: PipelineOptions, data: Data, world: Grid) -> int:

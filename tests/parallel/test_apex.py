@@ -232,7 +232,8 @@ def train_changed(change, folder, name, world_size, *argv, status=0):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_apex_is_called_as_it_expects(apex, tmp_path, level):
-    words = ("--opt-level", level, "--accumulate-steps", "2", *STEPS)
+    # Two groups of parameters: the masters come group by group.
+    words = ("--opt-level", level, "--accumulate-steps", "2", "--no-decay-norm-bias", *STEPS)
     run, events = train_changed(use_stand_in, tmp_path, "whole", 2, *words)
     assert "by apex.amp" in (tmp_path / "rank0.txt").read_text()
     assert events[:2] == [f"initialize {level}", "DistributedDataParallel"]

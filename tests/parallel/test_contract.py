@@ -302,7 +302,11 @@ def test_each_rank_draws_its_own_random_numbers(run, recipe, world_size):
         assert [line["seed"] for line in lines] == [mix(SEED, step, rank) for step in range(len(lines))]
 
 
+NO_DECAY = ("--no-decay-norm-bias", "--weight-decay", "0.5")
+"""Two groups of parameters, where a checkpoint has one."""
+
 TEXT = ("--data", "text", "--seq-len", "8", "--optimizer", "sgd", "--max-steps", "6", "--checkpoint-every", "3")
+TEXT += (*NO_DECAY, "--warmup-steps", "3")
 
 
 @pytest.fixture(scope="module")
@@ -533,10 +537,10 @@ def test_powersgd_sends_later_what_it_leaves_out(train, name):
 
 
 @with_ddp_options
-def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(run, single, name):
+def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(train, name):
     """Besides the gradients, which go around the ring, each parameter goes from its rank to the two others."""
-    path = run(BY_NAME[name], 3, "--zero")
-    assert_same_run(path, single(BY_NAME[name], 3))
+    path = train(name, 3, *LONG, "--zero")
+    assert_same_run(path, train("single", 1, *LONG))
     expected = (2 * (3 - 1) + 2) * full_bytes()
     assert expected <= sum(sent_per_step(path, 3)) <= 1.05 * expected
 
@@ -544,7 +548,8 @@ def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(run, sing
 # ---- checkpoints: a signal ends a run of one recipe, and another recipe goes on at another world size
 
 
-LONG = (*DIGITS, "--global-batch-size", "84", "--max-steps", "20", "--keep-checkpoints", "9")
+LONG = (*DIGITS, "--global-batch-size", "84", "--max-steps", "20", "--keep-checkpoints", "9", *NO_DECAY)
+LONG += ("--warmup-steps", "5", "--label-smoothing", "0.1")
 """Two epochs of 9 steps, and two steps; 84 is what a pipeline's replicas can share."""
 
 

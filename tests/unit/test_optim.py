@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipes.common.optim import build_optimizer, build_scaler, load_optimizer_state, optimizer_step
+from recipes.common.optim import (
+    build_optimizer,
+    build_scaler,
+    load_optimizer_state,
+    optimizer_state,
+    optimizer_step,
+)
 from recipes.common.seeding import choose_kernels
 from recipes.single import train as single
 
@@ -117,3 +123,40 @@ def test_tf32_is_for_convolutions_unless_told_otherwise(argv, expected, tf32):
     assert args.as_dict()["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # in config.json
     choose_kernels(args)
     assert tf32() == expected
+
+
+NO_DECAY = ["--no-decay-norm-bias", "--weight-decay", "0.5", "--momentum", "0.9", "--lr", "0.1"]
+
+
+def small_model():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3))
+
+
+def test_norms_and_biases_do_not_decay():
+    model = small_model()
+    optimizer = build_optimizer(single.options(NO_DECAY), model.parameters())
+    for parameter in model.parameters():
+        nn.init.ones_(parameter).grad = torch.zeros_like(parameter)
+    optimizer.step()
+    left = {name: parameter.unique().item() for name, parameter in model.named_parameters()}
+    decayed = {name for name, value in left.items() if value == pytest.approx(1 - 0.1 * 0.5)}
+    assert decayed == {"0.weight", "3.weight"}
+    assert {left[name] for name in left.keys() - decayed} == {1.0}
+
+
+def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
+    parameters = [*small_model().parameters()]
+    settings = [NO_DECAY[1:], NO_DECAY]
+    optimizers = [build_optimizer(single.options(argv), parameters) for argv in settings]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number)
+        optimizers[1].state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
+    content = optimizer_state(optimizers[1])
+    (group,) = content["param_groups"]
+    assert [*content["state"]] == group["params"] == [*range(6)]
+    assert "places" not in group
+    for optimizer in optimizers:
+        optimizer.state.clear()
+        load_optimizer_state(optimizer, content)
+        assert [optimizer.state[p]["momentum_buffer"].mean().item() for p in parameters] == [*range(6)]
+        assert optimizer_state(optimizer)["state"].keys() == content["state"].keys()

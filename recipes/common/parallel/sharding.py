@@ -16,6 +16,7 @@ from recipes.common import loop
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.job import Job
+from recipes.common.optim import optimizer_state
 from recipes.common.world.agreement import Slot, map_tree
 from recipes.common.world.peers import Peers
 
@@ -53,7 +54,7 @@ def gather_state(job: Job) -> dict[str, Any] | None:
         return value.cpu() if job.peers.rank == 0 else value.new_empty(0)
 
     with job.peers.watch("checkpoint"):
-        own = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        own = {"model": job.model.state_dict(), "optimizer": optimizer_state(job.optimizer)}
         state = map_tree(own, Tensor, gather)
     return state if job.peers.rank == 0 else None
 
@@ -104,7 +105,7 @@ def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: 
                 place += part.nbytes
         return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "pieces": pieces}
 
-    own = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    own = {"model": job.model.state_dict(), "optimizer": optimizer_state(job.optimizer)}
     return {**map_states(own, job.model, refer), "parts": parts}
 
 

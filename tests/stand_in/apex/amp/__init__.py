@@ -72,10 +72,11 @@ def _give_float(module, state, prefix, metadata):
 def _make_masters(optimizer):
     if State.masters:
         return
-    group = optimizer.param_groups[0]
-    State.halves = list(group["params"])
-    State.masters = [half.detach().clone().float().requires_grad_() for half in State.halves]
-    group["params"] = list(State.masters)
+    for group in optimizer.param_groups:
+        masters = [half.detach().clone().float().requires_grad_() for half in group["params"]]
+        State.halves = [*State.halves, *group["params"]]
+        State.masters = [*State.masters, *masters]
+        group["params"] = masters
 
 
 @contextlib.contextmanager
