@@ -8,17 +8,24 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.models.models import layers
 from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options, check_divides
+from recipes.common.world.agreement import run_on_all_ranks
+from recipes.pipeline.grid import Grid
+from recipes.pipeline.options import PARTS_PER_STAGE, PipelineOptions
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The loss of outputs and targets, scaled as its gradients need it."""
 
 REPEATS = 3
 """Runs of each layer when its cost is measured; the fastest counts."""
@@ -120,6 +127,30 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
         )
         for a, b in itertools.pairwise(bounds)
     ]
+
+
+def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
+    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
+    count = world.stages * PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else args.stages
+    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
+    sample = data.input.zeros(size if args.balance == "cost" else 1)
+
+    def cut() -> list[Part] | None:
+        return plan_parts(model, count, args.balance, args, sample.to(world.device)) if world.rank == 0 else None
+
+    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
+    # shapes of the parts, some hundred bytes.
+    parts = run_on_all_ranks(cut, world)
+    with world.watch("model"):
+        fields = world.broadcast_object([vars(part) for part in parts or []])
+    return [Part(**own) for own in fields]
+
+
+def describe(parts: list[Part], args: PipelineOptions, world: Grid) -> str:
+    """Return which layers lie where, a line each."""
+    stages = [f"stage {number % world.stages}" for number in range(len(parts))]
+    owners = stages if args.split == "ranks" else [str(device) for device in world.devices]
+    return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
 
 
 def measure(sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed: bool) -> list[_Measured]:

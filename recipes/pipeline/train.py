@@ -10,194 +10,50 @@ schedule), https://arxiv.org/abs/2104.04473.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Spec, Split
-from recipes.common.errors import UserError
+from recipes.common.data import EVAL_BATCH_SIZE, Data
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, train_epochs
 from recipes.common.models.batchnorm import check_groups, group_batch_norm
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, one_of, option, parse, positive_int
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC
+from recipes.common.options import parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
-from recipes.common.watch.watch import bound_of_group, bound_of_waits
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.world.world import NO_PICKLE, World, connected_world, grid_mesh
-from recipes.pipeline.partition import (
-    Part,
-    PartModule,
-    Share,
-    check_microbatches,
-    merge_shares,
-    plan_parts,
-    tied_parameters,
-)
+from recipes.common.world.world import NO_PICKLE, World, connected_world
+from recipes.pipeline import partition
+from recipes.pipeline.grid import Grid, build_grid, read_batches, sum_over_replicas, sync_buffers, wrap
+from recipes.pipeline.in_process import InProcessPipeline
+from recipes.pipeline.options import PipelineOptions, check_replicas, count_stages
+from recipes.pipeline.partition import Loss, Part, PartModule, Share, merge_shares, tied_parameters
 
 # One line reports a lost neighbour (entry.py); torch would log the whole interleaved schedule besides.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""The loss of outputs and targets, scaled as its gradients need it."""
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
 }
-PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""Interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
-
-
-@dataclass(frozen=True)
-class PipelineOptions(Options):
-    """Pipeline."""
-
-    stages: int = option(2, positive_int, "devices that a replica spans", "P")
-    num_microbatches: int = option(4, positive_int, "equal pieces of a replica's batch", "M")
-    schedule: str = option(
-        "1f1b",
-        one_of(*SCHEDULES),
-        "gpipe: all forward passes first; 1f1b: alternating, at most P microbatches in memory; interleaved: 1f1b "
-        "with two parts a stage",
-    )
-    split: str = option(
-        "ranks",
-        one_of("ranks", "in-process"),
-        "ranks: a process for each stage; in-process: the whole model in each process, on P devices",
-    )
-    balance: str = option(
-        "parameters",
-        one_of("parameters", "cost"),
-        "what the parts have in equal amounts: parameters, or cost (time measured on a microbatch)",
-    )
-
-    def check(self) -> None:
-        """Raise UserError where options do not combine."""
-        super().check()
-        microbatches, stages = self.num_microbatches, self.stages
-        rounds = max(1, microbatches // stages)
-        if self.on_nonfinite != "stop":
-            raise UserError(f"--on-nonfinite {self.on_nonfinite}: a stage sees its own gradients only; use stop")
-        if self.amp == "fp16":
-            raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
-        if self.sync_batchnorm:
-            raise UserError(
-                "--sync-batchnorm: a pipeline normalises each microbatch by itself; use --batchnorm-group"
-            )
-        if self.split == "ranks" and self.schedule == "1f1b" and microbatches < stages:
-            fix = f"use at least {stages}, or --schedule gpipe"
-            raise UserError(f"--num-microbatches {microbatches} are too few for 1f1b with {stages} stages; {fix}")
-        if self.split == "ranks" and self.schedule == "interleaved" and (stages < 2 or microbatches % rounds):
-            fix = f"use 2 stages or more and --num-microbatches {max(2, stages) * rounds}"
-            raise UserError(f"--schedule interleaved: {microbatches} microbatches for {stages} stages; {fix}")
 
 
 def options(argv: Sequence[str] | None = None) -> PipelineOptions:
     """Return the options of this recipe; raises UserError for what cannot work."""
     return parse(PipelineOptions, "pipeline", __doc__, argv)
-
-
-@dataclass(frozen=True)
-class Grid(World):
-    """This process among the others, at its place in the (dp, pp) mesh: rank = replica * stages + stage."""
-
-    devices: list[torch.device]
-    """This process's own: one, or with --split in-process one for each part of the model."""
-    mesh: DeviceMesh
-    first_replica: dist.ProcessGroup
-    """A gloo group of replica 0, whose state a checkpoint holds."""
-    replica: int
-    replicas: int
-    """Copies of the model, among which DDP shares out the batch."""
-    stage: int
-    stages: int
-    """Processes that a replica spans: 1 with --split in-process."""
-
-
-def count_stages(args: PipelineOptions) -> int:
-    """Return how many processes a replica spans; one that is split within its process takes one."""
-    return 1 if args.split == "in-process" else args.stages
-
-
-def check_replicas(world_size: int, stages: int) -> None:
-    """Raise UserError where the processes do not make up whole replicas."""
-    if world_size % stages:
-        below = world_size // stages * stages
-        either = f"{below} or {below + stages}" if below else f"{stages}"
-        raise UserError(
-            f"--stages {stages} needs a multiple of {stages} processes, got {world_size}; "
-            f"start {either}, or give --stages {world_size}"
-        )
-
-
-def build_grid(args: PipelineOptions, world: World) -> Grid:
-    """Find this process's place among the others; call it on all ranks, with the same options."""
-    stages = count_stages(args)
-    first, count = world.device.index, args.stages // stages  # no index for the CPU
-    devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(count)]
-    # Pipeline: the world is a grid of replicas x stages, with a group for each column (one stage's gradients)
-    # and each row (a replica's activations).
-    grid = torch.arange(world.world_size).view(-1, stages)
-    timeout = bound_of_group(bound_of_waits(args), world.device.type)
-    mesh = grid_mesh(args, world, stages, ("dp", "pp"))
-    first_replica = dist.new_group(grid[0].tolist(), timeout=timeout, backend="gloo")
-    replica, stage = divmod(world.rank, stages)
-    own: dict[str, Any] = {"devices": devices, "mesh": mesh, "first_replica": first_replica}
-    place: dict[str, Any] = {"replica": replica, "replicas": len(grid), "stage": stage, "stages": stages}
-    return Grid(**vars(world), **own, **place)
-
-
-def plan(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
-    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
-    count = world.stages * PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else args.stages
-    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
-    sample = data.input.zeros(size if args.balance == "cost" else 1)
-
-    def cut() -> list[Part] | None:
-        return plan_parts(model, count, args.balance, args, sample.to(world.device)) if world.rank == 0 else None
-
-    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
-    # shapes of the parts, some hundred bytes.
-    parts = run_on_all_ranks(cut, world)
-    with world.watch("model"):
-        fields = world.broadcast_object([vars(part) for part in parts or []])
-    return [Part(**own) for own in fields]
-
-
-def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
-    """Return a part of the model with gradients that are averaged over the replicas."""
-    # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
-    # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
-    return DistributedDataParallel(
-        module,  # no device_ids: a part lies where it lies, in-process even on several devices
-        process_group=world.mesh.get_group("dp"),
-        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
-        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-    )
 
 
 class RankPipeline:
@@ -274,52 +130,6 @@ class RankPipeline:
         return cast("Tensor | None", self.forward_schedule.step(*given))
 
 
-class SplitModel(nn.Module):
-    """The parts of a model on devices of one process."""
-
-    def __init__(self, parts: list[PartModule], num_microbatches: int) -> None:
-        super().__init__()
-        self.parts, self.num_microbatches = nn.ModuleList(parts), num_microbatches
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map inputs on the first device to the model's output on the last."""
-        outputs = []
-        # Pipeline: kernels are queued, not waited for: while one device works on a microbatch, the device before
-        # it has begun the next one.
-        for data in inputs.tensor_split(self.num_microbatches):
-            for part in self.parts:
-                data = part(data.to(cast(PartModule, part).device, non_blocking=True))
-            outputs.append(data)
-        return torch.cat(outputs)
-
-
-class InProcessPipeline:
-    """--split in-process: each process has the whole model, its parts on devices of their own."""
-
-    def __init__(
-        self, model: nn.Module, parts: list[Part], args: PipelineOptions, data: Data, world: Grid, loss: Loss
-    ) -> None:
-        self.world, self.loss = world, loss
-        # Pipeline: part i lies on this process's i-th device; on a CPU all of them are the same one.
-        placed = zip(parts, world.devices, strict=True)
-        self.share = Share(model, [PartModule(model, part, args, device) for part, device in placed])
-        self.tied, self.counted = list[nn.Parameter](), self.share.parameters
-        self.split = SplitModel(self.share.modules, args.num_microbatches)
-        self.ddp = wrap(self.split, world)
-
-    def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
-        """Run one pass; return the loss."""
-        # DDP: gradients are exchanged only in the last of the accumulated passes.
-        with contextlib.nullcontext() if exchange else self.ddp.no_sync():
-            loss = self.loss(self.ddp(inputs), targets)
-            loss.backward()
-        return loss.detach().to(self.world.device)
-
-    def output(self, inputs: Tensor) -> Tensor | None:
-        """Run one forward pass; return the model's output."""
-        return cast(Tensor, self.split(inputs)).to(self.world.device)
-
-
 Pipeline = RankPipeline | InProcessPipeline
 
 
@@ -333,21 +143,6 @@ def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, 
         pipeline.forward_backward(*blank, exchange=True)
     for parameter in pipeline.share.parameters:
         parameter.grad = None
-
-
-def read_batches(world: Grid, target: Spec, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-    """Yield the batches of a replica's shares, of which only its first stage has the inputs.
-
-    Call it on all ranks of a replica.
-    """
-    filled = (share for share in shares if len(share))
-    nothing = ((torch.empty(len(i), 0), target.zeros(len(i))) for i in filled)
-    for inputs, targets in split.batches(filled, epoch) if world.stage == 0 else nothing:
-        targets = targets.to(world.device).contiguous()
-        # Pipeline: only a replica's first stage reads data; targets go to the others, of a label 8 bytes a sample.
-        with world.watch("labels"):
-            dist.broadcast(targets, group=world.mesh.get_group("pp"), group_src=0)
-        yield inputs, targets
 
 
 def update(pipeline: Pipeline, world: Grid, job: Job, check: Check) -> None:
@@ -400,22 +195,6 @@ def predict(pipeline: Pipeline, batch_size: int, world: Grid, inputs: Tensor) ->
     return None if output is None else output[: batch_size - missing]
 
 
-def sync_buffers(pipeline: Pipeline, world: Grid) -> None:
-    """Give all replicas the batch-norm statistics of replica 0: each has those of its own microbatches."""
-    for module in pipeline.share.modules:
-        for buffer in module.buffers():
-            # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
-            with world.watch("evaluation"):
-                dist.broadcast(buffer, group=world.mesh.get_group("dp"), group_src=0)
-
-
-def sum_over_replicas(world: Grid, tensor: Tensor) -> None:
-    """Overwrite a tensor of this stage by its sum over the replicas."""
-    # DDP: an all-reduce within this stage's column of the mesh.
-    with world.watch("statistics"):
-        dist.all_reduce(tensor, group=world.mesh.get_group("dp"))
-
-
 def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> dict[str, Any] | None:
     """Put all weights into rank 0's model and return the whole optimizer's state there; call it on all ranks."""
     # A stage sees its own gradients alone, and rank 0 not those of others. Other errors spoil no weights.
@@ -432,25 +211,18 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> dict[str, Any] | 
     return {"optimizer": merge_shares(job.model, gathered)} if gathered else None
 
 
-def describe(parts: list[Part], args: PipelineOptions, world: Grid) -> str:
-    """Return which layers lie where, a line each."""
-    stages = [f"stage {number % world.stages}" for number in range(len(parts))]
-    owners = stages if args.split == "ranks" else [str(device) for device in world.devices]
-    return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
-
-
 def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     """Train as the options say; call it on all ranks."""
     choose_kernels(args)
     data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
     grid = build_grid(args, world)
     run_on_all_ranks(
-        lambda: check_microbatches(args, args.num_microbatches, grid.replicas, len(data.train)), world
+        lambda: partition.check_microbatches(args, args.num_microbatches, grid.replicas, len(data.train)), world
     )
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_model(args, data), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
-    parts = plan(model, args, data, grid)
+    parts = partition.agree_on_parts(model, args, data, grid)
 
     def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss whose gradient, summed over microbatches and averaged by DDP, is the global mean's."""
@@ -481,14 +253,14 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
         update=partial(update, pipeline, grid),
         shard=lambda indices: shard(indices, grid.replica, grid.replicas),
         read_batches=partial(read_batches, grid, data.target),
-        sync_buffers=partial(sync_buffers, pipeline, grid),
+        sync_buffers=partial(sync_buffers, pipeline.share.modules, grid),
         sum_statistics=partial(sum_over_replicas, grid),
         gather_state=partial(gather_state, pipeline, grid, job),
     )
     # DDP: rank 0 reads the checkpoint and broadcasts it.
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
     begin_run(job, pipeline.share.of_checkpoint)
-    job.say(describe(parts, args, grid))
+    job.say(partition.describe(parts, args, grid))
     train_epochs(job, technique)
     job.finish()
 

@@ -16,6 +16,9 @@ TRAINING = [name for name in RECIPES if name != "probe"]
 """The probe reports which process is which, and trains nothing."""
 WORLD, LOOP = (ROOT / "recipes" / "common" / name for name in ("world/world.py", "loop.py"))
 FILES = sorted(ROOT.glob("recipes/**/*.py"))
+TECHNIQUES = [path for path in ROOT.glob("recipes/*/*.py") if path.name not in ("__init__.py", "minimal.py")]
+TECHNIQUES = sorted(path for path in TECHNIQUES if path.parent.name != "common")
+"""Each train.py, and the files beside it."""
 PARALLEL = ("torch.distributed", "horovod", "apex", "mpi4py")
 SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
 
@@ -211,7 +214,7 @@ COLLECTIVES = (
 )
 
 
-@pytest.mark.parametrize("path", [*sorted(ROOT.glob("recipes/*/train.py")), WORLD, LOOP], ids=identify)
+@pytest.mark.parametrize("path", [*TECHNIQUES, WORLD, LOOP], ids=identify)
 def test_every_collective_says_what_crosses_the_wire(path):
     """Each use of a collective stands below a comment that begins with the technique, in the same function."""
     lines = path.read_text().splitlines()
@@ -253,8 +256,9 @@ def test_no_six_lines_stand_in_two_recipes():
     tests = ROOT.glob("tests/parallel/test_*.py")
     copies = {path.stem.removeprefix("test_") for path in tests if "Made by `make new`" in path.read_text()[:300]}
     seen = {}
-    for name in set(RECIPES) - copies:
-        for lines in definitions(ROOT / "recipes" / name / "train.py"):
+    for path in TECHNIQUES:
+        name = path.parent.name
+        for lines in definitions(path) if name not in copies else ():
             for block in {tuple(lines[i : i + 6]) for i in range(len(lines) - 5)}:
                 seen.setdefault(block, set()).add(name)
     assert {block: names for block, names in seen.items() if len(names) > 1} == {}
@@ -265,6 +269,7 @@ WAITS += ("averages", "wrap", "build", "broadcast_parameters", "allreduce", "syn
 WAITS += ("sum_tensor", "broadcast_tensor", "finish_vote")
 """Calls that wait for other ranks, or that read from a GPU what NCCL has yet to deliver."""
 WATCHED_BY_CALLERS = ("wrap", "__init__", "get_params", "all_reduce")
+WATCHED_BY_CALLERS += ("build_shards", "_synchronize")  # these wait for this rank's own work alone
 WATCHED_BY_CALLERS += (
     "begin_vote",
     "gather_objects",
@@ -290,7 +295,7 @@ def unwatched_waits(node, function="", is_watched=False):
         yield from unwatched_waits(child, function, is_watched)
 
 
-WAITING = [ROOT / "recipes" / name / "train.py" for name in sorted({*TRAINING} - {"single", "dataparallel"})]
+WAITING = [path for path in TECHNIQUES if path.parent.name not in ("single", "dataparallel", "probe")]
 
 
 @pytest.mark.parametrize("path", [*WAITING, LOOP], ids=identify)
