@@ -1,14 +1,19 @@
-"""Data for jobs that only have to be training: `--data tests.slow_data:images`. They sleep most of the time."""
+"""Data for jobs that only have to be training: `--data tests.slow_data:images`. They sleep most of the time.
 
+Until the file SLOW_UNTIL exists, if it names one: a job that has seen what it was to see comes to its end quickly.
+"""
+
+import os
 import time
 
 import torch
 
 
 class SlowImages(torch.utils.data.Dataset):
-    """Images and classes; each takes 2 ms without the processor: a step of 64 images on two ranks 64 ms."""
+    """Images and classes; each takes some time without the processor."""
 
-    def __init__(self, count):
+    def __init__(self, count, seconds):
+        self.seconds = seconds
         generator = torch.Generator().manual_seed(0)
         self.images = torch.rand(count, 1, 8, 8, generator=generator)
 
@@ -16,9 +21,21 @@ class SlowImages(torch.utils.data.Dataset):
         return len(self.images)
 
     def __getitem__(self, i):
-        time.sleep(0.002)
+        if not os.path.exists(os.environ.get("SLOW_UNTIL", "")):
+            time.sleep(self.seconds)
         return self.images[i], torch.tensor(i % 10)
 
 
+def of(seconds):
+    splits = {"train": SlowImages(128, seconds), "test": SlowImages(20, seconds)}
+    return {**splits, "target": "class", "num_classes": 10}
+
+
 def images():
-    return {"train": SlowImages(128), "test": SlowImages(20), "target": "class", "num_classes": 10}
+    """A step of 64 images takes two ranks 64 ms."""
+    return of(0.002)
+
+
+def slower_images():
+    """Ten times as long."""
+    return of(0.02)

@@ -26,17 +26,24 @@ from tests.support import (
 
 pytestmark = pytest.mark.slow
 
-LONG = ("--epochs", "40", "--deterministic")
-"""Some seconds of training."""
+LONG = ("--data", "tests.slow_data:slower_images", "--global-batch-size", "16")
+LONG += ("--epochs", "12", "--deterministic")
+"""96 steps of 0.2 s, in which the cores are free, until go_on()."""
+
+
+def go_on(folder):
+    """Let what is left of a LONG run take no time."""
+    (folder / "end").touch()
 
 
 @pytest.fixture
-def submit(cluster):
+def submit(cluster, tmp_path):
     """Return a function that starts slurm.submit where the cluster's commands are in PATH."""
 
     def start(*arguments):
         command = [sys.executable, "-m", "slurm.submit", *arguments]
-        return Command(*command, **cluster.environment, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+        env = {**cluster.environment, "OMP_NUM_THREADS": "1", "SLOW_UNTIL": str(tmp_path / "end")}
+        return Command(*command, **env, PYTHONUNBUFFERED="1")
 
     return start
 
@@ -60,7 +67,8 @@ def wait_for_log(command, step, run):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A run that nobody interrupts: two ranks."""
-    return train("ddp", tmp_path_factory.mktemp("undisturbed"), 2, *LONG)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return train("ddp", folder, 2, *LONG, SLOW_UNTIL=str(folder))
 
 
 def test_map(submitted):
@@ -99,7 +107,7 @@ def check_resumed(run, undisturbed, starts=2):
     launches = json.loads((run / "config.json").read_text())["launches"]
     assert len(launches) == starts
     assert launches[0]["step"] == 0
-    assert 0 < launches[1]["step"] < 880
+    assert 0 < launches[1]["step"] < 96
 
 
 def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster, submit, tmp_path, undisturbed):
@@ -110,11 +118,13 @@ def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster,
         "ddp", "--nodes", "2", "--cpus-per-task", "8", "--time", "5", "--",
         *words_for(tmp_path, run.name, *LONG),
     )  # fmt: skip
-    wait_for_log(command, 60, run)
+    wait_for_log(command, 6, run)
     node = cluster.run("squeue", "--noheader", "--jobs", job_id(command), "--format", "%B").strip()
     cluster.run(
         "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     )
+    wait_until(lambda: "resumed from" in command.text, TIMEOUT_S, lambda: command.text)
+    go_on(tmp_path)
     done = command.wait(gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGUSR1: wrote" in done.stdout
@@ -128,8 +138,10 @@ def test_a_job_that_an_operator_requeues_goes_on(cluster, submit, tmp_path, undi
     """Slurm sends TERM, and no callback of submitit's runs."""
     run = tmp_path / "requeued"
     command = submit("ddp", "--nodes", "2", "--time", "5", "--", *words_for(tmp_path, run.name, *LONG))
-    wait_for_log(command, 60, run)
+    wait_for_log(command, 6, run)
     cluster.run("scontrol", "requeue", job_id(command))
+    wait_until(lambda: "resumed from" in command.text, TIMEOUT_S, lambda: command.text)
+    go_on(tmp_path)
     done = command.wait(gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGTERM: wrote" in done.stdout
@@ -143,13 +155,14 @@ def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
     shape = ("ddp", "--nodes", "2", "--time", "5", "--max-requeues", "0")
     words = words_for(tmp_path, run.name, *LONG)
     command = submit(*shape, "--", *words)
-    wait_for_log(command, 60, run)
+    wait_for_log(command, 6, run)
     cluster.run("scancel", "--signal=USR1", job_id(command))
     done = command.wait(gone_within_s=15)
     assert done.status == 1
     assert "error: the job was stopped before its end, and --max-requeues allows no more" in done.stdout
     assert re.fullmatch(r"error: job \d+ ended before the run was complete \(FAILED\); all .*", *done.errors)
     assert not (run / "result.json").exists()
+    go_on(tmp_path)
     done = submitted(*shape, "--", *words, "--resume", "auto")
     assert done.status == 0, done.stdout + done.stderr
     check_resumed(run, undisturbed)
