@@ -170,20 +170,31 @@ def test_two_containers_give_the_losses_of_single(ddp_image, folder):
 
 @pytest.mark.timeout(1500)
 def test_a_script_has_the_same_paths_in_containers(ddp_image, folder):
-    """spawn's launcher starts one process a node, and needs no torch."""
+    """And Ctrl-C ends both nodes. spawn's launcher starts one process a node, and needs no torch."""
     (folder / "helper.py").write_text("names = ('NODE_RANK', 'NNODES', 'RUN_DIR', 'RESUME')\n")
     (folder / "train.py").write_text(
-        "import os, helper, pathlib, sys\n"
+        "import os, helper, pathlib, sys, time\n"
         "seen = repr((sys.argv[1:], os.getcwd(), [os.environ[name] for name in helper.names]))\n"
         "(pathlib.Path(os.environ['RUN_DIR']) / os.environ['NODE_RANK']).write_text(seen)\n"
+        "while '--wait' in sys.argv: time.sleep(0.1)\n"
     )
-    words = ["spawn", "--nodes", "2", "--nproc-per-node", "1", "--name", "mine", "--", "--out={run_dir}"]
     env = {"IMAGE": ddp_image, "SCRIPT": str(folder / "train.py"), "WORKDIR": str(folder), "RUNS_DIR": str(folder)}
-    done = Command(sys.executable, "-m", "docker.compose", *words, **env).wait(timeout_s=120, gone_within_s=15)
+
+    def start(name, *options):
+        words = ["spawn", "--nodes", "2", "--nproc-per-node", "1", "--name", name, "--", *options]
+        return Command(sys.executable, "-m", "docker.compose", *words, **env)
+
+    done = start("mine", "--out={run_dir}").wait(timeout_s=120, gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
     for rank in "01":
         seen = (["--out=/runs/mine"], str(folder), [rank, "2", "/runs/mine", "none"])
         assert (folder / "mine" / rank).read_text() == repr(seen)
+    assert left() == []
+
+    command = start("stopped", "--wait")
+    wait_until(lambda: len(list(folder.glob("stopped/[01]"))) == 2, 120, lambda: f"both scripts: {command.text}")
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(timeout_s=60, gone_within_s=15).status == 130
     assert left() == []
 
 
@@ -213,12 +224,21 @@ def test_horovod_has_mpi_gloo_and_an_sshd_that_an_ordinary_user_can_start(horovo
 
 @pytest.mark.timeout(1500)
 def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
-    """A job whose node is killed ends everywhere at once; a stop signal writes a checkpoint."""
+    """Its containers have no rights, and it ends everywhere at once; a stop signal writes a checkpoint."""
     options = ("--epochs", "400", "--deterministic")
     command = run_nodes(ddp_image, "ddp", 3, folder, "three", *options, "--checkpoint-every", "20")
     command.wait_for_step(folder / "three", 60)
     running = containers_of(command)
     assert sorted(running) == ["node0", "node1", "node2"]
+    for number in running.values():
+        [facts] = json.loads(docker("inspect", number))
+        settings = facts["HostConfig"]
+        assert settings["ReadonlyRootfs"]
+        assert settings["CapDrop"] == ["ALL"]
+        assert settings["SecurityOpt"] == ["no-new-privileges:true"]
+        assert settings["PidsLimit"] == 4096
+        assert facts["Config"]["User"] == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
+        assert settings["ShmSize"] == 1 << 30
     docker("kill", running["node2"])
     done = command.wait(timeout_s=30, gone_within_s=15)
     assert done.status not in (0, 2)
@@ -261,24 +281,6 @@ def test_what_is_in_an_image_and_what_its_user_may_do(ddp_image):
         check=False,
     )  # fmt: skip
     assert shown.splitlines() == ["10001", "CapEff:\t0000000000000000", "2"]
-
-
-@pytest.mark.timeout(1500)
-def test_a_job_s_containers_have_no_rights(ddp_image, folder):
-    command = run_nodes(ddp_image, "ddp", 2, folder, "rights", "--epochs", "400")
-    command.wait_for_step(folder / "rights", 5)
-    for number in containers_of(command).values():
-        [facts] = json.loads(docker("inspect", number))
-        settings = facts["HostConfig"]
-        assert settings["ReadonlyRootfs"]
-        assert settings["CapDrop"] == ["ALL"]
-        assert settings["SecurityOpt"] == ["no-new-privileges:true"]
-        assert settings["PidsLimit"] == 4096
-        assert facts["Config"]["User"] == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
-        assert settings["ShmSize"] == 1 << 30
-    command.process.send_signal(signal.SIGINT)
-    assert command.wait(timeout_s=60, gone_within_s=15).status == 130
-    assert left() == []
 
 
 @pytest.mark.timeout(1500)
