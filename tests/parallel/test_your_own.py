@@ -248,7 +248,7 @@ def test_the_pages_run_unchanged(tmp_path, recipe):
     assert result.status == 0, result.stderr
     assert f"result recipe={recipe} world_size={nproc_per_node} test_accuracy=0." in result.stdout
     assert (job.run / "lenet.pt").exists()
-    if recipe == "ddp":  # what the others get is the same: the folder, and RESUME
+    if recipe == "single":  # what the others get is the same: the folder, and RESUME
         options = ("--epochs", "2", *options[-2:])
         again = Job(tmp_path, source, recipe, 1, nproc_per_node, options, RESUME="auto", **env)
         assert re.findall(r"^epoch (\d)", again.wait().stdout, re.MULTILINE) == ["2"]
