@@ -10,12 +10,14 @@ want of a GPU or of Slurm, its row stays as it is. Exit status 0; 1: a claim doe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from os import killpg
@@ -31,6 +33,9 @@ from scripts.launch.command import ROOT, CommandParser, check_names, command, pa
 TIMEOUT_S = 1800
 """The bound of a claim: all tests of a contract together take minutes."""
 
+END_S = 30
+"""How long a command may take to end by SIGINT."""
+
 
 def revision() -> str:
     """Return the commit, with -dirty where files other than the claims and their evidence differ from it."""
@@ -42,25 +47,33 @@ def revision() -> str:
 
 
 def run(words: Sequence[str]) -> tuple[int, str]:
-    """Run a command with a bound; return its status and what it printed. Its process group ends with it."""
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=own_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except BaseException as error:  # Ctrl-C too: nothing is left behind
-        killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        return 128 + signal.SIGKILL, f"took longer than {TIMEOUT_S} s"
-    return process.returncode, output
+    """Run a command with a bound; return its status and what it printed. Its process group ends with it.
+
+    At the bound and at Ctrl-C it gets the signal of a Ctrl-C first: pytest then ends what its tests have started.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=own_environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TIMEOUT_S)
+        except BaseException as error:  # Ctrl-C too: nothing is left behind
+            killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            with contextlib.suppress(ProcessLookupError):
+                killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return 128 + signal.SIGKILL, f"took longer than {TIMEOUT_S} s"
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")
 
 
 def judge_tests(status: int, output: str) -> tuple[bool | None, str]:

@@ -1,7 +1,10 @@
 """Claims and what shows them: what is wrong with a claim, and how a run of its tests or command is judged."""
 
 import re
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -85,6 +88,25 @@ def test_a_command_has_a_bound_and_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(evidence, "TIMEOUT_S", 0.5)
     assert evidence.run(["bash", "-c", "sleep 60; true"]) == (137, "took longer than 0.5 s")
     assert evidence.run([sys.executable, "-c", "print(1)"]) == (0, "1\n")
+
+
+def test_an_interrupted_command_ends_by_itself(tmp_path):
+    """Pytest ends the jobs of its tests, which have sessions of their own."""
+    up, ended = tmp_path / "up", tmp_path / "ended"
+
+    def interrupt():
+        while not up.exists():
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            evidence.run(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert ended.exists()
 
 
 def test_the_page_has_each_claim_once_and_says_what_was_not_run():
