@@ -35,6 +35,9 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").touch()
     assert stopped_status.has_finished(options, 0) is False
+    (tmp_path / "job.yaml").write_text(f"runs-dir: {tmp_path}\n")
+    assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}/job.yaml"], 0) is False
+    assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}"], 0) is None, "the recipe refuses it"
     result = tmp_path / "mine" / "result.json"
     result.touch()
     os.utime(result, (1000, 1000))

@@ -371,11 +371,22 @@ def test_an_agent_that_is_lost_runs_again(monkeypatch, tmp_path, statuses, statu
 def test_later_rounds_go_on_with_the_run(tmp_path):
     words = ["--runs-dir", str(tmp_path), "--name", "x"]
     assert rejoin.options_of_later_rounds(words) == [*words, "--resume", "auto"]
-    other = [*words, "--resume", "other.pt"]
-    assert rejoin.options_of_later_rounds(other) == [*other, "--no-overwrite"], "it has not begun yet"
+    (tmp_path / "job.yaml").write_text(f"runs_dir: {tmp_path}\nresume: other.pt\n")
+    configured = ["--config", str(tmp_path / "job.yaml"), "--name", "x"]
+    for other in ([*words, "--resume", "other.pt"], configured):
+        assert rejoin.options_of_later_rounds(other) == [*other, "--no-overwrite"], "it has not begun yet"
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.json").touch()
-    assert rejoin.options_of_later_rounds(other) == [*other, "--resume", "auto"]
+    for other in ([*words, "--resume", "other.pt"], [*configured, "--resume", "other.pt"]):
+        assert rejoin.options_of_later_rounds(other) == [*other, "--resume", "auto"]
+
+
+def test_later_rounds_tell_a_script_to_resume(monkeypatch):
+    monkeypatch.setenv("SCRIPT", "train.py")
+    monkeypatch.setenv("RESUME", "none")
+    assert rejoin.options_of_later_rounds(["--name", "x"]) == ["--name", "x"]
+    assert os.environ["RESUME"] == "auto"
+    assert rejoin.check([]) == 3, "it needs no option of ours"
 
 
 def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
