@@ -266,11 +266,28 @@ secret() {
 
 # An elastic job: serve its store here, where no node's loss takes it along, and let srun go on when a node is lost.
 make_elastic() {
-    export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
-    export RDZV_ID=$job.$restarts
-    exec_python -m scripts.launch.elastic "$MASTER_PORT" &
+    export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT
+    export RDZV_ID=$job.$restarts ENDED_FILE=$logs/.ended
+    local store status is_ready=$logs/.store tries=3 bound=$((SECONDS + ${RDZV_TIMEOUT_S:-300}))
+    rm -f "$is_ready" "$ENDED_FILE"
+    while :; do
+        exec_python -m scripts.launch.elastic "$MASTER_PORT" "" "$is_ready" &
+        store=$!
+        while [[ ! -e $is_ready ]] && kill -0 "$store" 2>/dev/null && ((SECONDS < bound)); do sleep 0.2; done
+        if [[ -e $is_ready ]]; then break; fi
+        kill -KILL "$store" 2>/dev/null
+        status=0
+        wait "$store" || status=$?
+        if ((status != 75 || --tries == 0)); then
+            echo "error: job $job: its store did not start on $MASTER_ADDR:$MASTER_PORT (status $status)" >&2
+            exit 1
+        fi
+        MASTER_PORT=$(free_port) # another process was faster
+        echo "job $job: its store takes port $MASTER_PORT"
+    done
+    RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
     # shellcheck disable=SC2064 # the process id of now
-    trap "kill -KILL $! 2>/dev/null" EXIT # KILL: pyxis' srun would print that it ends its step
+    trap "kill -KILL $store 2>/dev/null" EXIT # KILL: pyxis' srun would print that it ends its step
     disown
     srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
 }
@@ -333,8 +350,14 @@ end_job() {
     exit "$status"
 }
 
-# Whether all ranks have done what they were to do. A recipe's record tells; a script that was not stopped has.
+# Whether all ranks have done what they were to do. A recipe's record tells; a script that was not stopped has, in an
+# elastic job where ranks of one node have ended well and none badly: those that were lost do not count.
 is_complete() {
+    if [[ -n ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && -z $signal && -e ${ENDED_FILE:-} ]]; then
+        # 137: in a container; 69: a node that has lost the store.
+        ! grep 'Exited with exit code' "$logs/.srun" | grep -qvE 'code (69|137)$'
+        return
+    fi
     if ((status != 0)); then return 1; fi
     if [[ -n ${SCRIPT:-} ]]; then
         [[ -z $signal ]]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
 from typing import Any, NoReturn
+from pathlib import Path
 
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -88,11 +89,13 @@ def names_of(nodes: Iterable[Any]) -> str:
 # ---- the store
 
 
-def serve(port: int, address: str) -> None:
+def serve(port: int, address: str = "", ready_file: str = "") -> None:
     """Be the job's store, which tells the time too, until this process is killed.
 
     Raises:
         UserError: the port is taken, or the address is not this machine's.
+    It makes ready_file once it serves.
+
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,6 +112,8 @@ def serve(port: int, address: str) -> None:
     )
     while True:
         store.set("clock", repr(time.monotonic()))
+    if ready_file:
+        Path(ready_file).touch()
         time.sleep(0.2)
 
 
@@ -435,7 +440,7 @@ def install(job: Job) -> None:
 def main(argv: list[str]) -> None:
     """Serve the store."""
     end_with_launcher()
-    serve(int(argv[0]), argv[1] if len(argv) > 1 else "")
+    serve(int(argv[0]), *argv[1:])
 
 
 if __name__ == "__main__":

@@ -72,6 +72,44 @@ def port_of(done):
     return int(re.search(r"head n1:(\d+),", done.stdout)[1])
 
 
+STORE = """#!/bin/sh
+if [ "$3" = "$HELD" ]; then echo "error: MASTER_PORT $3 has been taken" >&2; exit ${STATUS:-75}; fi
+touch "$5"; exec sleep 60
+"""
+
+
+def test_an_elastic_store_that_loses_its_port_takes_another(job, tmp_path):
+    """Its nodes would wait for it until RDZV_TIMEOUT_S, or meet another program there."""
+    (tmp_path / "python").write_text(STORE)
+    (tmp_path / "python").chmod(0o755)
+    own = {"PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": str(os.getpid())}
+    then = 'export HELD=$MASTER_PORT; free_port() { echo 7; }; make_elastic; echo "$MASTER_PORT $RDZV_ENDPOINT"'
+    done = job(then=then, **own)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [f"job {os.getpid()}: its store takes port 7", "7 n1:7"]
+    done = job(then=then, STATUS="3", **own)
+    assert done.returncode == 1
+    assert re.search(r"error: job \d+: its store did not start on n1:\d+ \(status 3\)\n$", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_complete"),
+    [
+        ("", True),
+        ("srun: error: n2: task 1: Killed", True),
+        ("srun: error: n2: task 1: Exited with exit code 69", True),
+        ("srun: error: n2: task 1: Exited with exit code 1", False),
+    ],
+)
+def test_an_elastic_script_has_ended_where_one_node_says_so_and_none_has_failed(script, said, is_complete):
+    then = (
+        f'RDZV_ENDPOINT=n1:7 ENDED_FILE=$logs/.ended status=137; touch "$ENDED_FILE"; echo "{said}" >"$logs/.srun"'
+    )
+    done = script(f"{then}; is_complete && echo yes")
+    assert done.stdout.endswith("yes\n") is is_complete, done.stderr
+    assert "yes" not in script(f'{then}; rm "$ENDED_FILE"; is_complete && echo yes', RESUME="auto").stdout
+
+
 def test_a_port_that_is_taken_on_any_address_is_passed_over(job):
     own = {"SLURM_JOB_ID": str(os.getpid())}  # not that of other tests: ports are the machine's
     first = port_of(job(**own))
