@@ -187,7 +187,7 @@ def check(request: Request) -> None:
 
 def check_script(script: str, kind: str) -> None:
     """Refuse a script that no container has, and a kind that starts recipes alone."""
-    if kind in ("mpijob", "doctor", "pytorchjob-elastic"):
+    if kind in ("mpijob", "doctor"):
         raise UserError(f"KIND={kind} is for recipes; KIND=indexed-job runs SCRIPT, however its ranks start")
     if not script.startswith("/") and not (ROOT / script).is_file():
         raise UserError(

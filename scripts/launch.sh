@@ -49,8 +49,8 @@ if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it call
     exec "$python" -m scripts.launch.stopped_status "$recipe" "$@"
 fi
 
-if [[ -n ${MIN_NODES:-} && ${SCRIPT:+script-}$recipe =~ ^(script-.*|single|dataparallel|spawn|horovod)$ ]]; then
-    refuse "${SCRIPT:-$recipe} cannot go on without a node; unset MIN_NODES, or RECIPE=ddp"
+if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|spawn|horovod)$ ]]; then
+    refuse "$recipe cannot go on without a node; unset MIN_NODES, or RECIPE=ddp"
 fi
 
 if [[ -n ${FABRIC:-} || -n ${SITE_ENV:-} || -e site.env ]]; then # FABRIC is set by a cluster's launch files

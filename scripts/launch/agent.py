@@ -71,6 +71,9 @@ STOP_GRACE_S = 30.0
 STOPPED_BY: set[int] = set()
 """The stop signals that this agent has passed on."""
 
+SAVING = threading.Event()
+"""Set while ranks of an elastic job may write a checkpoint before a node joins."""
+
 PLAIN_CONF = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=7,last_call_timeout=5"
 """torchrun's own rendezvous, set as scripts/launch/elastic.py sets it, where that cannot be used."""
 
@@ -314,7 +317,7 @@ def end_ranks_at_once() -> None:
 
     def close_soon(context: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         ranks = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
-        if script.is_set() and STOPPED_BY:
+        if script.is_set() and (STOPPED_BY or SAVING.is_set()):
             wait_for(ranks, STOP_GRACE_S)
         close(context, END_SIGNAL, END_GRACE_S)
         end_groups([rank.pid for rank in ranks])
@@ -394,7 +397,8 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         arguments += [f"--rdzv-conf=timeout={node.rdzv_timeout_s},{PLAIN_CONF}", "--rdzv-backend=c10d"]
         options = options_of_later_rounds(options)
     else:
-        elastic.install(elastic.Job(later_arguments, cause_of_failure, STOPPED_BY, announce, give_up))
+        job = elastic.Job(later_arguments, cause_of_failure, is_stopped, STOPPED_BY, announce, give_up, SAVING)
+        elastic.install(job)
         arguments += [f"--rdzv-conf=timeout={node.rdzv_timeout_s}", f"--rdzv-backend={elastic.BACKEND}"]
     arguments += [
         f"--nnodes={min_nodes}:{node.nnodes}",
@@ -415,12 +419,14 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         return 0  # a checkpoint is written
     except RendezvousClosedError:
         status = 0 if missing else elastic.status_of_job(endpoint, job_id)
+        if not (missing or status) and script.is_set() and job.failures:
+            status = blame(*job.failures)  # on other nodes they had ended by then: there is no further round
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
         raise TooFewNodesError(
             f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; to go on later: the same "
-            "command with --resume auto"
+            f"command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
         ) from None
     except (RendezvousError, DistError, OSError) as error:
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
@@ -444,12 +450,19 @@ def cause_of_failure(statuses: dict[int, int], pids: dict[int, int]) -> str:
     return cause_of(own_failures(statuses), pids)
 
 
-def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
-    """Return the exit status of a node from its failed ranks, without those that the agent has ended."""
-    for number in STOPPED_BY:
+def is_stopped(statuses: dict[int, int]) -> bool:
+    """Whether ranks have ended by the stop signal itself; say so."""
+    for number in STOP_SIGNALS if STOPPED_BY else ():
         if -number in statuses.values():
             print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
-            return 0
+            return True
+    return False
+
+
+def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
+    """Return the exit status of a node from its failed ranks, without those that the agent has ended."""
+    if is_stopped(statuses):
+        return 0
     return status_of(own_failures(statuses), pids)
 
 

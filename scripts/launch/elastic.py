@@ -8,6 +8,7 @@ handler in torch's registry of rendezvous handlers and a subclass of its agent:
 - A node that is silent, or was cut off, restarts the others (pytorch#111646: torchrun waits for a rank to fail),
   and ends its own ranks.
 - Before a node joins, ranks write a checkpoint, for up to CHECKPOINT_S; ranks that lost a peer end at once.
+- Where ranks of a script have ended on some nodes, the others run to their end, and no node joins.
 - A refusal (status 2) ends the job, since a restart would meet it again.
 - Heartbeats carry the store's time and touch no disk: neither a clock nor a file system costs a restart.
 """
@@ -22,11 +23,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta, tzinfo
 from functools import partial
-from typing import Any, NoReturn
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -47,6 +48,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import port_taken
 from recipes.common.process.parent import end_with_launcher
+from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.rejoin import UnsavedStopError, say
 
@@ -77,8 +79,8 @@ CHECKPOINT_S = 60.0
 REFUSAL_S = 10.0
 """How long a refusal waits for the other nodes' refusals: a lost node, which can cause one, is noticed before."""
 
-EXIT_BARRIER_S = 60.0
-"""How long a node whose ranks have finished waits for the others to finish."""
+EXIT_BARRIER_S, SCRIPT_BARRIER_S = 60.0, 300.0
+"""How long a node whose ranks have finished waits for the others to finish; ranks of a script end one by one."""
 
 
 def names_of(nodes: Iterable[Any]) -> str:
@@ -92,10 +94,10 @@ def names_of(nodes: Iterable[Any]) -> str:
 def serve(port: int, address: str = "", ready_file: str = "") -> None:
     """Be the job's store, which tells the time too, until this process is killed.
 
-    Raises:
-        UserError: the port is taken, or the address is not this machine's.
     It makes ready_file once it serves.
 
+    Raises:
+        UserError: the port is taken, or the address is not this machine's.
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,10 +112,10 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
     store = TCPStore(
         address or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    while True:
-        store.set("clock", repr(time.monotonic()))
     if ready_file:
         Path(ready_file).touch()
+    while True:
+        store.set("clock", repr(time.monotonic()))
         time.sleep(0.2)
 
 
@@ -205,14 +207,25 @@ class Handler(DynamicRendezvousHandler):
         """Return 1 where the ranks are to restart: a node was lost, restarts its own, leaves or joins; else 0."""
         has_waiting = super().num_nodes_waiting() > 0
         state = self._state_holder.state
-        self.left = self.members - state.participants.keys()
+        gone = self.members - state.participants.keys()
+        self.left = frozenset(node for node in gone if not self.notes.check([self._finished(node)]))
         self.lost = self.left - state.wait_list
+        if has_waiting and script.is_set() and self.notes.check([self._finished()]):
+            return int(bool(self.left))  # there is no further round
         return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
 
     def _is_time_to_join(self) -> bool:
         now = time.monotonic()
         self._newcomers_since_s = self._newcomers_since_s or now
         return now > max(self._newcomers_since_s + NEWCOMER_WAIT_S, self._begun_s + ROUND_S)
+
+    def _finished(self, node: object = "") -> str:
+        return f"finished/{self.round}/{node}"
+
+    def announce_finish(self) -> None:
+        """Note that this node's ranks have finished, so that its end is no loss."""
+        for node in (self._this_node, ""):
+            self.notes.set(self._finished(node), "1")
 
     def announce_stop(self) -> None:
         """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job."""
@@ -315,19 +328,26 @@ class Job:
     """Returns the arguments of ranks in rounds after the first."""
     cause: Callable[[dict[int, int], dict[int, int]], str]
     """Says which of a node's failed ranks is to blame, from their statuses and process ids."""
+    is_stopped: Callable[[dict[int, int]], bool]
+    """Whether the stop signal has ended failed ranks of these statuses, as where a script does not handle it."""
     stopped_by: set[int]
     """The stop signals that came to this node."""
     announce: list[Callable[[], object]]
     """What is called before such a signal is passed on."""
     give_up: Callable[[], object]
     """Ends this process at once: the store does not answer."""
+    saving: threading.Event = field(default_factory=threading.Event)
+    """Set while ranks may write a checkpoint before a node joins."""
+    failures: list[dict[int, int]] = field(default_factory=list)
+    """Statuses and process ids of the ranks of this node that have failed in the newest round."""
 
 
 class Agent(LocalElasticAgent):
     """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
 
     def __init__(self, job: Job, **parameters: Any) -> None:
-        super().__init__(**{**parameters, "exit_barrier_timeout": EXIT_BARRIER_S})
+        barrier_s = SCRIPT_BARRIER_S if script.is_set() else EXIT_BARRIER_S
+        super().__init__(**{**parameters, "exit_barrier_timeout": barrier_s})
         self.job = job
         self.handler: Handler = parameters["spec"].rdzv_handler
         job.announce.append(self.handler.announce_stop)
@@ -336,11 +356,15 @@ class Agent(LocalElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run the node's ranks to the end of the job."""
         # None: the job ended while this node was one too many.
-        return super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
+        result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
+        if not result.is_failed() and (ended_file := os.environ.get("ENDED_FILE")):
+            Path(ended_file).touch()  # a script leaves no record that says so
+        return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.job.stopped_by:  # while the nodes met
             self._leave(has_checkpoint=False)
+        self.job.failures.clear()
         if self.handler.round > 0:
             worker_group.spec.args = self.job.later_arguments()
         return super()._start_workers(worker_group)
@@ -354,11 +378,17 @@ class Agent(LocalElasticAgent):
             if self.handler.has_stopped:
                 return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() then restarts them
             self.handler.has_result = True
+            self.handler.announce_finish()
         elif result.state == WorkerState.FAILED:
-            if self.job.stopped_by:
-                self._leave(has_checkpoint=False)
             statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
             pids = {rank: failure.pid for rank, failure in result.failures.items()}
+            if self.job.stopped_by:
+                self._leave(has_checkpoint=self.job.is_stopped(statuses))
+            if script.is_set() and self.handler.is_stopping():
+                # Ranks that do not handle the signal end by it, and the others for want of them: no failure.
+                self.handler.has_stopped = True
+                return RunResult(state=WorkerState.HEALTHY)
+            self.job.failures[:] = [statuses, pids]
             is_refusal = USAGE_STATUS in statuses.values() and self.handler.is_refusal()
             if is_refusal:
                 self._remaining_restarts = 0
@@ -376,8 +406,10 @@ class Agent(LocalElasticAgent):
             if self.handler.has_lost():
                 say(f"lost {names_of(self.handler.lost)}: silent for {BEAT_S * SILENT_BEATS} s")
             elif not self.handler.left or self.handler.is_stopping():
-                state = self._ask_for_checkpoint(worker_group)
-                if self.job.stopped_by and state == WorkerState.SUCCEEDED:
+                result = self._ask_for_checkpoint(worker_group)
+                statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                has_ended = result.state == WorkerState.SUCCEEDED
+                if self.job.stopped_by and (has_ended or self.job.is_stopped(statuses)):
                     self._leave(has_checkpoint=True)
             if self.job.stopped_by:
                 self._leave(has_checkpoint=False)
@@ -392,18 +424,21 @@ class Agent(LocalElasticAgent):
             )
         raise SignalException("this node leaves the job", signal.Signals(min(self.job.stopped_by)))
 
-    def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> WorkerState:
-        """Let the ranks write a checkpoint and end, unless they lose a peer meanwhile; return their state."""
+    def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> RunResult:
+        """Let the ranks write a checkpoint and end, unless they lose a peer meanwhile; return how they are."""
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
+        self.job.saving.set()
         for worker in psutil.Process().children():
             worker.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + CHECKPOINT_S
         while True:
-            state = super()._monitor_workers(worker_group).state
+            result = super()._monitor_workers(worker_group)
             self.handler.num_nodes_waiting()
-            if state != WorkerState.HEALTHY or self.handler.has_lost() or time.monotonic() > deadline:
-                return state
+            is_running = result.state == WorkerState.HEALTHY
+            if not is_running or self.handler.has_lost() or time.monotonic() > deadline:
+                self.job.saving.clear()
+                return result
             time.sleep(0.1)
 
 

@@ -254,9 +254,9 @@ class ElasticJob(LocalJob):
 
     is_elastic = True
 
-    def __init__(self, min_nodes: int, max_restarts: int, address: str, name: str) -> None:
+    def __init__(self, min_nodes: int, max_restarts: int, address: str, remedy: str) -> None:
         super().__init__()
-        self.remedy = f"to go on: the same command with --name {name} --resume auto"
+        self.remedy = remedy
         port = free_port()
         self.environment = {
             "MIN_NODES": str(min_nodes),
@@ -306,8 +306,6 @@ def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[in
         if args.max_restarts is not None:
             raise UserError("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
         return None
-    if script.is_set():
-        raise UserError("MIN_NODES is for recipes; unset it to run SCRIPT")
     if args.min_nodes > nodes:
         raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {nodes}")
     if recipe in (*ONE_PROCESS, "probe", "spawn", "horovod"):
@@ -382,10 +380,13 @@ def run_job(
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = LocalJob()
     if elastic:
-        if not option("--name", "", args.options):  # a restart goes on with the run of this name
+        if not script.is_set() and not option("--name", "", args.options):  # a restart goes on with this run
             args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
+        words = f"--name {option('--name', '', args.options)} --resume auto"
+        if script.is_set():
+            words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
-        job = ElasticJob(*elastic, address, option("--name", "", args.options))
+        job = ElasticJob(*elastic, address, f"to go on: the same command with {words}")
     signal.signal(signal.SIGINT, job.interrupt)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, job.pass_on)

@@ -21,6 +21,7 @@ from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_port, read_master, read_number
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
+from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.stopped_status import option, run
 
@@ -66,7 +67,13 @@ class UnsavedStopError(UserError):
 
 
 def options_of_later_rounds(options: list[str]) -> list[str]:
-    """Return the options of a round after the first: it goes on with the run, from its newest checkpoint."""
+    """Return the options of a round after the first: it goes on with the run, from its newest checkpoint.
+
+    To a script RESUME says so, which this sets for all that this process starts from now on.
+    """
+    if script.is_set():
+        os.environ["RESUME"] = "auto"
+        return options
     run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     begun_from = option("--resume", "none", options)
     if begun_from not in ("none", "auto") and not (run / "config.json").exists():
@@ -83,7 +90,7 @@ def check(options: list[str]) -> int:
     host, _, port = endpoint.rpartition(":")
     if endpoint and not (host and port.isdigit()):
         raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
-    if not option("--name", "", options):
+    if not script.is_set() and not option("--name", "", options):
         raise UserError("an elastic job needs a name, by which it goes on after a restart: add --name")
     return read_number("MAX_RESTARTS", 3, at_least=0)
 

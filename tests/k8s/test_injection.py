@@ -345,7 +345,7 @@ def test_a_stopped_script_ends_with_the_status_that_does_not_count(tmp_path):
     assert [result.status for result in results] == [143, 143], [result.stderr for result in results]
 
 
-@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "pytorchjob-elastic", "trainjob"])
 def test_a_script_gets_its_own_options_alone_in_every_kind(kind):
     request = Request(kind, "ddp", "mine", nodes=2, gpus=0, options=["--lr", "1"], script="/data/train.py")
     for pod in simulation.pods(kind, render(request)):

@@ -4,8 +4,10 @@ The scripts here need no torch, and most run as one process, whose launcher need
 """
 
 import ast
+import os
 import re
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -49,6 +51,15 @@ def save(number, frame):
 UNAWARE = f"{WAIT}\nimport subprocess\nsubprocess.Popen(['sleep', '60'])\nprint('waits')\nwait()"
 AWARE = f"{WAIT}\n{SAVE}\nfor number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, save)\nwait()"
 ONE_IS_AWARE = f"{WAIT}\n{SAVE}\nif rank == '0': signal.signal(signal.SIGTERM, save)\nwait()"
+ELASTIC = f"""{WAIT}\n{SAVE}
+if rank == "0": signal.signal(signal.SIGUSR1, save), signal.signal(signal.SIGTERM, save)
+names = ("WORLD_SIZE", "RESUME", "TORCHELASTIC_RESTART_COUNT")
+line = " ".join(["round of", *(os.environ[name] for name in names), sys.argv[1], "rank", rank])
+os.write(1, (line + "\\n").encode())
+if (rank, sys.argv[1]) == ("0", "none"):
+    while len(list(run_dir.glob("up-*"))) < 3: time.sleep(0.1)
+    sys.exit(7)
+wait(600)"""
 DEAF = f"{WAIT}\nimport signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\nwait()"
 
 
@@ -56,11 +67,20 @@ class Job(Command):
     """`make run SCRIPT=... NAME=mine`, in a folder of its own."""
 
     def __init__(
-        self, folder, source, recipe="single", nodes=1, nproc_per_node=1, options=(), stop_grace_s=60, **env
+        self,
+        folder,
+        source,
+        recipe="single",
+        nodes=1,
+        nproc_per_node=1,
+        options=(),
+        stop_grace_s=60,
+        own=(),
+        **env,
     ):
         self.script, self.run = folder / "train.py", folder / "runs/mine"
         self.script.write_text(textwrap.dedent(source))
-        own = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node), "--name=mine")
+        own = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node), "--name=mine", *own)
         code = "import sys; from scripts.launch import local; "
         code += f"local.STOP_GRACE_S = {stop_grace_s}; sys.exit(local.main())"
         env = {"SCRIPT": str(self.script), "WORKDIR": str(folder), "RUNS_DIR": str(folder / "runs"), **env}
@@ -168,6 +188,39 @@ def test_it_ends_with_its_launcher(tmp_path):
     [agent] = job.find("-m scripts.launch.agent")
     agent.kill()
     assert job.wait(timeout_s=10, gone_within_s=10).status == 137
+
+
+@pytest.mark.slow
+def test_in_an_elastic_job_it_starts_again_and_is_told_to_resume(tmp_path):
+    """A rank fails; a node is lost, and joins again. Only rank 0 handles the signal that ends a round for that."""
+    job = Job(tmp_path, ELASTIC, "ddp", 2, 2, ["{resume}"], own=("--min-nodes", "1", "--max-restarts", "1"))
+    ranks = lambda count, line: wait_until(  # noqa: E731
+        lambda: job.text.count(f"round of {line} ") == count, TIMEOUT_S, lambda: f"{line}\n{job.text}"
+    )
+    ranks(4, "4 none 0 none rank")
+    ranks(2, "4 auto 1 auto rank")  # each node counts the failures of its own ranks
+    ranks(2, "4 auto 0 auto rank")
+    [node] = [one for one in job.find("-m scripts.launch.rejoin ") if one.environ()["NODE_RANK"] == "1"]
+    command, environment = node.cmdline(), {**node.environ(), "LAUNCHER_PID": str(os.getpid())}
+    node.kill()
+    ranks(2, "2 auto 1 auto rank")
+    assert not (job.run / "saved").exists()
+    with open(tmp_path / "returned", "w") as output:
+        returned = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, start_new_session=True)
+    try:
+        ranks(4, "4 auto 1 auto rank")
+        wait_until(lambda: (tmp_path / "returned").read_text().count("4 auto 0 auto") == 2, TIMEOUT_S, "its ranks")
+        assert (job.run / "saved").read_text() == "SIGUSR1 begin\nend\n"
+        for process in (job.process, returned):
+            process.send_signal(signal.SIGTERM)
+        result = job.wait()
+        assert (result.status, result.errors) == (0, [])
+        assert (job.run / "saved").read_text() == "SIGUSR1 begin\nend\nSIGTERM begin\nend\n"
+        assert result.stdout.count("stopped by SIGTERM, which the script does not handle\n") == 1
+        assert "ended with status 7; its own error is above; restart 1 of at most 1\n" in result.stderr
+        assert returned.wait(30) == 0
+    finally:
+        returned.kill()
 
 
 def test_launch_sh_takes_paths_from_the_callers_folder(tmp_path):

@@ -42,7 +42,7 @@ def store(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # install() changes them for this test alone
     for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "PORT_IS_CHOSEN"):
         monkeypatch.setenv(name, "")
-    elastic.install(elastic.Job(tuple, agent.cause_of_failure, set(), [], lambda: None))
+    elastic.install(elastic.Job(tuple, agent.cause_of_failure, agent.is_stopped, set(), [], lambda: None))
     port = free_port()
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     server.set("clock", repr(time.monotonic()))
@@ -219,6 +219,9 @@ class FakeHandler:
     def announce_stop(self):
         self.stopping = True
 
+    def announce_finish(self):
+        self.noted["finished"] = "1"
+
     def leave(self):
         self.has_left = True
 
@@ -234,7 +237,7 @@ def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: result)
     one = elastic.Agent.__new__(elastic.Agent)
     one.handler, one._remaining_restarts = handler, restarts
-    one.job = elastic.Job(tuple, agent.cause_of_failure, set(stopped_by), [], lambda: None)
+    one.job = elastic.Job(tuple, agent.cause_of_failure, agent.is_stopped, set(stopped_by), [], lambda: None)
     return one, lambda: one._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))
 
 
@@ -285,6 +288,43 @@ def test_ranks_that_end_well(monkeypatch):
     with pytest.raises(UserError, match="without a checkpoint"):
         monitor()
     assert one.handler.has_left
+
+
+def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys):
+    """A node joins, or all are to stop: who does not handle the signal ends by it, its peers for want of it."""
+    monkeypatch.setenv("SCRIPT", "train.py")
+    one, monitor = monitored(monkeypatch, failed(r0=1), FakeHandler(stopping=True))
+    assert monitor().state == WorkerState.HEALTHY
+    assert one.handler.has_stopped
+    assert one.job.failures == []
+    assert monitored(monkeypatch, failed(r0=1), FakeHandler())[1]().state == WorkerState.FAILED
+    monkeypatch.setattr(agent, "STOPPED_BY", {signal.SIGTERM})
+    _, monitor = monitored(monkeypatch, failed(r0=1, r1=-15), FakeHandler(), stopped_by=[signal.SIGTERM])
+    with pytest.raises(SignalException):
+        monitor()
+    assert "stopped by SIGTERM, which the script does not handle\n" in capsys.readouterr().out
+
+
+def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
+    monkeypatch.setenv("SCRIPT", "train.py")
+    a, b = nodes(2, min_nodes=1, max_nodes=3)
+    a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False
+    join(a, b)
+    b.announce_finish()
+    b._stop_heartbeats()
+    wait_until(lambda: b._this_node not in a._state_holder.state.participants or a.num_nodes_waiting(), 10, "b")
+    assert a.num_nodes_waiting() == 0
+    assert not a.has_lost()
+    [c] = nodes(1, min_nodes=1)
+    with ThreadPoolExecutor(1) as pool:
+        newcomer = pool.submit(c.next_rendezvous)
+        wait_until(lambda: a._state_holder.sync() or a._state_holder.state.wait_list, 10, "c")
+        time.sleep(5 * BEAT_S)  # more than NEWCOMER_WAIT_S
+        assert a.num_nodes_waiting() == 0, "no node joins what is about to end"
+        a.has_result = True
+        a.shutdown()
+        with pytest.raises(RendezvousClosedError):
+            newcomer.result()
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
