@@ -279,12 +279,13 @@ class ElasticJob(LocalJob):
 
     def has_failed(self, node: subprocess.Popen[str]) -> bool:
         """Whether a node ended badly; one that is lost has not, and the others go on."""
-        return not (self.is_lost(node) or node.poll() in (None, 0)) or bool(self.store.poll())
+        return (super().has_failed(node) and not self.is_lost(node)) or bool(self.store.poll())
 
     def is_lost(self, node: subprocess.Popen[str]) -> bool:
-        """Whether a node was killed, or has lost the store for good."""
+        """Whether a node was killed, but for a stop signal that came as it ended, or has lost the store."""
         status = node.poll()
-        return status is not None and (status < 0 or status == LOST_STATUS)
+        is_killed = status is not None and status < 0 and -status not in self.stop_signals
+        return is_killed or status == LOST_STATUS
 
     def report(self, failed: list[int]) -> int:
         """Say why the job has failed, and return its exit status."""

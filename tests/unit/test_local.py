@@ -50,3 +50,10 @@ def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatc
         1,
         "error: the job's store was killed by SIGKILL, so all nodes are stopped; to go on: again\n",
     )
+
+
+def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
+    """Signals are repeated, and Python has no handlers any more at its end."""
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to go on: again"), "kill -KILL $$", "kill -TERM $$")
+    job.stop_signals.add(signal.SIGTERM)
+    assert job.wait() == 0
