@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from recipes.common.options import url_of
 from scripts.launch import script
 from scripts.launch.command import ROOT, check_recipe, command, next_folder
 from scripts.launch.cores import count_cores
@@ -76,14 +77,14 @@ def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
     name = own.name or next_folder(recipe, own.runs_dir).name
     if not name or Path(name).name != name:
         raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
-    folders = Folders(
-        own.runs_dir.resolve(), (own.data_dir or Path("data")).resolve(), own.runs_dir.resolve() / name
-    )
+    url = url_of(own.data_dir) if own.data_dir else None
+    data_dir = Path("data") if url or not own.data_dir else own.data_dir
+    folders = Folders(own.runs_dir.resolve(), data_dir.resolve(), own.runs_dir.resolve() / name)
     if recipe == "probe":  # it keeps no record
         return folders, rest
     # Text without a folder is the standard library's, in the container as elsewhere.
     is_installed = own.data_dir is None and {"text", "--data=text"} & set(rest)
-    data = [] if is_installed else ["--data-dir", "/data"]
+    data = [] if is_installed else ["--data-dir", url or "/data"]
     return folders, [*rest, "--name", name, "--runs-dir", "/runs", *data]
 
 

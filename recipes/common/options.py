@@ -101,6 +101,12 @@ def is_reference(text: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
 
+def url_of(place: Path) -> str | None:
+    """Return the URL that was given as a path, which leaves one slash of two; None for a local path."""
+    match = re.match(r"([a-z][a-z0-9+.-]+):/(?=[^/])", str(place))
+    return f"{match[1]}://{str(place)[match.end() :]}" if match else None
+
+
 def one_of_or_own(*words: str) -> Callable[[str], str]:
     """Accept one of the words, or package.module:function."""
     parse_value = one_of(*words, "package.module:function")
@@ -179,7 +185,14 @@ class DataOptions(RunOptions):
         "digits", one_of_or_own(*DATA), f"one of {', '.join(DATA)}, or package.module:function for your own"
     )
     data_dir: Path = option(
-        Path("data"), Path, "where the data are; for text, Python's standard library unless given", "DIR"
+        Path("data"),
+        Path,
+        "where the data are; for text, Python's standard library unless given; for shards also a URL: "
+        "https://, and what fsspec knows, such as s3://",
+        "DIR",
+    )
+    cache_dir: Path | None = option(
+        None, Path, "keep what is read of shards on a server in this folder, on a disk of each node", "DIR"
     )
     download: bool = switch("fetch fashion-mnist or cifar10 into --data-dir when missing")
     image_size: int = option(
@@ -277,6 +290,12 @@ class Options(TrainingOptions):
 
     def check(self) -> None:
         """Raise UserError where options do not combine."""
+        is_remote = self.data == "shards" and url_of(self.data_dir)
+        if url_of(self.data_dir) and not is_remote:
+            fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
+            raise UserError(f"--data-dir {url_of(self.data_dir)}: of a server, only shards are read; {fix}")
+        if self.cache_dir and not is_remote:
+            raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp or tensor"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")

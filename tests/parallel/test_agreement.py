@@ -130,7 +130,7 @@ def test_what_decides_a_run_is_compared():
     args = importlib.import_module("recipes.ddp.train").options([])
     facts = agreement.training_facts(args, "ddp")
     flags = {f"--{name.replace('_', '-')}" for name in args.as_dict()}
-    local = {"--config", "--data-dir", "--runs-dir", "--workers"}
+    local = {"--config", "--data-dir", "--cache-dir", "--runs-dir", "--workers"}
     assert {name for name in facts if name.startswith("--")} == flags - local
     assert {"recipes/ddp/train.py", "recipes/common/job.py", "python", "torch"} <= set(facts)
     assert facts["torch"] == torch.__version__.split("+")[0] or facts["torch"] == torch.__version__

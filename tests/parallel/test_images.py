@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from recipes.common.data.shards import pack
+from scripts.bench.range_server import serve
 from tests.conftest import slow
 from tests.images import CLASSES, VAL, make_images
 from tests.support import (
@@ -68,6 +69,18 @@ def test_shards_give_the_curve_of_their_folder(images, single, tmp_path):
     run = train("ddp", tmp_path, 3, *argv)
     assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
     assert accuracies(run) == accuracies(single())
+
+
+@pytest.mark.slow
+def test_shards_on_a_server_give_the_curve_of_their_folder(images, single, tmp_path):
+    assert sum(number for _, number in pack(images, tmp_path / "shards", 9000)) == 28 + 12
+    argv = (*WORDS, "--data", "shards", "--workers", "1", "--cache-dir", str(tmp_path / "cache"))
+    with serve(tmp_path / "shards") as (url, counts):
+        run = train("ddp", tmp_path, 2, *argv, "--data-dir", url)
+        index = counts.paths["/index.npz"]
+    assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
+    assert accuracies(run) == accuracies(single())
+    assert index == 2, "rank 0 alone asks for its size, and reads it"
 
 
 @pytest.mark.slow

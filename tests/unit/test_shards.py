@@ -95,7 +95,7 @@ def test_a_damaged_image_is_one_line(copy):
     ((_, labels),) = load("shards", copy, told.append).train.batches([torch.tensor([0])], 0)
     assert labels.tolist() == [SKIPPED]
     [error] = map(str, told)
-    assert error.startswith(f"{path}, bytes from 512 on, does not decode (its checksum is not that of the image")
+    assert error.startswith(f"{path} at byte 512 does not decode (its checksum is not that of the image")
     assert error.endswith("; fix or remove it, or add --skip-bad-images")
     split = load("shards", copy, told.append, "--skip-bad-images").train
     list(split.batches([torch.tensor([0, 1])], 0))

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,21 +34,21 @@ def load_data(
     args: Options,
     device: torch.device,
     on_bad_image: Callable[[UserError], None],
-    listing: Listing | None = None,
+    found: Listing | bytes | None = None,
 ) -> Data:
     """Return the data set of --data with its small tensors on the device.
 
     `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it, and of a sample of
     the user's that raises an error. It must not raise: the batch is delivered with that sample blank, so that this
-    rank still takes part in its collectives until all ranks stop together. `listing` holds the images of a folder
-    that rank 0 has walked.
+    rank still takes part in its collectives until all ranks stop together. `found` holds what rank 0 has found
+    for all: the images of a folder, or the index of shards on a server.
 
     Raises:
         UserError: data that are missing, empty or malformed, or that --task does not take.
     """
     from recipes.common.data.user_code import build_task  # it imports a file of this package, which comes first
 
-    data = _load(args, device, on_bad_image, listing)
+    data = _load(args, device, on_bad_image, found)
     return replace(data, task=build_task(args, data))
 
 
@@ -56,16 +56,16 @@ def _load(
     args: Options,
     device: torch.device,
     on_bad_image: Callable[[UserError], None],
-    listing: Listing | None = None,
+    found: Any,
 ) -> Data:
     if args.data == "imagefolder":
         from recipes.common.data.imagefolder import load_imagefolder
 
-        return load_imagefolder(args, device, on_bad_image, listing)
+        return load_imagefolder(args, device, on_bad_image, found)
     if args.data == "shards":
         from recipes.common.data.shards import load_shards
 
-        return load_shards(args, device, on_bad_image)
+        return load_shards(args, device, on_bad_image, found)
     if args.data == "text":
         from recipes.common.data.text import load_text
 

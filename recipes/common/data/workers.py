@@ -10,13 +10,14 @@ them would take its rank along before there is a checkpoint. So workers end with
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -97,6 +98,20 @@ def _end_with_rank() -> None:
     os._exit(0)
 
 
+class Keys(list[tuple[int, int]]):
+    """(epoch, index) of each sample of a batch."""
+
+    ahead: Sequence[tuple[int, int]] = ()
+    """Those of the batches that the same worker loads next."""
+
+
+def add_ahead(batches: Sequence[Keys], workers: int, samples: int) -> None:
+    """Let each batch know the next ones of its worker, up to so many samples or a few more."""
+    for number, batch in enumerate(batches):
+        count = -(-samples // len(batch))
+        batch.ahead = list(itertools.chain(*batches[number + workers : number + workers * count + 1 : workers]))
+
+
 class LoadedSplit(Split):
     """Samples that --workers processes read by (epoch, index), batch by batch.
 
@@ -118,7 +133,7 @@ class LoadedSplit(Split):
     ) -> None:
         self.dataset, self.device, self.idle = dataset, device, IdleClock(device)
         # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
-        self.keys: list[list[tuple[int, int]]] = []
+        self.keys: list[Keys] = []
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.keys,
@@ -140,7 +155,9 @@ class LoadedSplit(Split):
 
     def load(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Any]:
         """Yield what collate makes of each index tensor that is not empty (the share of a rank too many is)."""
-        self.keys[:] = [[(epoch, i) for i in index.tolist()] for index in indices if len(index)]
+        self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
+        if samples := getattr(self.dataset, "ahead", 0):
+            add_ahead(self.keys, max(1, self.loader.num_workers), samples)
         with without_main():
             loaded = iter(self.loader)
         while True:

@@ -8,8 +8,9 @@ import socket
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,9 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers
+
+if TYPE_CHECKING:
+    from recipes.common.data.imagefolder import Listing
 
 T = TypeVar("T")
 
@@ -54,7 +58,7 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
     return cast(T, result)
 
 
-MAY_DIFFER = frozenset({"config", "data_dir", "runs_dir", "workers", "node_rank"})
+MAY_DIFFER = frozenset({"config", "data_dir", "cache_dir", "runs_dir", "workers", "node_rank"})
 """Options that each rank may give another value: local paths, and what changes no sample and no weight."""
 
 LIBRARIES = ("torch", "torchvision", "numpy", "pillow", "nvidia-nvimgcodec-cu13", "horovod", "apex")
@@ -70,16 +74,26 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
         UserError: missing or malformed data; or with the first rank whose options, data, code or libraries differ
             from rank 0's, and the first difference.
     """
-    listing = None
+    found: Listing | bytes | None = None
     if peers.world_size > 1:
         check_same_facts(run_on_all_ranks(lambda: training_facts(args, recipe), peers), peers)
+    if peers.world_size > 1 and args.data == "shards":
+        from recipes.common.data.shards import read_remote_index
+
+        index = run_on_all_ranks(lambda: read_remote_index(args) if peers.rank == 0 else b"", peers)
+        with peers.watch("data set"):
+            content = torch.empty(peers.broadcast_object(len(index)), dtype=torch.uint8)
+            content.numpy()[: len(index)] = np.frombuffer(index, np.uint8)
+            if len(content):
+                peers.broadcast_tensor(content)  # 28 bytes an image
+        found = content.numpy().tobytes()
     if peers.world_size > 1 and args.data == "imagefolder":
         from recipes.common.data.imagefolder import Listing, walk
 
         own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
         with peers.watch("data set"):
-            listing = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
-    data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, listing), peers)
+            found = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
+    data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
     check_same_facts(facts, peers)

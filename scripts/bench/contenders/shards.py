@@ -1,0 +1,53 @@
+"""Read shards from a disk or a server: images in a second, or the seconds until all ranks have opened them.
+
+    python -m scripts.bench.contenders.shards read --data-dir FOLDER-OR-URL
+    torchrun --nproc-per-node=2 -m scripts.bench.contenders.shards open --data-dir URL
+
+The last line is a JSON object. Images are decoded in a worker process, in an order drawn anew, as in training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from recipes.common.data import load_data
+from recipes.common.process.ranks import read_ranks
+from recipes.common.world.agreement import load_same_data
+from recipes.common.world.world import connected_world
+from recipes.ddp.train import options
+
+BATCH_SIZE, WARM = 32, 4
+
+
+def read(words: Sequence[str]) -> dict[str, float]:
+    """Read the training half once; the first batches, for which workers start, do not count."""
+    split = load_data(options(words), torch.device("cpu"), on_bad_image=print).train
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).split(BATCH_SIZE)
+    seen, begin = 0, 0.0
+    for number, (_, labels) in enumerate(split.batches(order, 0)):
+        if number < WARM:
+            begin = time.perf_counter()
+        else:
+            seen += len(labels)
+    return {"images_per_s": seen / (time.perf_counter() - begin)}
+
+
+def open_(words: Sequence[str]) -> dict[str, float]:
+    """Load the data as a recipe does; return the longest time of a rank."""
+    args = options(words)
+    with connected_world(args, read_ranks("ddp")) as world:
+        begin = time.perf_counter()
+        images = len(load_same_data(args, "ddp", world, on_bad_image=print).train)
+        longest = max(world.gather_objects(time.perf_counter() - begin))
+    return {"open_s": longest, "images": images}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = {"read": read, "open": open_}[sys.argv[1]](["--data", "shards", *sys.argv[2:]])
+    print(json.dumps(found), flush=True)

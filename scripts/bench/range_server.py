@@ -1,0 +1,131 @@
+"""A web server for the files of a folder and parts of them, with a delay and planted faults.
+
+python -m scripts.bench.range_server FOLDER DELAY_S
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Fault = Callable[["Handler", int], bool]
+"""Called for each request with its number; answers in the server's place where it returns True."""
+
+
+class Counts:
+    """Requests so far, and how many are under way at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.requests = self.now = self.most = 0
+        self.busy_s = 0.0
+        self.paths: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def request(self, path: str) -> Iterator[int]:
+        """Count one; yield its number."""
+        with self.lock:
+            self.requests += 1
+            self.paths[path] += 1
+            number = self.requests
+            self.now += 1
+            self.most = max(self.most, self.now)
+        begin = time.monotonic()
+        try:
+            yield number
+        finally:
+            with self.lock:
+                self.now -= 1
+                self.busy_s += time.monotonic() - begin
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET, the whole file or a range of it."""
+
+    protocol_version = "HTTP/1.1"
+    folder: Path
+    delay_s: float
+    fault: Fault | None
+    counts: Counts
+
+    def do_GET(self) -> None:
+        """Send a file."""
+        if self.path == "/counts":
+            self.answer(200, repr((self.counts.requests, self.counts.most, self.counts.busy_s)).encode())
+            return
+        with self.counts.request(self.path) as number:
+            time.sleep(self.delay_s)
+            if not (self.fault and self.fault(self, number)):
+                self.send_part()
+
+    def send_part(self) -> None:
+        """Send what was asked for."""
+        try:
+            with open(self.folder / self.path.lstrip("/"), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
+                start, end = (int(wanted[1]), min(int(wanted[2]) + 1, size)) if wanted else (0, size)
+                self.send_response(206 if wanted else 200)
+                self.send_header("Content-Length", str(end - start))
+                if wanted:
+                    self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+                self.end_headers()
+                self.connection.sendfile(file, start, end - start)
+        except FileNotFoundError:
+            self.answer(404)
+
+    def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        """Send a status and some bytes."""
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    """Takes many connections at once."""
+
+    daemon_threads, request_queue_size = True, 512
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: clients that are killed leave in the middle of an answer."""
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answer without Nagle's delay."""
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().finish_request(request, client_address)
+
+
+@contextlib.contextmanager
+def serve(folder: Path, delay_s: float = 0.0, fault: Fault | None = None) -> Iterator[tuple[str, Counts]]:
+    """Serve a folder on a free port of 127.0.0.1; yield its URL and the counts."""
+    counts = Counts()
+    facts = {"folder": folder, "delay_s": delay_s, "fault": staticmethod(fault) if fault else None}
+    with Server(("127.0.0.1", 0), type("Handler", (Handler,), {**facts, "counts": counts})) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", counts
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+if __name__ == "__main__":
+    with serve(Path(sys.argv[1]), float(sys.argv[2])) as (url, _):
+        print(url, flush=True)
+        sys.stdin.read()

@@ -1,0 +1,121 @@
+"""Shards on a web server 50 ms away, beside the same shards on a local disk; and how long opening many takes.
+
+The server is a process of this machine that waits 50 ms before each answer. Both sides read from memory: the files
+have just been written.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
+from scripts.bench.figures import Figure, speed_figure, take_turns
+from scripts.bench.jpeg import write_photos
+from scripts.bench.programs import contender
+from scripts.launch.command import ROOT
+
+PART = "remote"
+DELAY_S = 0.05
+PHOTOS, COPIES = 256, 8
+MANY, MANY_VAL, SHARDS, SHARD_BYTES, IMAGE_BYTES = 1_281_167, 50_000, 141, 10**9, 100_000
+"""ImageNet-1k's images, in shards as `make shards` writes them."""
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """Serve a folder from a process of its own; yield its URL."""
+    command = [sys.executable, "-m", "scripts.bench.range_server", str(folder), str(DELAY_S)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+
+
+def counts(url: str) -> tuple[int, int, float]:
+    """Return the server's requests so far, the most at once, and the seconds spent in them."""
+    with urllib.request.urlopen(f"{url}/counts", timeout=60) as answer:
+        return ast.literal_eval(answer.read().decode())
+
+
+def write_shards(folder: Path) -> Path:
+    """Pack photographs, each several times; return the shards' folder."""
+    write_photos(folder / "photos", PHOTOS)
+    for path in sorted((folder / "photos" / "train").rglob("*.jpg")):
+        for copy in range(1, COPIES):
+            os.link(path, path.with_name(f"{path.stem}-{copy}.jpg"))
+    list(pack(folder / "photos", folder / "shards", 10**8))
+    return folder / "shards"
+
+
+def write_many(folder: Path) -> Path:
+    """Write the index of as many images as ImageNet has, and shards that are holes; return their folder."""
+    folder.mkdir()
+    rows = np.arange(MANY)
+    each = -(-MANY // SHARDS)
+    values = {"shard": rows // each, "offset": rows % each * IMAGE_BYTES, "size": rows * 0 + IMAGE_BYTES - 1024}
+    values |= {"crc": rows, "label": rows % 1000}
+    halves = dict(zip(HALVES, (MANY, MANY_VAL), strict=True))
+    arrays = {
+        f"{half}_{name}": values[name][:count].astype(kind)
+        for half, count in halves.items()
+        for name, kind in FIELDS.items()
+    }
+    shards = {f"train-{number:06d}.tar": SHARD_BYTES for number in range(SHARDS)}
+    for name in shards:
+        (folder / name).touch()
+        os.truncate(folder / name, SHARD_BYTES)
+    write_index(folder, {"num_classes": 1000, "shards": shards}, arrays)
+    assert (folder / INDEX).stat().st_size > 28 * MANY
+    return folder
+
+
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Measure each contender in a process of its own."""
+    shards, many = write_shards(folder), write_many(folder / "many")
+    with server(shards) as url, server(many) as many_url:
+        caches: list[Path] = []
+
+        def speed(place: Any, *words: str) -> float:
+            words = ("read", "--data-dir", str(place), "--workers", "1", *words)
+            return contender("shards", words)["images_per_s"]
+
+        def cold() -> float:
+            caches.append(folder / f"cache-{len(caches)}")
+            return speed(url, "--cache-dir", str(caches[-1]))
+
+        contenders = {
+            "disk": lambda: speed(shards),
+            "no cache": lambda: speed(url),
+            "new cache": cold,
+            "full cache": lambda: speed(url, "--cache-dir", str(caches[0])),
+        }
+        values = take_turns(contenders, rounds)
+        before = counts(url)
+        rate = speed(url)
+        after = counts(url)
+        spent = PHOTOS * COPIES / rate
+        opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
+    mean = (after[2] - before[2]) / spent
+    what, local = "images/s from a server 50 ms away, a worker", "the same shards on a disk"
+    figures = [
+        speed_figure(PART, f"{what}, {name}", values, name, "disk", ">= 0.95", local, "images/s")
+        for name in ("no cache", "new cache", "full cache")
+    ]
+    note = f"{after[1]} at most; {after[0] - before[0]} requests"
+    figures.append(Figure(PART, "reads in flight without a cache, on average", mean, note=note))
+    name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
+    return [*figures, Figure(PART, name, median(opened), min(opened), max(opened), "<= 5")]

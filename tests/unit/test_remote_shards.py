@@ -1,0 +1,350 @@
+"""Shards on a server: the images of the local ones, and one line for whatever the server does, within a bound."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.common.data import SKIPPED, load_data
+from recipes.common.data.shards import INDEX, RemoteImages, pack
+from recipes.common.data.workers import Keys, add_ahead
+from recipes.common.errors import UserError
+from recipes.single.train import options
+from scripts.bench.range_server import serve
+from tests.images import make_images
+
+CPU = torch.device("cpu")
+
+
+def load(place, *flags, told=None):
+    argv = ["--data", "shards", "--data-dir", str(place), "--workers", "0", "--image-size", "16", *flags]
+    return load_data(options(argv), CPU, print if told is None else told.append)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shards")
+    list(pack(make_images(folder / "images"), folder / "packed", 9000))
+    return folder / "packed"
+
+
+@pytest.fixture
+def copy(shards, tmp_path):
+    """Shards that a test may damage."""
+    return shutil.copytree(shards, tmp_path / "copy")
+
+
+def order_of(split, seed=0):
+    return torch.randperm(len(split), generator=torch.Generator().manual_seed(seed)).split(5)
+
+
+def assert_equal(split, other):
+    for epoch in range(2):
+        order = order_of(split, epoch)
+        for (a, b), (c, d) in zip(split.batches(order, epoch), other.batches(order, epoch), strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+
+
+def one_error(data, number=0):
+    """Return what is told of one image."""
+    told = []
+    data.train.on_bad_image = told.append
+    ((_, labels),) = data.train.batches([torch.tensor([number])], 0)
+    assert labels.tolist() == [SKIPPED]
+    [error] = map(str, told)
+    return error
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_run_sees_the_images_of_the_disk(shards, tmp_path, monkeypatch, has_cache):
+    monkeypatch.setattr("recipes.common.data.shards.PART_BYTES", 4096)
+    flags = ["--cache-dir", str(tmp_path / "cache")] * has_cache
+    local = load(shards)
+    with serve(shards) as (url, counts):
+        data = load(f"{url}/", *flags)
+        assert data.train.fingerprint() == local.train.fingerprint()
+        opened = counts.requests
+        assert_equal(data.train, local.train)
+        assert_equal(data.test, local.test)
+        read = counts.requests - opened
+        # Without a cache each of 2 epochs reads each image, with it each part is read once.
+        assert read == 2 * (28 + 12) if not has_cache else read < 28 + 12
+        if has_cache:
+            before = counts.requests
+            assert_equal(load(url, *flags).train, local.train)
+            assert counts.requests - before == opened, "all images are in the cache"
+
+
+def test_the_cache_heals(shards, tmp_path):
+    """A cached image that is damaged is read again; so are those of a run that was killed as it wrote."""
+    with serve(shards) as (url, counts):
+        flags = ("--cache-dir", str(tmp_path))
+        data = load(url, *flags)
+        assert_equal(data.train, load(shards).train)
+        [path] = tmp_path.glob("*/train-000000.tar")
+        os.truncate(path, 1024)
+        before = counts.requests
+        assert_equal(data.train, load(shards).train)
+        assert counts.requests > before
+        after = counts.requests
+        assert_equal(data.train, load(shards).train)
+        assert counts.requests == after, "what was read again is in the cache again"
+
+
+def test_reads_are_in_flight_together(shards):
+    with serve(shards, delay_s=0.05) as (url, counts):
+        data = load(url)
+        counts.most = 0
+        list(data.train.batches(order_of(data.train), 0))
+        assert counts.most >= 16
+
+
+def test_each_batch_knows_the_next_ones_of_its_worker():
+    batches = [Keys([(0, 2 * i), (0, 2 * i + 1)]) for i in range(9)]
+    add_ahead(batches, workers=3, samples=3)
+    assert [[i for _, i in batch.ahead] for batch in batches[:4]] == [
+        [6, 7, 12, 13],
+        [8, 9, 14, 15],
+        [10, 11, 16, 17],
+        [12, 13],
+    ]
+    assert [batch.ahead for batch in batches[6:]] == [[], [], []]
+
+
+def drop(handler, number):
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
+    return True
+
+
+def stop_halfway(handler, number):
+    handler.send_response(206)
+    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+    handler.send_header("Content-Range", f"bytes {start}-{end}/{10**6}")
+    handler.send_header("Content-Length", str(end - start + 1))
+    handler.end_headers()
+    handler.wfile.write(b"x")
+    handler.wfile.flush()
+    return drop(handler, number)
+
+
+def send_more(handler, number):
+    handler.answer(206, b"x" * 10**5, Content_Range=handler.headers["Range"].replace("=", " ") + "/100000")
+    return True
+
+
+def drip(handler, number):
+    """A byte now and then: each comes in time, and all of them never do."""
+    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+    handler.send_response(206)
+    handler.send_header("Content-Range", f"bytes {start}-{end}/{10**6}")
+    handler.send_header("Content-Length", str(end - start + 1))
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+        time.sleep(0.02)
+
+
+def sleep(handler, number):
+    time.sleep(5)
+    return False
+
+
+FAULTS = {
+    "drop": (drop, r"(Remote end closed connection without response|Connection reset by peer), 4 times", 4),
+    "half": (stop_halfway, r"(the server sent 1 bytes of \d+|Connection reset by peer), 4 times", 4),
+    "404": (lambda handler, _: handler.answer(404) or True, "the server answered 404 Not Found", 1),
+    "503": (
+        lambda handler, _: handler.answer(503) or True,
+        "the server answered 503 Service Unavailable, 4 times",
+        4,
+    ),
+    "moved": (
+        lambda handler, _: handler.answer(302, Location="http://other/") or True,
+        "the server answered 302 Found: give the address that it names, http://other/",
+        1,
+    ),
+    "whole": (
+        lambda handler, _: handler.answer(200, b"x" * 5000) or True,
+        "the server answered 200 OK: it does not know range requests",
+        1,
+    ),
+    "longer": (
+        send_more,
+        r"the server sent bytes \d+-\d+/100000 in 100000 bytes, in place of bytes \d+-\d+, 4 times",
+        4,
+    ),
+    "drip": (drip, r"the server took longer than 0.1 s, 4 times|not there after 0.6 s", 4),
+    "silent": (sleep, r"timed out, 4 times|not there after 0.6 s", 4),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_server_does_is_one_line(shards, name):
+    fault, reason, attempts = FAULTS[name]
+    faulty = []
+    with serve(shards, fault=lambda *request: bool(faulty) and fault(*request)) as (url, counts):
+        data = load(url)
+        store = data.train.dataset.store
+        store.attempt_s, store.longest_s = 0.1, 0.6 if name in ("drip", "silent") else 60
+        faulty.append(True)
+        before = counts.requests
+        error = one_error(data, 20)
+        offset = int(data.train.dataset.fields["offset"][20])
+        shard = data.train.dataset._shard(20)
+        start = f"cannot read {url}/{shard} at byte {offset}: "
+        assert error.startswith(start)
+        assert error.endswith("; fix this, then add --resume auto")
+        assert re.fullmatch(reason, error.removeprefix(start).removesuffix("; fix this, then add --resume auto"))
+        assert 1 <= counts.requests - before <= attempts
+
+
+def test_a_server_that_recovers_costs_nothing(shards):
+    """503, and connections that drop, in the middle of an epoch."""
+
+    seen = Counter()
+
+    def fault(handler, number):
+        request = handler.path, handler.headers["Range"]
+        seen[request] += 1
+        if seen[request] == 1:
+            return handler.answer(503) or True
+        return seen[request] == 2 and drop(handler, number)
+
+    with serve(shards, fault=fault) as (url, counts):
+        data = load(url, "--timeout-s", "8")
+        assert_equal(data.train, load(shards).train)
+        assert set(seen.values()) >= {3}
+        assert counts.requests > 2 * 28 + 28
+
+
+def test_damaged_bytes_are_one_line(copy):
+    content = bytearray((copy / "train-000000.tar").read_bytes())
+    content[700] ^= 1
+    (copy / "train-000000.tar").write_bytes(content)
+    with serve(copy) as (url, _):
+        error = one_error(load(url))
+        assert error.startswith(f"{url}/train-000000.tar at byte 512 does not decode (its checksum is not that of")
+
+
+def rewrite(folder, change):
+    with np.load(folder / INDEX) as index:
+        arrays = dict(index)
+    about = json.loads(str(arrays.pop("about")))
+    change(about, arrays)
+    with open(folder / INDEX, "wb") as file:
+        np.savez(file, about=np.array(json.dumps(about)), **arrays)
+
+
+def lead_out(about, arrays):
+    about["shards"] = {f"../{name}": size for name, size in about["shards"].items()}
+
+
+def enlarge(about, arrays):
+    arrays["train_size"][3] = 2**30
+
+
+def pickle_it(about, arrays):
+    arrays["val_label"] = np.array([{}], dtype=object)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda folder: (folder / INDEX).unlink(), r"cannot read http://\S+/index\.npz \(the server answered 404"),
+        (
+            lambda folder: (folder / INDEX).write_bytes(b"x" * 400),
+            r"index\.npz is damaged \(File is not a zip file\)",
+        ),
+        (
+            lambda folder: (folder / "val-000000.tar").unlink(),
+            r"cannot read \S+/val-000000\.tar \(the server answered",
+        ),
+        (
+            lambda folder: os.truncate(folder / "train-000001.tar", 512),
+            r"train-000001\.tar has 512 bytes instead of ",
+        ),
+        (lambda folder: rewrite(folder, lead_out), r"is damaged \('\.\./train-000000\.tar' is no shard's name\)"),
+        (lambda folder: rewrite(folder, enlarge), r"is damaged \(an image of train is where there can be none\)"),
+        (lambda folder: rewrite(folder, pickle_it), r"is damaged \(Object arrays cannot be loaded"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(copy, spoil, error):
+    spoil(copy)
+    with serve(copy) as (url, _), pytest.raises(UserError, match=error):
+        load(url)
+
+
+def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with serve(shards) as (url, _):
+        with pytest.raises(UserError, match=r"--cache-dir: cannot use \S+ \(Not a directory\); give a folder"):
+            load(url, "--cache-dir", str(tmp_path / "file"))
+        disk = os.statvfs(tmp_path)
+        with monkeypatch.context() as patch:
+            full = type("Disk", (), {"f_bavail": 1, "f_frsize": 512})
+            patch.setattr(os, "statvfs", lambda _: full)
+            with pytest.raises(UserError, match=r"GB more, and its disk has 0\.0 GB free; make room"):
+                load(url, "--cache-dir", str(tmp_path / "cache"))
+        assert disk.f_bavail
+        data = load(url, "--cache-dir", str(tmp_path / "cache"))
+
+        def refuse(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwrite", refuse)
+        assert "--cache-dir cannot keep " in one_error(data)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            ["--data", "shards", "--data-dir", "https://me:secret@host/x"],
+            "a URL with a password, a query or a fragment",
+        ),
+        (
+            ["--data", "shards", "--data-dir", "https://host/x?token=secret"],
+            "would be recorded; give the bare address",
+        ),
+        (["--data", "shards", "--data-dir", "http://host:port/x"], "Port could not be cast"),
+        (
+            ["--data", "shards", "--data-dir", "s3://bucket/x"],
+            r"--data-dir s3://: Install s3fs .*`pip install s3fs`",
+        ),
+        (["--data", "shards", "--data-dir", "nope://bucket/x"], r"--data-dir nope://: Protocol not known: nope"),
+        (
+            ["--data", "imagefolder", "--data-dir", "https://host/x"],
+            "of a server, only shards are read; pack images by",
+        ),
+        (["--data", "shards", "--cache-dir", "x"], "--cache-dir x is for --data shards on a server; drop it"),
+    ],
+)
+def test_refusals(flags, error, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)  # as where it is not installed
+    with pytest.raises(UserError, match=error):
+        load_data(options(flags), CPU, print)
+
+
+def test_fsspec_reads_the_same_images(shards, tmp_path):
+    fsspec = pytest.importorskip("fsspec", reason="needs fsspec: pip install fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(shards), "/packed", recursive=True)
+    data = load("memory://packed", "--cache-dir", str(tmp_path))
+    assert isinstance(data.train.dataset, RemoteImages)
+    assert_equal(data.train, load(shards).train)
+    memory.rm("/packed/val-000000.tar")
+    with pytest.raises(
+        UserError, match=r"cannot read memory://packed/val-000000\.tar \(No such file or directory\)"
+    ):
+        load("memory://packed")
