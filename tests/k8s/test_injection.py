@@ -194,8 +194,8 @@ def wait_for(pods):
     return [pod.wait() for pod in pods]
 
 
-def start(kind, documents, folder, *options, **env):
-    """Start all pods of a job here; return their commands."""
+def start(kind, documents, folder, *options, is_head_late=False, **env):
+    """Start all pods of a job here, the head's once the others know its name and wait; return their commands."""
     made = simulation.pods(kind, documents)
     for pod in made:  # the last ones win
         pod.words += ("--device=cpu", *options)
@@ -212,14 +212,18 @@ def start(kind, documents, folder, *options, **env):
                 pod.env[name] = port
         if "PET_RDZV_ENDPOINT" in pod.env:
             pod.env["PET_RDZV_ENDPOINT"] = f"{pod.env['PET_RDZV_ENDPOINT'].split(':')[0]}:{port}"
-    return [simulation.run(pod, replaced, **env) for pod in made]
+    others = [simulation.run(pod, replaced, **env) for pod in made[1:]]
+    for other in others * is_head_late:
+        wait_until(lambda other=other: ": fabric " in other.text, TIMEOUT_S, lambda other=other: other.text)
+        assert other.process.poll() is None, other.text
+    return [simulation.run(made[0], replaced, **env), *others]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob"])
-def test_the_pods_train_as_one_world(kind, tmp_path):
+def test_the_pods_train_as_one_world_also_with_a_late_head(kind, tmp_path):
     """A drained node below has those of an Indexed Job; a JobSet's have the same variables from its controller."""
-    results = wait_for(start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2"))
+    results = wait_for(start(kind, load(KINDS[kind].file), tmp_path, "--max-steps=2", is_head_late=True))
     assert_one_world(results, tmp_path / "ddp")
     assert last_step(tmp_path / "ddp") <= 2
 
@@ -304,7 +308,7 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     whole = train("ddp", tmp_path / "whole", 2, "--epochs", "3", nodes=2)
     assert last_step(tmp_path / "mine") < last_step(whole)
 
-    results = wait_for(start("indexed-job", documents, tmp_path, **as_ranks_here))
+    results = wait_for(start("indexed-job", documents, tmp_path, is_head_late=True, **as_ranks_here))
     assert_one_world(results, tmp_path / "mine", starts=2)
     assert losses(tmp_path / "mine") == losses(whole)
 
