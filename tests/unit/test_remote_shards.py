@@ -105,7 +105,7 @@ def test_reads_are_in_flight_together(shards):
         data = load(url)
         counts.most = 0
         list(data.train.batches(order_of(data.train), 0))
-        assert counts.most >= 16
+        assert counts.most > 5, "more than a batch"
 
 
 def test_each_batch_knows_the_next_ones_of_its_worker():
