@@ -104,7 +104,7 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     """Return all that decides what a run computes from its data, by name."""
     values = args.as_dict().items()
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     folders = {"common", recipe, *(["ddp"] if recipe == "spawn" else [])}  # spawn's ranks are ddp's
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
