@@ -13,7 +13,7 @@ DRAINED = "DisruptionTarget"
 
 
 GAVE_UP = 2
-"""The status of a node that has waited RDZV_TIMEOUT_S for the head, or for its name (recipes/common/process/node.py)."""
+"""The status of a node that waited RDZV_TIMEOUT_S for the head or its name (recipes/common/process/node.py)."""
 
 
 def pulled_at(image_at_s: int) -> int:

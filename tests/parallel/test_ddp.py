@@ -55,6 +55,7 @@ def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
     assert_same_run(run, baseline(*STEPS))
 
 
+@pytest.mark.slow
 def test_two_local_nodes_equal_single(baseline, tmp_path):
     """The whole path that `make run RECIPE=ddp NODES=2 NPROC_PER_NODE=2` takes."""
     argv = ("--max-steps", "25", "--seed", "1")

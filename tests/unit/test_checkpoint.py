@@ -93,6 +93,7 @@ def test_cut_at_any_byte_it_never_loads(folder):
     assert read_checkpoint(path)["position"]["step"] == 30
 
 
+@pytest.mark.slow
 def test_with_any_byte_flipped_it_does_not_load_or_is_the_same(folder):
     """Some bytes of a zip file say nothing (padding, times): a change there is none to what is read."""
     path = folder.paths()[0]

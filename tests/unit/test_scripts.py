@@ -260,6 +260,7 @@ local.free_port = lambda: next(ports)
 sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
 """
 
+    @pytest.mark.slow
     def test_the_local_launcher_takes_another_port(self):
         result = run_command(sys.executable, "-c", self.TAKE)
         assert result.status == 0, result.stderr
