@@ -108,7 +108,7 @@ ATTEMPT = "cluster-recipes/attempt"
 
 def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) -> None:
     """Create all documents or, after a failure, none; raises UserError with the remedy."""
-    attempt = secrets.token_hex(4)
+    attempt = f"a{secrets.token_hex(4)}"  # a word, where digits alone would be a number
     for document in documents:
         document["metadata"].setdefault("labels", {})[ATTEMPT] = attempt
     try:

@@ -314,7 +314,7 @@ def test_a_half_of_a_job_that_cannot_be_taken_back_is_named(tmp_path):
     ("answer", "expected"),
     [
         (0, "what it had created is deleted; try again"),
-        (1, r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=\w{8} \(no answer .* delete\)"),
+        (1, r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=a\w{8} \(no answer .* delete\)"),
     ],
     ids=["deleted", "left over"],
 )

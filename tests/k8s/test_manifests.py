@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from k8s import manifest
-from k8s.manifest import GPU, KINDS, Request, load, pod_templates, render
+from k8s.manifest import GPU, KINDS, Request, load, pod_templates, render, to_text
 from recipes.common.errors import UserError
 from scripts.launch.stopped_status import option
 from tests.conftest import require
@@ -365,6 +365,33 @@ def need_kubectl():
     require(
         "kubectl", shutil.which("kubectl"), "it is not there (no cluster is needed)", "put kubectl on the PATH"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "12345e67 1e-3 1e+3 0e7 1_0e3 1E5 -.5 +.5e3 .5 0.1 1. 09",
+        "12 +5 0123 0o17 0O7 0x1f 0X1F 0b1 0B1 -0b1 1_000 -_1 0_x1f 1__2",
+        "y Y n N yes no on off true ~ null NULL .inf -.inf .NaN = <<",
+        "2026-11-01 12:30 190:20:30.15 8Gi 500m --lr - . 1.2.3 nccl:cu13 a12345e67",
+    ],
+)
+def test_kubectl_reads_strings_as_strings(words):
+    """Its YAML has other numbers than PyYAML's, such as 1e-3, and the API server refuses one in a string's place."""
+    data = {f"k{number}": word for number, word in enumerate(words.split())}
+    document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
+    assert yaml.safe_load(to_text([document])) == document
+    need_kubectl()
+    command = ["kubectl", "label", "--local", "--filename=-", "a=b", "--output=json"]
+    done = subprocess.run(command, input=to_text([document]), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["data"] == data
+
+
+def test_what_is_a_number_or_a_word_stays_plain():
+    values = {"a": 12, "b": 0.5, "c": 1e-5, "d": True, "e": None, "f": "--lr", "g": "8Gi", "h": "ddp"}
+    plain = "a: 12\nb: 0.5\nc: 1.0e-05\nd: true\ne: null\nf: --lr\ng: 8Gi\nh: ddp\n"
+    assert to_text([values]) == plain
 
 
 @pytest.mark.parametrize("kind", KINDS)
