@@ -62,16 +62,17 @@ def run(words: Sequence[str]) -> tuple[int, str]:
         )
         try:
             process.wait(TIMEOUT_S)
-        except BaseException as error:  # Ctrl-C too: nothing is left behind
-            killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+        except BaseException as error:  # Ctrl-C too, and it may come twice
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                killpg(process.pid, signal.SIGINT)
                 process.wait(END_S)
-            with contextlib.suppress(ProcessLookupError):
-                killpg(process.pid, signal.SIGKILL)
-            process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return 128 + signal.SIGKILL, f"took longer than {TIMEOUT_S} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                killpg(process.pid, signal.SIGKILL)
+            process.wait()
         output.seek(0)
         return process.returncode, output.read().decode(errors="replace")
 

@@ -1,10 +1,13 @@
 """Claims and what shows them: what is wrong with a claim, and how a run of its tests or command is judged."""
 
+import contextlib
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +110,36 @@ def test_an_interrupted_command_ends_by_itself(tmp_path):
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended.exists()
+
+
+@pytest.mark.parametrize(
+    ("waits", "met"),
+    [
+        ([KeyboardInterrupt, KeyboardInterrupt], KeyboardInterrupt),  # Ctrl-C twice
+        ([KeyboardInterrupt, subprocess.TimeoutExpired("x", 1)], KeyboardInterrupt),
+        ([subprocess.TimeoutExpired("x", 1), None], None),
+        ([None], None),
+    ],
+)
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nothing_of_a_command_is_left_behind_however_it_ends(monkeypatch, waits, met, is_there):
+    sent, left = [], iter(waits)
+
+    def wait(bound_s=None):
+        if bound_s and (found := next(left)):
+            raise found
+
+    def kill(pid, number):
+        sent.append((pid, number))
+        if not is_there:
+            raise ProcessLookupError
+
+    process = SimpleNamespace(pid=7, returncode=0, wait=wait)
+    monkeypatch.setattr(evidence.subprocess, "Popen", lambda *args, **kwargs: process)
+    monkeypatch.setattr(evidence, "killpg", kill)
+    with pytest.raises(met) if met else contextlib.nullcontext():
+        evidence.run(["x"])
+    assert sent == [(7, signal.SIGINT)] * (waits != [None]) + [(7, signal.SIGKILL)]
 
 
 def test_the_page_has_each_claim_once_and_says_what_was_not_run():
