@@ -313,7 +313,7 @@ stop_step() {
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
 end_job() {
     local state preempted lost broken go_on
-    if [[ -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
+    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
     if is_complete; then exit 0; fi
     go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
     if [[ -n ${SCRIPT:-} ]]; then go_on="to go on: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi

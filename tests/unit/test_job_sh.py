@@ -110,6 +110,15 @@ def test_an_elastic_script_has_ended_where_one_node_says_so_and_none_has_failed(
     assert "yes" not in script(f'{then}; rm "$ENDED_FILE"; is_complete && echo yes', RESUME="auto").stdout
 
 
+@pytest.mark.parametrize(("signal", "said"), [("", "ended with status 3"), ("USR1", "it was stopped before its")])
+def test_a_file_of_a_script_does_not_end_an_elastic_job(script, signal, said):
+    """result.json is a recipe's record."""
+    ended = f"RDZV_ENDPOINT=n1:7 status=3 greatest=3 signal={signal}"
+    done = script(f'{ended}; sleep 0.02; touch "$run_dir/result.json"; end_job')
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
+
+
 def test_a_port_that_is_taken_on_any_address_is_passed_over(job):
     own = {"SLURM_JOB_ID": str(os.getpid())}  # not that of other tests: ports are the machine's
     first = port_of(job(**own))
