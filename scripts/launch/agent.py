@@ -414,13 +414,14 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         status = blame(*failures_of(error))
         if status != USAGE_STATUS and max_restarts:
             say(f"that was restart {max_restarts} of at most {max_restarts} (MAX_RESTARTS)")
-        return 1 if status > 128 else status  # above 128: a signal killed this agent
+        return own_status(status)
     except SignalException:
         return 0  # a checkpoint is written
     except RendezvousClosedError:
         status = 0 if missing else elastic.status_of_job(endpoint, job_id)
         if not (missing or status) and script.is_set() and job.failures:
-            status = blame(*job.failures)  # on other nodes they had ended by then: there is no further round
+            # On other nodes they had ended by then: there is no further round.
+            status = own_status(blame(*job.failures))
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
@@ -432,6 +433,14 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
         return LOST_STATUS
     return 0
+
+
+def own_status(status: int) -> int:
+    """Return an elastic node's status from that of its ranks.
+
+    Above 128, and LOST_STATUS, mean that the agent itself was killed or has lost the store, and runs again.
+    """
+    return 1 if status > 128 or status == LOST_STATUS else status
 
 
 def failures_of(error: ChildFailedError) -> tuple[dict[int, int], dict[int, int]]:

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, dynamic_rendezvous
 
 from recipes.common.errors import PortTakenError, UserError
@@ -360,6 +362,31 @@ def test_another_torch_is_noticed(monkeypatch, owner, name):
     monkeypatch.delattr(owner, name)
     if not hasattr(owner, name):  # or it is inherited
         assert elastic.missing_parts() == [f"{owner.__name__}.{name}"]
+
+
+@pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (2, 2)])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
+    """Above 128, and 69, mean that the agent was killed or lost the store, and let the node come back."""
+    monkeypatch.setenv("SCRIPT", "train.py")
+    for name in ("RESUME", agent.LAUNCHER_PID):
+        monkeypatch.setenv(name, "")  # run_elastic() sets them for this test alone
+    jobs, failure = [], SimpleNamespace(exitcode=ended, pid=7)
+
+    def end(arguments):
+        if not is_closed:
+            raise ChildFailedError("train.py", {0: failure})
+        jobs[0].failures[:] = [{0: ended}, {0: 7}]
+        raise RendezvousClosedError  # the ranks of another node have finished
+
+    monkeypatch.setattr(torchrun, "run", end)
+    monkeypatch.setattr(elastic, "install", jobs.append)
+    monkeypatch.setattr(elastic, "status_of_job", lambda endpoint, job_id: 0)
+    monkeypatch.setattr(agent, "own_address", lambda endpoint, address: address)
+    monkeypatch.setattr(agent, "wait_for_head", lambda node, endpoint: None)
+    monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
+    node = agent.Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
+    assert agent.run_elastic(node, "ddp", [], "logs", []) == status
 
 
 AGENT = """
