@@ -377,7 +377,7 @@ def need_kubectl():
     ],
 )
 def test_kubectl_reads_strings_as_strings(words):
-    """Its YAML has other numbers than PyYAML's, such as 1e-3, and the API server refuses one in a string's place."""
+    """Its YAML has other numbers than PyYAML's, such as 1e-3, and the API server refuses one for a string."""
     data = {f"k{number}": word for number, word in enumerate(words.split())}
     document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
     assert yaml.safe_load(to_text([document])) == document
