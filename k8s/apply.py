@@ -60,7 +60,14 @@ DELETED += ["services", "networkpolicies"]
 
 
 class NoAnswerError(UserError):
-    """kubectl was ended before it had an answer: what it asked for may have been done."""
+    """kubectl had no answer, or lost it: what it asked for may have been done."""
+
+
+LOST = re.compile(
+    r"\((Server|Gateway)?Timeout\)|etcdserver: |prevented the request|\bEOF\b|GOAWAY|connection reset"
+    r"|client connection lost|deadline exceeded|awaiting headers|(read|write) tcp"
+)
+"""How kubectl says that a request which it had sent was not answered, or not to its end."""
 
 
 class Cluster:
@@ -81,6 +88,9 @@ class Cluster:
             )
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
+        said = [line for line in done.stderr.splitlines() if "failed calling webhook" not in line]
+        if done.returncode and words[0] == "create" and any(map(LOST.search, said)):
+            raise NoAnswerError(f"kubectl create lost its answer ({last_line(done.stderr)})")
         unreachable = r"refused|Unable to connect|no such host|current-context|i/o timeout|provide credentials"
         # An object that was printed comes from a cluster: what was refused then is a call inside, of a webhook.
         if done.returncode and not done.stdout and re.search(unreachable, done.stderr):
@@ -115,8 +125,10 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
         done = cluster.run("create", "--filename=-", stdin=to_text(documents))
     except NoAnswerError as error:  # what has been created is not known
         kinds = ",".join(dict.fromkeys(resource_of(document) for document in documents))
-        left_over = undo(cluster, [kinds, f"--selector={ATTEMPT}={attempt}"])
-        raise UserError(f"{error}; {left_over or 'what it had created is deleted; try again'}") from None
+        made = [kinds, f"--selector={ATTEMPT}={attempt}"]
+        look = " ".join([*cluster.command, "get", *made])
+        found = f"what was found of it is deleted; look for more before you try again: {look}"
+        raise UserError(f"{error}; {undo(cluster, made) or found}") from None
     if done.returncode == 0:
         return
     said = done.stderr

@@ -310,10 +310,14 @@ def test_a_half_of_a_job_that_cannot_be_taken_back_is_named(tmp_path):
     ]
 
 
+SELECTOR = r"Service,Job.v1.batch --selector=cluster-recipes/attempt=a\w{8}"
+FOUND = f"what was found of it is deleted; look for more before you try again: true get {SELECTOR}"
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (0, "what it had created is deleted; try again"),
+        (0, FOUND),
         (1, r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=a\w{8} \(no answer .* delete\)"),
     ],
     ids=["deleted", "left over"],
@@ -338,6 +342,39 @@ def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, a
     [attempt] = {one["metadata"]["labels"]["cluster-recipes/attempt"] for one in yaml.safe_load_all(created)}
     selector = f"--selector=cluster-recipes/attempt={attempt}"
     assert deleted[1:] == ["delete", "Service,Job.v1.batch", selector, "--ignore-not-found", "--wait=false"]
+
+
+@pytest.mark.parametrize(
+    ("said", "is_lost"),
+    [
+        ("Error from server (Timeout): Timeout: request did not complete within requested timeout", True),
+        ("Error from server (ServerTimeout): the server could not process it in time", True),
+        ("Error from server: etcdserver: request timed out", True),
+        ('Error from server (InternalError): an error on the server ("") has prevented the request', True),
+        ("Unable to connect to the server: EOF", True),
+        ("Unable to connect to the server: read tcp 10.0.0.9:4711->10.0.0.1:6443: i/o timeout", True),
+        ("Unable to connect to the server: http2: client connection lost", True),
+        ("read: connection reset by peer", True),
+        ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", False),
+        ("Unable to connect to the server: net/http: TLS handshake timeout", False),
+        (NO_WEBHOOK.replace("connection refused", "context deadline exceeded"), False),
+        ("Error from server (Forbidden): no", False),
+    ],
+)
+def test_what_was_created_without_an_answer_is_looked_for(monkeypatch, said, is_lost):
+    calls = []
+
+    def run(words, **_):
+        calls.append(words[1])
+        return subprocess.CompletedProcess(words, int("create" in words), "", said + "\n")
+
+    monkeypatch.setattr(apply.subprocess, "run", run)
+    monkeypatch.setenv("KUBECTL", "true")
+    request = apply.Request("indexed-job", "ddp", "ddp", nodes=2)
+    expected = rf"lost its answer \(.*\); {FOUND}$" if is_lost else "reaches no cluster|refuses the job"
+    with pytest.raises(UserError, match=expected):
+        apply.create(apply.Cluster(None), request, apply.render(request))
+    assert calls == ["create", "delete"][: 1 + is_lost]
 
 
 def test_ctrl_c_leaves_the_job(tmp_path):
