@@ -4,7 +4,8 @@
 #   docker/apt-snapshot.sh http://snapshot.debian.org/archive/debian/20261101T000000Z [ROOT]
 #   docker/apt-snapshot.sh https://snapshot.ubuntu.com/ubuntu/20261101T000000Z
 #
-# The Dockerfiles call it with APT_SNAPSHOT; with none it does nothing. Other sources, such as NVIDIA's, stay as they are.
+# The Dockerfiles call it with APT_SNAPSHOT; with none it does nothing. Other sources, such as NVIDIA's, stay as they are,
+# and are named.
 set -euo pipefail
 
 url=${1:-}
@@ -15,7 +16,8 @@ if [[ ! $url =~ ^https?://[A-Za-z0-9./:-]+/(debian|ubuntu)/[0-9]{8}T[0-9]{6}Z$ ]
     exit 2
 fi
 if [[ ${BASH_REMATCH[1]} == debian ]]; then
-    edits=(-e "s#https?://deb\.debian\.org/debian-security/?#${url/\/debian\//\/debian-security\/}#"
+    security=${url/\/debian\//\/debian-security\/}
+    edits=(-e "s#https?://(deb|security)\.debian\.org/debian-security/?#$security#"
         -e "s#https?://(deb|ftp[a-z.]*)\.debian\.org/debian/?( |\$)#$url\2#")
 else
     edits=(-e "s#https?://([a-z.]*archive|security)\.ubuntu\.com/ubuntu/?#$url#"
@@ -27,5 +29,10 @@ if ! grep -qsF "$url" "${files[@]}" /dev/null; then
     echo "error: APT_SNAPSHOT '$url': no source in $etc is of that distribution's archive" >&2
     exit 2
 fi
+sed -E '/^ *#/d' "${files[@]}" | { grep -oE 'https?://[^][:space:]]+' || true; } | sort -u | while read -r source; do
+    if [[ $source != "$url" && $source != "${security:-$url}" ]]; then
+        echo "$source is no snapshot; its packages are today's" >&2
+    fi
+done
 mkdir -p "$etc/apt.conf.d"
 echo 'Acquire::Check-Valid-Until "false";' >"$etc/apt.conf.d/50snapshot" # a snapshot's lists have run out

@@ -51,6 +51,7 @@ if [[ $action == push ]]; then
         refuse "there is no image $name; make image RECIPE=$recipe REGISTRY=$REGISTRY${TAG:+ TAG=$TAG} builds it"
     exec "$docker" push "$name"
 fi
+if [[ ${ATTEST:-} == 0 ]]; then ATTEST=; fi
 # What is attested goes with the image to its registry: the engine's own store and its builder have no place for it.
 if [[ -n ${ATTEST:-} ]]; then
     driver=$("$docker" buildx inspect 2>/dev/null | awk '$1 == "Driver:" { print $2 }') || driver=
@@ -62,7 +63,12 @@ fi
 revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
 arguments=(--build-arg "REVISION=$revision")
 if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
-    BASE_IMAGE=$(sed -n 's/^BASE_IMAGE=//p' "$locked") BUILD_IMAGE=${BUILD_IMAGE:-$(sed -n 's/^BUILD_IMAGE=//p' "$locked")}
+    for variable in BASE_IMAGE BUILD_IMAGE; do
+        image_name=$(sed -n "s/^ARG $variable=//p" docker/apex.Dockerfile) pinned=$(sed -n "s/^$variable=//p" "$locked")
+        [[ $pinned == "$image_name@"* && ${pinned#*@} =~ ^sha256:[0-9a-f]{64}$ ]] ||
+            refuse "$locked has no digest of the $variable of docker/apex.Dockerfile, $image_name; make image-lock writes it anew"
+        printf -v "$variable" %s "${!variable:-$pinned}"
+    done
 fi
 if [[ -n ${BASE_IMAGE:-} ]]; then
     arguments+=(--build-arg "BASE_IMAGE=$BASE_IMAGE")

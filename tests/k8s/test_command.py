@@ -411,6 +411,18 @@ def test_delete_takes_all_kinds_and_no_volume(tmp_path):
     assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
 
 
+def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path):
+    """A Role of jobs and services alone has no right to NetworkPolicies, and cannot have made one."""
+    refused = "Error from server (Forbidden): networkpolicies.networking.k8s.io is forbidden: no right to list\n"
+    play = {
+        "delete networkpolicies": [{"err": refused, "status": 1}],
+        "delete services": [{"out": 'service "mine" deleted\n'}],
+        "delete": [{}],
+    }
+    result = Played(tmp_path, play, "--delete", "mine").wait()
+    assert (result.status, result.stdout, result.stderr) == (0, 'service "mine" deleted\n', "")
+
+
 def test_delete_of_what_is_not_there(tmp_path):
     result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
     assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")

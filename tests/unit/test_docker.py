@@ -91,6 +91,24 @@ def test_base_images_are_locked_by_digest(checkout):
     assert (result.status, len(result.errors)) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("lock", "variable"),
+    [
+        ("", "BASE_IMAGE"),
+        (f"BASE_IMAGE=nvidia/cuda:12.9.0-base-ubuntu24.04@{DIGEST}\n", "BASE_IMAGE"),
+        (f"BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@{DIGEST[:-1]}\n", "BASE_IMAGE"),
+        (f"BASE_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@{DIGEST}\n", "BUILD_IMAGE"),
+    ],
+    ids=["empty", "old", "cut", "half"],
+)
+def test_a_lock_of_other_base_images_is_refused(checkout, lock, variable):
+    (checkout / "docker/images.lock").write_text(lock)
+    result, calls = image(checkout, "build", "apex")
+    assert (result.status, calls) == (2, [])
+    assert result.errors[0].startswith(f"error: docker/images.lock has no digest of the {variable} of docker/")
+    assert image(checkout, "build", "apex", BASE_IMAGE="mine:1")[0].status == 0
+
+
 def test_an_image_is_attested_where_a_builder_can(checkout):
     registry = {"REGISTRY": "r.example", "TAG": "1", "ATTEST": "1"}
     result, [call] = image(checkout, "build", "ddp", **registry)
@@ -100,9 +118,10 @@ def test_an_image_is_attested_where_a_builder_can(checkout):
         result, calls = image(checkout, "build", "ddp", **{**registry, **env})
         assert (result.status, calls) == (2, [])
         assert words in result.errors[0]
-    result, [call] = image(checkout, "build", "ddp")
-    assert call.startswith("build ")
-    assert "no SBOM and no provenance was made" in result.stdout
+    for env in ({}, {"ATTEST": ""}, {"ATTEST": "0", "REGISTRY": "r.example"}):
+        result, [call] = image(checkout, "build", "ddp", **env)
+        assert call.startswith("build ")
+        assert "no SBOM and no provenance was made" in result.stdout
 
 
 def test_an_image_of_another_cuda_has_its_own_lock_and_base(checkout):
@@ -158,6 +177,13 @@ DEBIAN, UBUNTU = (
             f"URIs: {DEBIAN}\nURIs: {DEBIAN.replace('debian/2', 'debian-security/2')}",
         ),
         (
+            DEBIAN,
+            "deb http://deb.debian.org/debian bookworm main\n"
+            "deb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
+            f"deb {DEBIAN} bookworm main\n"
+            f"deb [signed-by=/x] {DEBIAN.replace('debian/2', 'debian-security/2')} bookworm-security main",
+        ),
+        (
             UBUNTU,
             "URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n"
             "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
@@ -168,7 +194,7 @@ DEBIAN, UBUNTU = (
         ("yesterday", "deb http://deb.debian.org/debian bookworm main", None),
         ("", "deb http://deb.debian.org/debian bookworm main", "deb http://deb.debian.org/debian bookworm main"),
     ],
-    ids=["list", "security", "ubuntu", "other", "none", "unset"],
+    ids=["list", "security", "old security", "ubuntu", "other", "none", "unset"],
 )
 def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp_path):
     sources = tmp_path / "etc/apt/sources.list.d/x.sources"
@@ -181,6 +207,8 @@ def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp
         return
     assert (result.status, sources.read_text()) == (0, after + "\n"), result.stderr
     assert (tmp_path / "etc/apt/apt.conf.d/50snapshot").exists() is bool(url)
+    kept = [f"{address} is no snapshot" for address in re.findall(r"https?://developer\S+", after)]
+    assert [line.partition("; ")[0] for line in result.stderr.splitlines()] == kept
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
