@@ -6,7 +6,10 @@ import os
 import re
 import shutil
 import socket
+import struct
+import threading
 import time
+import zipfile
 from collections import Counter
 
 import numpy as np
@@ -174,6 +177,27 @@ FAULTS = {
         "the server answered 302 Found: give the address that it names, http://other/",
         1,
     ),
+    "signed": (
+        lambda handler, _: handler.answer(307, Location="https://me:pw@other/x?Signature=secret#y") or True,
+        "the server answered 307 Temporary Redirect: it leads to a signed address, https://other/x; "
+        "serve the files themselves",
+        1,
+    ),
+    "escape": (
+        lambda handler, _: handler.send_response(418, "\x1b[2Jtea") or handler.end_headers() or drop(handler, _),
+        r"the server answered 418 \?\[2Jtea",
+        1,
+    ),
+    "no HTTP": (
+        lambda handler, _: handler.wfile.write(b"\x1b[2J\r\n") and drop(handler, _),
+        r"\?\[2J, 4 times|Connection reset by peer, 4 times",
+        4,
+    ),
+    "digits": (
+        lambda handler, _: handler.answer(206, b"x", Content_Range=f"bytes {'1' * 5000}-2/3") or True,
+        r"the server sent bytes 1+ in 1 bytes, in place of bytes \d+-\d+, 4 times",
+        4,
+    ),
     "whole": (
         lambda handler, _: handler.answer(200, b"x" * 5000) or True,
         "the server answered 200 OK: it does not know range requests",
@@ -228,13 +252,74 @@ def test_a_server_that_recovers_costs_nothing(shards):
         assert counts.requests > 2 * 28 + 28
 
 
-def test_damaged_bytes_are_one_line(copy):
-    content = bytearray((copy / "train-000000.tar").read_bytes())
-    content[700] ^= 1
-    (copy / "train-000000.tar").write_bytes(content)
-    with serve(copy) as (url, _):
-        error = one_error(load(url))
-        assert error.startswith(f"{url}/train-000000.tar at byte 512 does not decode (its checksum is not that of")
+def send_other(handler, number):
+    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+    handler.answer(206, b"x" * (end + 1 - start), Content_Range=f"bytes {start}-{end}/{10**6}")
+    return True
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, has_cache):
+    """No image is left out for them, whatever --skip-bad-images says: it was whole when it was packed."""
+    seen = Counter()
+
+    def fault(handler, number):
+        request = handler.path, handler.headers["Range"]
+        seen[request] += 1
+        return seen[request] < spoilt and send_other(handler, number)
+
+    spoilt = 0
+    with serve(shards, fault=fault) as (url, _):
+        data = load(url, "--skip-bad-images", *["--cache-dir", str(tmp_path)] * has_cache)
+        seen.clear()
+        spoilt = 3
+        assert_equal(data.train, load(shards).train)
+        assert max(seen.values()) >= 3
+        seen.clear()
+        spoilt = 1000
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        if not has_cache:
+            error = one_error(data)
+            start = f"cannot read {url}/train-000000.tar at byte 512: "
+            assert error.startswith(f"{start}the server sent other bytes than were packed, 3 times; fix this")
+            assert set(seen.values()) == {3}
+
+
+def test_a_batch_ends_at_the_first_image_that_cannot_be_read(shards):
+    """All its images would take the bound many times over, and other ranks would take it for a hang."""
+    gone = []
+    with serve(shards, fault=lambda handler, _: bool(gone) and handler.answer(404) is None) as (url, _):
+        data = load(url)
+        gone.append(True)
+        told = []
+        data.train.on_bad_image = told.append
+        ((images, labels),) = data.train.batches([torch.arange(20)], 0)
+        assert (len(images), set(labels.tolist())) == (20, {SKIPPED})
+        assert len(told) == 1
+
+
+def test_images_that_wait_for_one_part_fail_with_it(shards, tmp_path):
+    gone, all_wait = [], threading.Event()
+
+    def fault(handler, number):
+        if gone:
+            all_wait.wait(60)
+            handler.answer(404)
+        return bool(gone)
+
+    with serve(shards, fault=fault) as (url, counts):
+        data = load(url, "--cache-dir", str(tmp_path)).train.dataset
+        gone.append(True)
+        counts.paths.clear()
+        wanted = [index for index in range(len(data)) if data._shard(index) == "train-000000.tar"]
+        futures = [data._begin(index) for index in wanted]
+        all_wait.set()
+        assert len(futures) > 2
+        assert {str(future.exception(60)) for future in futures} == {"[Errno 5] the server answered 404 Not Found"}
+        assert counts.paths == {"/train-000000.tar": 1}
+        gone.clear()
+        assert data.read(0), "a later read asks again"
 
 
 def rewrite(folder, change):
@@ -254,6 +339,21 @@ def enlarge(about, arrays):
     arrays["train_size"][3] = 2**30
 
 
+def narrow(about, arrays):
+    arrays["train_label"] = arrays["train_label"].astype(np.int8)
+
+
+def half_a_class(about, arrays):
+    about["num_classes"] += 0.5
+
+
+def cut_header(folder):
+    """An array whose header has an open bracket."""
+    with zipfile.ZipFile(folder / INDEX, "w") as archive:
+        header = b"{'descr': [(\n"
+        archive.writestr("about.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+
+
 def pickle_it(about, arrays):
     arrays["val_label"] = np.array([{}], dtype=object)
 
@@ -261,14 +361,17 @@ def pickle_it(about, arrays):
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
-        (lambda folder: (folder / INDEX).unlink(), r"cannot read http://\S+/index\.npz \(the server answered 404"),
+        (
+            lambda folder: (folder / INDEX).unlink(),
+            r"cannot read http://\S+/index\.npz \(the server answered 404 Not Found\); see that the server is up",
+        ),
         (
             lambda folder: (folder / INDEX).write_bytes(b"x" * 400),
             r"index\.npz is damaged \(File is not a zip file\)",
         ),
         (
             lambda folder: (folder / "val-000000.tar").unlink(),
-            r"cannot read \S+/val-000000\.tar \(the server answered",
+            r"cannot read \S+/val-000000\.tar \(the server answered 404 Not Found\); see that the server is up",
         ),
         (
             lambda folder: os.truncate(folder / "train-000001.tar", 512),
@@ -276,6 +379,9 @@ def pickle_it(about, arrays):
         ),
         (lambda folder: rewrite(folder, lead_out), r"is damaged \('\.\./train-000000\.tar' is no shard's name\)"),
         (lambda folder: rewrite(folder, enlarge), r"is damaged \(an image of train is where there can be none\)"),
+        (lambda folder: rewrite(folder, narrow), r"is damaged \(train_label is int8 instead of int64\)"),
+        (lambda folder: rewrite(folder, half_a_class), r"is damaged \(a size or num_classes is no whole number\)"),
+        (cut_header, r"index\.npz is damaged \("),
         (lambda folder: rewrite(folder, pickle_it), r"is damaged \(Object arrays cannot be loaded"),
     ],
 )
@@ -306,6 +412,48 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
         assert "--cache-dir cannot keep " in one_error(data)
 
 
+def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch):
+    """They could put links there, and let this run write to any file of its user."""
+    flags = ("--cache-dir", str(tmp_path / "cache"))
+    mask = os.umask(0o002)
+    try:
+        with serve(shards) as (url, _):
+            data = load(url, *flags)
+            [folder] = (tmp_path / "cache").iterdir()
+            assert not folder.stat().st_mode & 0o022
+            victim = tmp_path / "victim"
+            victim.write_bytes(b"")
+            for name in ("train-000000.tar", "val-000000.tar"):
+                (folder / name).symlink_to(victim)
+            assert f"--cache-dir cannot read {folder}/train-000000.tar: Too many" in one_error(data)
+            with monkeypatch.context() as patch:
+                patch.setattr(RemoteImages, "_read_cache", lambda *_: None)
+                assert f"--cache-dir cannot keep {folder}/train-000000.tar: Too many" in one_error(data)
+            assert victim.read_bytes() == b""
+            refused = (
+                r"--cache-dir: cannot use \S+ \(another user, or others too, can write to it\); give a folder"
+            )
+            folder.chmod(0o775)
+            with pytest.raises(UserError, match=refused):
+                load(url, *flags)
+            folder.chmod(0o755)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+                with pytest.raises(UserError, match=refused):
+                    load(url, *flags)
+            folder.rename(tmp_path / "elsewhere")
+            folder.symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(UserError, match=refused):
+                load(url, *flags)
+            folder.unlink()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "access", lambda *_: False)
+                with pytest.raises(UserError, match=r"--cache-dir: cannot use \S+ \(Permission denied\); give a"):
+                    load(url, *flags)
+    finally:
+        os.umask(mask)
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
@@ -318,6 +466,9 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
             "would be recorded; give the bare address",
         ),
         (["--data", "shards", "--data-dir", "http://host:port/x"], "Port could not be cast"),
+        (["--data", "shards", "--data-dir", "http://[x/y"], "--data-dir: Invalid IPv6 URL; give http"),
+        (["--data", "shards", "--data-dir", "https://a..b/x"], "label empty or too long"),
+        (["--data", "shards", "--data-dir", "http://:80/x"], "it names no host"),
         (
             ["--data", "shards", "--data-dir", "s3://bucket/x"],
             r"--data-dir s3://: Install s3fs .*`pip install s3fs`",
@@ -334,6 +485,21 @@ def test_refusals(flags, error, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)  # as where it is not installed
     with pytest.raises(UserError, match=error):
         load_data(options(flags), CPU, print)
+
+
+def test_a_folder_of_any_name_is_asked_for(shards, tmp_path):
+    folder = "größe a+b=c%25d"
+    shutil.copytree(shards, tmp_path / "gr%C3%B6%C3%9Fe%20a+b=c%25d")  # the server does not decode names
+    with serve(tmp_path) as (url, _):
+        assert_equal(load(f"{url}/{folder}").train, load(shards).train)
+
+
+def test_a_store_that_gives_no_size_is_one_line(shards, monkeypatch):
+    monkeypatch.setattr(
+        "recipes.common.data.remote.file_system", lambda _: type("None", (), {"size": lambda *_: None})()
+    )
+    with pytest.raises(UserError, match=r"cannot read memory://x/index\.npz \(it gives no size"):
+        load("memory://x")
 
 
 def test_fsspec_reads_the_same_images(shards, tmp_path):

@@ -28,11 +28,21 @@ READS_IN_FLIGHT = 32
 PART_BYTES = 2**20
 """A longer file is read in parts of so many bytes, several at once."""
 
+ADDRESS = "http://HOST:PORT/FOLDER"
+
 PAUSES = (0, 0, 1 / 16, 1 / 4)
 """Before each attempt at a read, in times of an attempt's bound."""
 
+NUMBERS = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})"
+"""What a Content-Range says: the first byte, the last one and the file's size."""
+
 AGAIN = (408, 429, 500, 502, 503, 504)
 """What servers answer that may answer otherwise in a moment."""
+
+
+def printable(text: str) -> str:
+    """Return text of a server's as one short line that no terminal takes for commands."""
+    return re.sub(r"[^\x20-\x7e]", "?", " ".join(text.split()))[:200]
 
 
 class RefusedError(OSError):
@@ -65,8 +75,8 @@ class Store(ABC):
                 return action()
             except RefusedError:
                 raise
-            except (OSError, http.client.HTTPException) as error:
-                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+                reason = printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
         raise OSError(errno.EIO, f"{reason}, {len(PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
@@ -106,7 +116,8 @@ class HttpStore(Store):
             connection = kind(place.netloc, timeout=self.attempt_s)
         try:
             headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-            connection.request("GET", f"{place.path.rstrip('/')}/{quote(name)}", headers=headers)
+            folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+            connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
             response = connection.getresponse()
             size = self._check(response, start, end)
             parts, missing = [], end - start
@@ -128,29 +139,40 @@ class HttpStore(Store):
 
     def _check(self, response: http.client.HTTPResponse, start: int, end: int) -> int:
         """Return the file's size where the answer is that part of it."""
+        answer = f"the server answered {response.status} {printable(response.reason)}"
         if response.status in AGAIN:
-            raise OSError(errno.EIO, f"the server answered {response.status} {response.reason}")
+            raise OSError(errno.EIO, answer)
         if response.status != 206:
             hints = {200: ": it does not know range requests", 404: ""}
-            moved = response.getheader("Location", "")
-            hint = hints.get(response.status, f": give the address that it names, {moved}" if moved else "")
-            raise RefusedError(errno.EIO, f"the server answered {response.status} {response.reason}{hint}")
-        sent = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.getheader("Content-Range", ""))
+            raise RefusedError(errno.EIO, answer + hints.get(response.status, told_to(response)))
+        sent = re.fullmatch(NUMBERS, response.getheader("Content-Range", ""), re.ASCII)
         if (
             not sent
             or (int(sent[1]), int(sent[2]) + 1) != (start, end)
             or response.length not in (None, end - start)
         ):
-            what = f"{response.getheader('Content-Range')} in {response.length} bytes"
+            what = f"{response.getheader('Content-Range', '')[:100]} in {response.length} bytes"
             raise OSError(errno.EIO, f"the server sent {what}, in place of bytes {start}-{end - 1}")
         return int(sent[3])
+
+
+def told_to(response: http.client.HTTPResponse) -> str:
+    """Return what to do where a server names another address, without what would let others read there."""
+    moved = response.getheader("Location", "")
+    bare = printable(re.sub(r"//[^/]*@", "//", re.split(r"[?#]", moved)[0]))
+    if "?" in moved:
+        return f": it leads to a signed address, {bare}; serve the files themselves"
+    return f": give the address that it names, {bare}" if moved else ""
 
 
 class FsspecStore(Store):
     """A folder that a package below fsspec knows, which has its own credentials and time-outs."""
 
     def _size(self, name: str) -> int:
-        return int(self._call("size", name))
+        size = self._call("size", name)
+        if size is None:
+            raise RefusedError(errno.EIO, "it gives no size")
+        return int(size)
 
     def _read(self, name: str, start: int, end: int) -> bytes:
         content = self._call("cat_file", name, start=start, end=end)
@@ -166,7 +188,7 @@ class FsspecStore(Store):
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
             raise RefusedError(errno.EIO, os.strerror(number)) from None
         except Exception as error:  # each package has errors of its own; after the last attempt they are shown
-            raise OSError(errno.EIO, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+            raise OSError(errno.EIO, f"{type(error).__name__}: {printable(str(error))}") from None
 
 
 class Connections(threading.local):
@@ -200,15 +222,21 @@ def open_store(url: str, timeout_s: float) -> Store:
     Raises:
         UserError: a URL with what would be recorded and should not, or a package is missing.
     """
-    place = urlsplit(url)
+    try:
+        place = urlsplit(url)
+    except ValueError as error:
+        raise UserError(f"--data-dir: {error}; give {ADDRESS}") from None
     if "@" in place.netloc or place.query or place.fragment:
         fix = "give the bare address; fsspec's packages find credentials by themselves"
         raise UserError(f"--data-dir: a URL with a password, a query or a fragment would be recorded; {fix}")
     if place.scheme in ("http", "https"):
         try:
+            if not place.hostname:
+                raise ValueError("it names no host")
             place.port  # noqa: B018 - raises ValueError
+            place.hostname.encode("idna")
         except ValueError as error:
-            raise UserError(f"--data-dir {url}: {error}; give http://HOST:PORT/FOLDER") from None
+            raise UserError(f"--data-dir {url}: {error}; give {ADDRESS}") from None
         return HttpStore(url, timeout_s)
     file_system(place.scheme)
     return FsspecStore(url, timeout_s)

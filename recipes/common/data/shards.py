@@ -6,7 +6,7 @@ shards gives the very numbers of a run on the folder. The layout is WebDataset's
 
 An image is read where the index says, whichever the order: one read without an open, and its checksum is compared.
 From a server (remote.py) threads read ahead what the next batches need; with --cache-dir, images that lie side by
-side at once, and no byte twice.
+side at once, and seldom a byte twice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import tarfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ import torch
 
 from recipes.common.data.imagefolder import Decoded, Images, data_of, walk
 from recipes.common.data.images import read
-from recipes.common.data.remote import PART_BYTES, Store, open_store, readers
+from recipes.common.data.remote import PART_BYTES, Store, open_store, printable, readers
 from recipes.common.data.splits import Data
 from recipes.common.data.workers import Keys
 from recipes.common.errors import UserError
@@ -45,11 +46,10 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 
 HALVES = ("train", "val")
 
-DAMAGED = (
-    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError),
-    *(zipfile.BadZipFile, zlib.error),
-)
-"""What numpy, zipfile and json raise on a file that is no index."""
+READS = 3
+"""Of a part, until its bytes are those that were packed."""
+
+IS_UP = "see that the server is up and has it"
 
 MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**31, 2**28
 """A server may send no more: 28 bytes an image, and an image."""
@@ -98,7 +98,10 @@ class ShardedImages(Images):
         key = os.getpid(), shard
         if key not in self.files:
             self.files[key] = os.open(f"{self.folder}/{self.shards[shard]}", os.O_RDONLY | os.O_CLOEXEC)
-        return checked(os.pread(self.files[key], size, offset), crc)
+        content = os.pread(self.files[key], size, offset)
+        if zlib.crc32(content) != crc:
+            raise ValueError("its checksum is not that of the image that was packed")
+        return content
 
     def fingerprint(self) -> str:
         """Return what identifies the images."""
@@ -128,23 +131,36 @@ class RemoteImages(ShardedImages):
         self.parts = (self.fields["shard"] << 40) + self.fields["offset"] // PART_BYTES
         """The same number for images that are read at once, in ascending order."""
         self.pending: dict[int, Future[bytes]] = {}
+        self.failures: dict[int, tuple[float, int | None, str | None]] = {}
+        """Of each part's first image, when its last read failed and of what."""
 
     def __getitems__(self, keys: Keys) -> list[Decoded]:
-        """Return a batch, and begin to read the next ones."""
+        """Return a batch, and begin to read the next ones; from an image on that cannot be read, all are blank.
+
+        It ends the run. To wait for the others, too, takes as long as other ranks wait, many times over.
+        """
         wanted = dict.fromkeys([*(index for _, index in keys), *(index for _, index in keys.ahead)])
         for index in self.pending.keys() - wanted:
             self.pending.pop(index).cancel()
         for index in wanted:
             if index not in self.pending:
-                self.pending[index] = readers(os.getpid()).submit(self._load, index)
-        return [self[key] for key in keys]
+                self.pending[index] = self._begin(index)
+        samples: list[Decoded] = []
+        for key in keys:
+            samples.append(self[key])
+            if samples[-1].is_unread:
+                break
+        return samples + [samples[-1]._replace(fault="")] * (len(keys) - len(samples))
 
     def read(self, index: int) -> bytes:
         """Return an image's file; raises as that of shards on a disk."""
-        future = self.pending.pop(index, None) or readers(os.getpid()).submit(self._load, index)
+        future = self.pending.pop(index, None) or self._begin(index)
         return self.store.result(future)
 
-    def _load(self, index: int) -> bytes:
+    def _begin(self, index: int) -> Future[bytes]:
+        return readers(os.getpid()).submit(self._load, index, time.monotonic())
+
+    def _load(self, index: int, asked_s: float) -> bytes:
         if not self.cache:
             return self._fetch(index, index, index + 1)
         first, end = (
@@ -152,29 +168,47 @@ class RemoteImages(ShardedImages):
         )
         locks = readers(os.getpid()).locks
         with locks[first % len(locks)]:  # another thread may be fetching the part
-            return self._read_cache(index) or self._fetch(index, first, end)
+            content = self._read_cache(index)
+            if content is not None:
+                return content
+            failed_s, *failure = self.failures.get(first, (0.0, None, ""))
+            if failed_s > asked_s:  # while this waited: if all that wait asked again, each would take the bound
+                raise OSError(*failure)
+            try:
+                return self._fetch(index, first, end)
+            except OSError as error:
+                self.failures[first] = time.monotonic(), error.errno, error.strerror
+                raise
 
     def _read_cache(self, index: int) -> bytes | None:
         offset, size, crc = self._of(index, "offset", "size", "crc")
+        path = f"{self.cache}/{self._shard(index)}"
         try:
-            file = os.open(f"{self.cache}/{self._shard(index)}", os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                content = os.pread(file, size, offset)
+            finally:
+                os.close(file)
         except FileNotFoundError:
             return None
-        try:
-            content = os.pread(file, size, offset)
-        finally:
-            os.close(file)
+        except OSError as error:
+            raise OSError(error.errno, f"--cache-dir cannot read {path}: {error.strerror}") from None
         return content if zlib.crc32(content) == crc else None
 
     def _fetch(self, index: int, first: int, end: int) -> bytes:
         """Read the images from first to before end, which lie side by side; return one of them."""
         start, (offset, size, crc) = self._of(first, "offset")[0], self._of(index, "offset", "size", "crc")
-        part = self.store.read(self._shard(index), start, sum(self._of(end - 1, "offset", "size")))
-        content = checked(part[offset - start :][:size], crc)
+        for _ in range(READS):
+            part = self.store.read(self._shard(index), start, sum(self._of(end - 1, "offset", "size")))
+            content = part[offset - start :][:size]
+            if zlib.crc32(content) == crc:
+                break
+        else:
+            raise OSError(errno.EIO, f"the server sent other bytes than were packed, {READS} times")
         if self.cache:
             path = self.cache / self._shard(index)
             try:
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
                 try:
                     if os.pwrite(file, part, start) < len(part):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -183,13 +217,6 @@ class RemoteImages(ShardedImages):
             except OSError as error:
                 raise OSError(error.errno, f"--cache-dir cannot keep {path}: {error.strerror}") from None
         return content
-
-
-def checked(content: bytes, crc: int) -> bytes:
-    """Return an image's file; raises ValueError where it is not the one that was packed."""
-    if zlib.crc32(content) != crc:
-        raise ValueError("its checksum is not that of the image that was packed")
-    return content
 
 
 def read_remote_index(args: Options) -> bytes:
@@ -215,7 +242,7 @@ def read_index(args: Options) -> bytes:
         parts = [(INDEX, start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
         content = b"".join(store.results(store.read, parts))
     except OSError as error:
-        fix = "pack an image folder by `make shards DATA_DIR=... OUT=...`"
+        fix = IS_UP if url else "pack an image folder by `make shards DATA_DIR=... OUT=...`"
         raise UserError(f"--data shards: cannot read {place} ({error.strerror or error}); {fix}") from None
     shards = parse_index(content, place)[0]["shards"]
     sizes = store.results(store.size, [(name,) for name in shards])
@@ -229,9 +256,8 @@ def check_sizes(folder: str, shards: dict[str, int], size_of: Callable[[str], in
         try:
             found = size_of(name)
         except OSError as error:
-            raise UserError(
-                f"--data shards: cannot read {folder}/{name} ({error.strerror}); copy it again"
-            ) from None
+            fix = IS_UP if "://" in folder else "copy it again"
+            raise UserError(f"--data shards: cannot read {folder}/{name} ({error.strerror}); {fix}") from None
         if found != size:
             raise UserError(f"--data shards: {folder}/{name} has {found} bytes instead of {size}; copy it again")
 
@@ -249,10 +275,15 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
         with np.load(io.BytesIO(content), allow_pickle=False) as index:
             about = json.loads(str(index["about"]))
             halves = {half: {name: index[f"{half}_{name}"] for name in FIELDS} for half in HALVES}
+        if not all(type(value) is int for value in (about["num_classes"], *about["shards"].values())):
+            raise ValueError("a size or num_classes is no whole number")
         names, sizes = list(about["shards"]), np.array(list(about["shards"].values()), np.int64)
         if strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
             raise ValueError(f"{strange[0]!r} is no shard's name")
         for half, fields in halves.items():
+            for name, kind in FIELDS.items():
+                if fields[name].dtype != kind:
+                    raise ValueError(f"{half}_{name} is {fields[name].dtype} instead of {np.dtype(kind)}")
             shard, offset, size, _, label = (fields[name].astype(np.int64) for name in FIELDS)
             if not len(label) or len({fields[name].shape for name in FIELDS}) != 1 or label.ndim != 1:
                 raise ValueError(f"{half} has no images, or not all of them have all fields")
@@ -262,8 +293,9 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
                 raise ValueError(f"an image of {half} is where there can be none")
         if about["num_classes"] > len(halves["train"]["label"]):
             raise ValueError("there are more classes than images")
-    except DAMAGED as error:
-        raise UserError(f"--data shards: {place} is damaged ({error}); pack the images again") from None
+    except Exception as error:  # numpy, zipfile, its decompressors and json have many kinds
+        reason = printable(str(error) or type(error).__name__)
+        raise UserError(f"--data shards: {place} is damaged ({reason}); pack the images again") from None
     return about, halves
 
 
@@ -271,17 +303,22 @@ def open_cache(args: Options, url: str, shards: dict[str, int]) -> Path | None:
     """Return the folder of --cache-dir that is for these shards, which has room for them; None without one.
 
     Raises:
-        UserError: it cannot be made, or its disk is too full.
+        UserError: it cannot be made, others can write to it, or its disk is too full.
     """
     if not args.cache_dir:
         return None
     folder = args.cache_dir / f"{url.split('/')[-1]}-{zlib.crc32(url.encode()):08x}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        about = folder.lstat()
+        if about.st_uid != os.geteuid() or about.st_mode & 0o022:  # as every link's mode says
+            raise OSError(errno.EPERM, "another user, or others too, can write to it")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         kept = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
         disk = os.statvfs(folder)
     except OSError as error:
-        fix = "give a folder on a disk of the node that this user can write to"
+        fix = "give a folder on a disk of the node that this user alone can write to"
         raise UserError(f"--cache-dir: cannot use {folder} ({error.strerror}); {fix}") from None
     free, missing = disk.f_bavail * disk.f_frsize, sum(shards.values()) - kept
     if missing > free:
