@@ -32,6 +32,7 @@ from scripts.launch import script
 from scripts.launch.command import ROOT, check_recipe, command, next_folder
 from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
+from scripts.launch.stopped_status import option
 
 FILE = ROOT / "docker/compose.yaml"
 TRAINER = "10001:10001"
@@ -49,6 +50,7 @@ class Folders:
     runs: Path
     data: Path
     run: Path
+    cache: Path | None = None
 
 
 def take_modules(options: list[str]) -> dict[str, Any]:
@@ -70,22 +72,36 @@ def take_modules(options: list[str]) -> dict[str, Any]:
 def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
     """Return the folders that the options name, and the options with what these are called in the containers."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--name", default="")
+    # Those of a --config file, too: what is added here overrides them in the containers.
+    parser.add_argument("--runs-dir", type=Path, default=option("--runs-dir", "runs", options))
+    for flag in ("--data-dir", "--cache-dir"):
+        parser.add_argument(flag, type=Path, default=option(flag, "", options) or None)
+    parser.add_argument("--name", default=option("--name", "", options))
     own, rest = parser.parse_known_args(options)
     name = own.name or next_folder(recipe, own.runs_dir).name
     if not name or Path(name).name != name:
         raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
     url = url_of(own.data_dir) if own.data_dir else None
     data_dir = Path("data") if url or not own.data_dir else own.data_dir
-    folders = Folders(own.runs_dir.resolve(), data_dir.resolve(), own.runs_dir.resolve() / name)
+    runs = own.runs_dir.resolve()
+    folders = Folders(runs, data_dir.resolve(), runs / name, own.cache_dir and own.cache_dir.resolve())
     if recipe == "probe":  # it keeps no record
         return folders, rest
     # Text without a folder is the standard library's, in the container as elsewhere.
-    is_installed = own.data_dir is None and {"text", "--data=text"} & set(rest)
+    is_installed = own.data_dir is None and option("--data", "", options) == "text"
     data = [] if is_installed else ["--data-dir", url or "/data"]
-    return folders, [*rest, "--name", name, "--runs-dir", "/runs", *data]
+    cache = ["--cache-dir", "/cache"] if folders.cache else []
+    return folders, [*rest, "--name", name, "--runs-dir", "/runs", *data, *cache]
+
+
+def bind_cache(own: dict[str, Any], cache: Path | None) -> dict[str, Any]:
+    """Make the folder of --cache-dir; return what each node's service has, and that folder."""
+    if not cache:
+        return own
+    if not cache.exists():
+        make_run_folder(cache)
+    volume = {"type": "bind", "source": str(cache), "target": "/cache"}
+    return {**own, "volumes": [*own.get("volumes", []), volume]}
 
 
 def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
@@ -108,7 +124,7 @@ def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
 
 
 def make_run_folder(folder: Path) -> None:
-    """Make the run's folder, where the containers' user can write even when the caller is root."""
+    """Make a folder such as the run's, where the containers' user can write even when the caller is root."""
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         uid, gid = map(int, TRAINER.split(":"))
@@ -212,6 +228,7 @@ def main(argv: list[str]) -> int:
     else:
         (folders, options), own = take_folders(recipe, args.options), take_modules(args.options)
     make_run_folder(folders.run)
+    own = bind_cache(own, folders.cache)
     folders.data.mkdir(parents=True, exist_ok=True)
 
     cores = count_cores()

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from recipes.common.errors import UserError
 from recipes.common.process.node import read_number
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
@@ -46,8 +47,10 @@ def read_config(path: str) -> dict[str, str]:
     """Return the flags of a recipe's configuration file; none of one that the recipe itself refuses."""
     if not path:
         return {}
-    import yaml  # 20 ms, paid only by those who use a file
-
+    try:
+        import yaml  # 20 ms, paid only by those who use a file
+    except ImportError:
+        raise UserError(f"--config {path}: {sys.executable} has no PyYAML to read it by; install it") from None
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -306,6 +306,40 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
     assert compose.take_folders("probe", ["--device", "cpu"])[1] == ["--device", "cpu"]
 
 
+def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
+    """The containers' root is read-only, and their /tmp is memory."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--data-dir", "https://host/x", "--cache-dir", "kept", "--data", "shards"]
+    folders, words = compose.take_folders("ddp", options)
+    assert words[:2] == ["--data", "shards"]
+    assert words[-4:] == ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
+    assert folders.cache == tmp_path / "kept"
+    modules = compose.take_modules(["--model", "mine:net"])
+    for own, others in (({}, []), (modules, modules["volumes"])):
+        more = compose.bind_cache(own, folders.cache)
+        volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}
+        assert more == {**own, "volumes": [*others, volume]}
+    assert (tmp_path / "kept").is_dir()
+    assert compose.bind_cache(modules, None) == modules
+
+
+def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "mine.yaml"
+    flags, remote = ["--config", "mine.yaml"], ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
+    config.write_text("data: shards\ndata_dir: https://host/x\ncache_dir: kept\n")
+    folders, words = compose.take_folders("ddp", flags)
+    assert words == [*flags, "--name", "ddp-001", "--runs-dir", "/runs", *remote]
+    assert (folders.data, folders.cache) == (tmp_path / "data", tmp_path / "kept")
+    config.write_text("data_dir: images\nruns_dir: mine\nname: first\n")
+    folders, words = compose.take_folders("ddp", flags)
+    assert words == [*flags, "--name", "first", "--runs-dir", "/runs", "--data-dir", "/data"]
+    assert (folders.data, folders.run) == (tmp_path / "images", tmp_path / "mine/first")
+    config.write_text("data: text\n")
+    assert compose.take_folders("ddp", flags)[1] == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
+    assert compose.take_folders("ddp", [*flags, "--data", "digits"])[1][-2:] == ["--data-dir", "/data"]
+
+
 @pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
 def test_an_elastic_job_is_refused(capsys, words):
     assert compose.main(["ddp", "--nodes", "3", *words]) == 2
