@@ -117,11 +117,13 @@ def pass_signals_on(logs: str) -> None:
         workers = psutil.Process().children()
         try:
             # Something lies there once processes have started; those of an elastic job may have ended.
-            has_begun = bool(workers or (os.listdir(logs) and not announce))
+            have_run = bool(os.listdir(logs))
+            has_begun = bool(workers or (have_run and not announce))
         except FileNotFoundError:  # all is over
             return
         if not has_begun:
-            print(f"stopped by {received.name} before any process had started", flush=True)
+            if not have_run:
+                print(f"stopped by {received.name} before any process had started", flush=True)
             shutil.rmtree(logs)
             os._exit(0)
         # Launchers repeat a signal; a script may save in its handler, which a second one would interrupt.
@@ -419,9 +421,9 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         return 0  # a checkpoint is written
     except RendezvousClosedError:
         status = 0 if missing else elastic.status_of_job(endpoint, job_id)
-        if not (missing or status) and script.is_set() and job.failures:
+        if not missing and script.is_set() and job.failures:
             # On other nodes they had ended by then: there is no further round.
-            status = own_status(blame(*job.failures))
+            status = own_status(blame(*job.failures)) or status
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:

@@ -8,7 +8,8 @@ handler in torch's registry of rendezvous handlers and a subclass of its agent:
 - A node that is silent, or was cut off, restarts the others (pytorch#111646: torchrun waits for a rank to fail),
   and ends its own ranks.
 - Before a node joins, ranks write a checkpoint, for up to CHECKPOINT_S; ranks that lost a peer end at once.
-- Where ranks of a script have ended on some nodes, the others run to their end, and no node joins.
+- Where ranks of a script have ended on some nodes, the others run to their end, and no node joins. A node that is
+  lost, fails or stops before its own have ended fails the job.
 - A refusal (status 2) ends the job, since a restart would meet it again.
 - Heartbeats carry the store's time and touch no disk: neither a clock nor a file system costs a restart.
 """
@@ -79,8 +80,8 @@ CHECKPOINT_S = 60.0
 REFUSAL_S = 10.0
 """How long a refusal waits for the other nodes' refusals: a lost node, which can cause one, is noticed before."""
 
-EXIT_BARRIER_S, SCRIPT_BARRIER_S = 60.0, 300.0
-"""How long a node whose ranks have finished waits for the others to finish; ranks of a script end one by one."""
+EXIT_BARRIER_S = 60.0
+"""How long a node whose ranks have finished waits for the others; for those of a script, while they run."""
 
 
 def names_of(nodes: Iterable[Any]) -> str:
@@ -162,6 +163,12 @@ class Timeouts(RendezvousTimeout):
         return timedelta(seconds=FIRST_CALL_S if self.is_first() else LAST_CALL_S)
 
 
+class UnfinishedError(UserError):
+    """Ranks of some nodes have finished, and those of others cannot any more."""
+
+    status = 1
+
+
 class Handler(DynamicRendezvousHandler):
     """torchrun's rendezvous, which also reports lost nodes as a reason to restart."""
 
@@ -210,8 +217,8 @@ class Handler(DynamicRendezvousHandler):
         gone = self.members - state.participants.keys()
         self.left = frozenset(node for node in gone if not self.notes.check([self._finished(node)]))
         self.lost = self.left - state.wait_list
-        if has_waiting and script.is_set() and self.notes.check([self._finished()]):
-            return int(bool(self.left))  # there is no further round
+        if script.is_set() and not self.has_stopped and self.notes.check([self._finished()]):
+            return 0  # there is no further round
         return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
 
     def _is_time_to_join(self) -> bool:
@@ -224,12 +231,34 @@ class Handler(DynamicRendezvousHandler):
 
     def announce_finish(self) -> None:
         """Note that this node's ranks have finished, so that its end is no loss."""
-        for node in (self._this_node, ""):
-            self.notes.set(self._finished(node), "1")
+        self.notes.set(self._finished(self._this_node), "1")
+        self.notes.add(self._finished(), 1)
+
+    def has_finished(self) -> bool:
+        """Whether the ranks of all nodes of the round have finished, once those of this one have.
+
+        Raises:
+            UnfinishedError: those of another node cannot any more, and none that can is at work.
+        """
+        self.num_nodes_waiting()
+        is_closed = self._state_holder.state.closed  # read before the count: the first who sees it complete closes
+        finished = self.notes.add(self._finished(), 0)
+        if finished >= len(self.members):
+            return True
+        has_failed = self.left - self.lost  # they wait for a round that there will not be
+        if not (is_closed or has_failed or finished + len(self.left) >= len(self.members)):
+            return False
+        self.notes.compare_set("status", "", "1")
+        unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
+        raise UnfinishedError(
+            f"ranks of this node have finished, and those of {names_of(unfinished)} have not; "
+            "to go on: the same command with RESUME=auto"
+        )
 
     def announce_stop(self) -> None:
         """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job."""
-        self.notes.add(f"stopping/{self.round}", 1)
+        if not self.has_result:
+            self.notes.add(f"stopping/{self.round}", 1)
 
     def is_stopping(self) -> bool:
         """Whether any node has noted that."""
@@ -346,8 +375,7 @@ class Agent(LocalElasticAgent):
     """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
 
     def __init__(self, job: Job, **parameters: Any) -> None:
-        barrier_s = SCRIPT_BARRIER_S if script.is_set() else EXIT_BARRIER_S
-        super().__init__(**{**parameters, "exit_barrier_timeout": barrier_s})
+        super().__init__(**{**parameters, "exit_barrier_timeout": EXIT_BARRIER_S})
         self.job = job
         self.handler: Handler = parameters["spec"].rdzv_handler
         job.announce.append(self.handler.announce_stop)
@@ -415,6 +443,14 @@ class Agent(LocalElasticAgent):
                 self._leave(has_checkpoint=False)
         super()._stop_workers(worker_group)
 
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes to finish. A stop signal ends this process meanwhile."""
+        if not script.is_set():
+            super()._exit_barrier()
+            return
+        while not self.handler.has_finished():
+            time.sleep(BEAT_S / 4)
+
     def _leave(self, has_checkpoint: bool) -> NoReturn:
         """Leave the job, as a stop signal asks this node to."""
         self.handler.leave()
@@ -443,7 +479,7 @@ class Agent(LocalElasticAgent):
 
 
 NEEDED = (
-    (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers")),
+    (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
     (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "shutdown")),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
     (launcher, ("LocalElasticAgent",)),

@@ -330,6 +330,78 @@ def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
             newcomer.result()
 
 
+def test_a_node_that_is_lost_after_another_has_finished_fails_the_job(nodes, store, monkeypatch):
+    """The ranks that are left run to their end: no further round begins."""
+    monkeypatch.setenv("SCRIPT", "train.py")
+    a, b, c = nodes(3)
+    join(a, b, c)
+    a.announce_finish()
+    assert not a.has_finished()
+    c._stop_heartbeats()
+    wait_until(lambda: b.num_nodes_waiting() or b.lost, 10, "c")
+    assert b.num_nodes_waiting() == 0, "its ranks may be writing the model"
+    assert not a.has_finished(), "b may"
+    b.announce_finish()
+    for handler in (a, b):
+        with pytest.raises(UserError, match=r"those of 127.0.0.1 \(pid \d+\) have not; .* RESUME=auto") as caught:
+            wait_until(handler.has_finished, 10, "the end")
+        assert caught.value.status == 1
+    assert elastic.status_of_job(store, "job") == 1
+
+
+def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_job(nodes, store, monkeypatch):
+    monkeypatch.setenv("SCRIPT", "train.py")
+    a, b, c = nodes(3)
+    join(a, b, c)
+    a.announce_finish()
+    with ThreadPoolExecutor(1) as pool:
+        next_round = pool.submit(b.next_rendezvous)
+        with pytest.raises(UserError, match="RESUME=auto"):
+            wait_until(a.has_finished, 10, "the end")  # though c is at work: b waits for nothing
+        a.has_result = True
+        a.shutdown()
+        with pytest.raises(RendezvousClosedError):
+            next_round.result()
+    assert elastic.status_of_job(store, "job") == 1
+
+
+def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
+    monkeypatch.setenv("SCRIPT", "train.py")
+    a, b = nodes(2, max_nodes=2)
+    join(a, b)
+    one, _ = monitored(monkeypatch, None, a)
+    a.announce_finish()
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(one._exit_barrier)
+        time.sleep(5 * BEAT_S)
+        assert not end.done()
+        b.announce_finish()
+        assert b.has_finished()
+        b.has_result = True
+        b.shutdown()
+        end.result(10)
+    a.has_result = True
+    a.announce_stop()
+    assert not b.is_stopping(), "a stop signal that comes after the end is none of the others"
+
+
+@pytest.mark.parametrize(
+    ("has_run", "said"), [(True, ""), (False, "stopped by SIGUSR1 before any process had started\n")]
+)
+def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(monkeypatch, tmp_path, capsys, has_run, said):
+    logs = tmp_path / "logs"
+    (logs / "attempt_0" if has_run else logs).mkdir(parents=True)
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
+    monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(agent, "STOPPED_BY", set())
+    monkeypatch.setattr(agent, "announce", [lambda: None])
+    with pytest.raises(SystemExit) as caught:
+        agent.pass_signals_on(str(logs))
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
 def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, lost, bound_s):
     monkeypatch.setattr(elastic, "CHECKPOINT_S", bound_s)
@@ -381,7 +453,7 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
 
     monkeypatch.setattr(torchrun, "run", end)
     monkeypatch.setattr(elastic, "install", jobs.append)
-    monkeypatch.setattr(elastic, "status_of_job", lambda endpoint, job_id: 0)
+    monkeypatch.setattr(elastic, "status_of_job", lambda endpoint, job_id: int(ended == 2))
     monkeypatch.setattr(agent, "own_address", lambda endpoint, address: address)
     monkeypatch.setattr(agent, "wait_for_head", lambda node, endpoint: None)
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
