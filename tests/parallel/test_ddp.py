@@ -100,7 +100,7 @@ def test_accumulation_changes_nothing(baseline, tmp_path, world_size):
 def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
     run = train("ddp", tmp_path, 3, *STEPS, *argv)
     assert_same_run(run, baseline(*STEPS, *argv))
-    if argv != ("--no-channels-last",):  # a layout changes no number; all others have to
+    if argv != ["--no-channels-last"]:  # a layout changes no number; all others have to
         assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
 
 
