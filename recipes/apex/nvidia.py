@@ -1,0 +1,155 @@
+"""NVIDIA apex 25.05's amp and DistributedDataParallel: the last release that has amp, on GPUs alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recipes.apex.options import MEANING, ApexOptions
+from recipes.common.data import Data
+from recipes.common.job import Job
+from recipes.common.loop import Check
+from recipes.common.optim import build_optimizer, optimizer_step, places_of
+from recipes.common.parallel.buckets import settle_buckets
+from recipes.common.world.world import World
+
+
+def why_not_apex(args: ApexOptions, world: World) -> str:
+    """Return what keeps this rank from using apex.amp, or "" where it can be used."""
+    if world.device.type != "cuda":
+        return "apex.amp takes CUDA tensors only, and this run is on the CPU"
+    if args.compile:
+        return "apex.amp patches functions of torch, which --compile does not see"
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return "NVIDIA apex is not installed"
+    # Apex: the name on PyPI belongs to another project, and NVIDIA's has no amp after 25.05.
+    if not any((Path(folder) / "amp").is_dir() for folder in spec.submodule_search_locations or []):
+        return "the installed apex has no apex.amp: it is PyPI's other project, or NVIDIA's after 25.05"
+    try:
+        importlib.import_module("apex.amp")
+        importlib.import_module("apex.parallel")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"the installed apex does not import: {' '.join(str(error).split())}"
+    return ""
+
+
+class ApexAmp:
+    """The four levels by NVIDIA apex 25.05, the last that has amp: these calls are the whole of its interface."""
+
+    def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data) -> None:
+        from apex import amp, parallel
+
+        # Apex: each of its parts announces that it is deprecated; README.md says what to move to.
+        warnings.filterwarnings("ignore", "apex.* is deprecated", FutureWarning)
+        self.args, self.apex_amp = args, amp
+        if args.sync_batchnorm:
+            # Apex: batch-norm layers exchange mean and variance, 2C floats per layer and pass.
+            model = parallel.convert_syncbn_model(model)
+        optimizer = build_optimizer(args, model.parameters())
+        # Apex: after the model has its GPU and the optimizer its parameters, before DDP wraps the model. O1
+        # patches torch's functions for the whole process; O2 and O3 cast the model and patch its forward.
+        self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+        # Apex: under O2 the first zero_grad() puts fp32 masters in the optimizer, which restore() has to find.
+        self.optimizer.zero_grad()
+        keep_masters(self.model, self.optimizer, amp.master_params)
+        self.scaler = ApexScaler(amp, is_dynamic=args.opt_level in ("O1", "O2"))
+        # Apex: construction broadcasts rank 0's parameters; backward averages flat buckets of 10 M gradients, of
+        # the weights' type, while it runs. delay_allreduce=True would send all of them after it, which takes
+        # longer, but works for models of which some parameters get no gradient.
+        self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
+        if args.deterministic:
+            settle_buckets(self.ddp, data, world.device)
+        self.eval_model = self.model  # Apex: its DDP would prepare for a backward pass
+        scaling = "dynamic loss scale" if self.scaler.is_dynamic else "no loss scale"
+        meaning = MEANING[args.opt_level].format(half="float16")
+        why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
+        self.summary = f"{args.opt_level} by apex.amp: {meaning}, {scaling} ({why})"
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: initialize() has patched what is to be cast."""
+        return contextlib.nullcontext()
+
+    def no_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of arithmetic that is not the model's."""
+        # Apex: O1's patches hold everywhere, and refuse to add a float32 tensor to a float64 one.
+        is_patched = self.args.opt_level == "O1"
+        return self.apex_amp.disable_casts() if is_patched else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return the context of a pass whose gradients stay on this rank."""
+        self.ddp.disable_allreduce()
+        yield
+        self.ddp.enable_allreduce()
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Add the gradients of the scaled loss to those of the step's earlier passes."""
+        # Apex: leaving the context unscales, into the fp32 masters under O2. An earlier pass must not: what DDP
+        # averages in the last pass has to be the sum of all passes.
+        with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
+            scaled_loss.backward()
+
+    def step(self, job: Job, check: Check) -> None:
+        """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
+        # Apex: without a dynamic loss scale (O0, O3) it looks at no gradient.
+        check = (lambda gradients: True) if self.scaler.is_dynamic else check
+        no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has unscaled
+        optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, check)
+
+
+def keep_masters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, master_params: Callable[..., Iterator[Tensor]]
+) -> None:
+    """Let the model's state_dict() give and load_state_dict() take the fp32 masters."""
+
+    def named_masters() -> Iterator[tuple[str, Tensor]]:
+        names = [name for name, _ in model.named_parameters()]
+        masters = zip(places_of(optimizer), master_params(optimizer), strict=True)
+        return ((names[place], master) for place, master in masters)
+
+    # Apex: by itself state_dict() casts the half weights up, without the 13 bits that only the masters have, and
+    # a run that resumes from it is another run.
+    def give_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name, master in named_masters():
+            state[name] = master.detach().float()
+
+    @torch.no_grad()
+    def take_masters(module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
+        for name, master in named_masters():
+            master.copy_(state[name])
+
+    model.register_state_dict_post_hook(give_masters)
+    model.register_load_state_dict_pre_hook(take_masters)
+
+
+class ApexScaler:
+    """apex's loss scale with GradScaler's interface and rule: 2^16, halved, doubled after 2000 steps."""
+
+    def __init__(self, amp: Any, is_dynamic: bool) -> None:
+        self.amp, self.is_dynamic = amp, is_dynamic
+
+    def get_scale(self) -> float:
+        """Return the loss scale, 1 where there is none."""
+        return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.is_dynamic else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what GradScaler.state_dict() would, so that checkpoints pass between the two."""
+        if not self.is_dynamic:
+            return {}
+        own = self.amp.state_dict()["loss_scaler0"]
+        rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        return {"scale": own["loss_scale"], **rule, "_growth_tracker": own["unskipped"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a loss scale of either."""
+        if self.is_dynamic:
+            own = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
+            self.amp.load_state_dict({"loss_scaler0": own})

@@ -1,0 +1,38 @@
+"""The options of the apex recipe, and what its four levels mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipes.common.errors import UserError
+from recipes.common.options import Options, one_of, option
+
+MEANING = {
+    "O0": "fp32 throughout",
+    "O1": "{half} per operation over fp32 weights",
+    "O2": "{half} model with fp32 master weights and fp32 batch norm",
+    "O3": "{half} throughout",
+}
+"""What --opt-level computes in half precision."""
+
+
+@dataclass(frozen=True)
+class ApexOptions(Options):
+    """NVIDIA apex.amp or torch.amp."""
+
+    opt_level: str = option(
+        "O1",
+        one_of("O0", "O1", "O2", "O3"),
+        "O0: fp32; O1: half per operation; O2: half model, fp32 master weights and batch norm; O3: half",
+    )
+    amp_backend: str = option(
+        "auto",
+        one_of("auto", "apex", "torch"),
+        "apex: NVIDIA's apex.amp; torch: torch.amp; auto: apex where it imports and there is a GPU",
+    )
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        if self.amp != "none":
+            raise UserError(f"--amp {self.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
