@@ -3,7 +3,7 @@
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, COMPONENTS, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
 # ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
-# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, APT_SNAPSHOT, TORCH_INDEX, ATTEST, REGISTRY, TAG.
+# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS, REPORT evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, APT_SNAPSHOT, TORCH_INDEX, ATTEST, REGISTRY, TAG.
 # PYTHON is what .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -91,6 +91,7 @@ report: ## Render the figures of bench: docs/benchmarks/README.md and the table 
 
 evidence: ## Run what shows the claims of these pages, and write docs/evidence.md
 #: CLAIMS="one-curve exact-evaluation" renews some; ARGS go to pytest
+#: REPORT=report.xml: results of make test-all ARGS=--junit-xml=report.xml
 
 ##@ Images
 

@@ -208,7 +208,9 @@ TARGETS: dict[str, Callable[[], Command]] = {
     "commbench": commbench,
     "plan": plan,
     "report": lambda: module("scripts.bench.report", []),
-    "evidence": lambda: module("scripts.bench.evidence", [*choices("CLAIMS"), "--", *args()], packages="dev"),
+    "evidence": lambda: module(
+        "scripts.bench.evidence", [*choices("CLAIMS"), *flags("REPORT"), "--", *args()], packages="dev"
+    ),
     "slurm-up": lambda: Command(["scripts/lab/slurm_cluster.sh", "up", value("NODES") or "2"], packages=""),
     "k8s": k8s,
     "k8s-delete": k8s_delete,

@@ -2,10 +2,12 @@
 
     make evidence
     make evidence CLAIMS="one-curve exact-evaluation" ARGS="--numprocesses 2"
+    make test-all ARGS=--junit-xml=report.xml && make evidence REPORT=report.xml
 
-Runs the tests and commands of docs/claims.toml, keeps what came of each in docs/evidence.json with commit, date
-and machine, and renders the page, as `make report` does. ARGS go to pytest. Where all tests of a claim skip, for
-want of a GPU or of Slurm, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage.
+Runs the tests of docs/claims.toml, all at once, and its commands, keeps what came of each claim in
+docs/evidence.json with commit, date and machine, and renders the page, as `make report` does. ARGS go to pytest.
+REPORT takes the tests' results from a run that has been. Where all tests of a claim skip, for want of a GPU or of
+Slurm, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from os import killpg
+from pathlib import Path
+from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
 from scripts.bench import claims as documents
@@ -31,7 +38,10 @@ from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
 
 TIMEOUT_S = 1800
-"""The bound of a claim: all tests of a contract together take minutes."""
+"""The bound of a claim's command."""
+
+TESTS_TIMEOUT_S = 3 * 3600
+"""The bound of the tests of all claims."""
 
 END_S = 30
 """How long a command may take to end by SIGINT."""
@@ -46,7 +56,7 @@ def revision() -> str:
     return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
 
-def run(words: Sequence[str]) -> tuple[int, str]:
+def run(words: Sequence[str], timeout_s: float) -> tuple[int, str]:
     """Run a command with a bound; return its status and what it printed. Its process group ends with it.
 
     At the bound and at Ctrl-C it gets the signal of a Ctrl-C first: pytest then ends what its tests have started.
@@ -61,14 +71,14 @@ def run(words: Sequence[str]) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            process.wait(TIMEOUT_S)
+            process.wait(timeout_s)
         except BaseException as error:  # Ctrl-C too, and it may come twice
             with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                 killpg(process.pid, signal.SIGINT)
                 process.wait(END_S)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return 128 + signal.SIGKILL, f"took longer than {TIMEOUT_S} s"
+            return 128 + signal.SIGKILL, f"took longer than {timeout_s} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 killpg(process.pid, signal.SIGKILL)
@@ -77,17 +87,96 @@ def run(words: Sequence[str]) -> tuple[int, str]:
         return process.returncode, output.read().decode(errors="replace")
 
 
-def judge_tests(status: int, output: str) -> tuple[bool | None, str]:
-    """Return whether pytest's run shows the claim, None where all tests were skipped; and the counts."""
-    last = output.splitlines()[-1] if output.strip() else ""
-    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", last)}
-    reasons = re.findall(r"^SKIPPED .*?: (.*)$", output, re.MULTILINE)
-    if status == 0 and not counts.get("passed"):
-        return None, (reasons or ["no test ran"])[0]
-    result = ", ".join(f"{count} {what}" for what, count in counts.items())
+@dataclass(frozen=True)
+class Case:
+    """What came of a test."""
+
+    name: str
+    """Folders, file, class and function, joined by dots; parameters follow in brackets."""
+    outcome: str
+    """passed, failed or skipped."""
+    reason: str = ""
+    """Of a skipped one."""
+    seconds: float = 0.0
+
+
+def read_report(path: Path) -> tuple[datetime, list[Case]]:
+    """Return when the tests of a report (pytest's --junit-xml) began, and what came of each.
+
+    Raises:
+        UserError: there is no such report.
+    """
+    try:
+        suite = next(ElementTree.parse(path).iter("testsuite"))
+        began = datetime.fromisoformat(suite.attrib["timestamp"]).astimezone()
+    except (OSError, ElementTree.ParseError, StopIteration, KeyError, ValueError) as error:
+        raise UserError(f"{path} is no report of pytest ({error}); give one of --junit-xml") from None
+    cases: dict[str, Case] = {}
+    for case in suite.iter("testcase"):
+        name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
+        marks = {mark.tag: mark.get("message") or "" for mark in case}
+        outcome = "failed" if {"failure", "error"} & set(marks) else "skipped" if "skipped" in marks else "passed"
+        if name not in cases or outcome == "failed":  # one that has passed can fail once more as it cleans up
+            cases[name] = Case(name, outcome, marks.get("skipped", ""), float(case.get("time") or 0))
+    return began, list(cases.values())
+
+
+def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | None, str]:
+    """Return whether the tests of a claim have passed, None where all were skipped; and the counts."""
+    names = [test.removesuffix("/").replace(".py", "").replace("::", ".").replace("/", ".") for test in tests]
+    own = [case for case in cases if any(re.match(rf"{re.escape(name)}(?![^.[])", case.name) for name in names)]
+    counts = Counter(case.outcome for case in own)
+    reasons = list(dict.fromkeys(case.reason for case in own if case.outcome == "skipped"))
+    if not counts["passed"] and not counts["failed"]:
+        return (None, reasons[0]) if reasons else (False, "no test ran")
+    result = ", ".join(
+        f"{counts[outcome]} {outcome}" for outcome in ("failed", "passed", "skipped") if counts[outcome]
+    )
     if reasons:
         result += f" ({', '.join(dict.fromkeys(reason.partition(':')[0] for reason in reasons))})"
-    return status == 0, result or f"status {status}: {last[:100]}"
+    return not counts["failed"], f"{result}, {sum(case.seconds for case in own):.0f} s"
+
+
+def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> list[Case]:
+    """Run the tests of the claims, all at once: they share processes. Return what came of each.
+
+    Raises:
+        UserError: pytest has left no report.
+    """
+    tests = {test for claim in claims for test in claim.tests}
+    # A file or folder runs its tests: pytest would run one that is named as well twice.
+    whole = [test for test in tests if "::" not in test]
+    chosen = [
+        test
+        for test in tests
+        if not any(test != one and Path(test.partition("::")[0]).is_relative_to(one) for one in whole)
+    ]
+    if not chosen:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *sorted(chosen), *arguments]
+        _, output = run(words, TESTS_TIMEOUT_S)
+        if not report.exists():
+            raise UserError(
+                f"the tests left no report: {(output.strip().splitlines() or ['no output'])[-1][:200]}"
+            )
+        return read_report(report)[1]
+
+
+def read_own_report(path: Path) -> list[Case]:
+    """Return what came of each test in a report of this commit.
+
+    Raises:
+        UserError: the tests began before the commit.
+    """
+    began, cases = read_report(path)
+    words = ["git", "-C", str(ROOT), "log", "-1", "--format=%cI"]
+    committed = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    if committed and began < datetime.fromisoformat(committed):
+        fix = f"run them again: make test-all ARGS=--junit-xml={path}"
+        raise UserError(f"REPORT {path}: its tests began before the last commit; {fix}")
+    return cases
 
 
 def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
@@ -98,44 +187,44 @@ def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
     return not faults, "; ".join(faults) or held
 
 
-def renew(claim: Claim, arguments: Sequence[str]) -> tuple[bool | None, str]:
-    """Run what shows a claim; return whether it does, None where this machine cannot run it, and the result."""
-    begin = time.monotonic()
-    if claim.tests:
-        passed, result = judge_tests(*run(["scripts/dev/test.sh", "all", "-rs", *claim.tests, *arguments]))
-    else:
-        passed, result = judge_command(claim, *run(shlex.split(claim.command)))
-    return passed, result if passed is None else f"{result}, {time.monotonic() - begin:.0f} s"
-
-
 @command
 def main(argv: list[str]) -> int:
     """Renew the rows of the named claims, of all that can be run without names; write the page."""
     parser = CommandParser("python -m scripts.bench.evidence", (__doc__ or "").split("\n")[0])
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="some of docs/claims.toml (all)")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="results of the tests, of pytest's --junit-xml"
+    )
     args = parse(parser, argv)
     claims, outcomes = read_claims(), read_outcomes()
     runnable = [name for name, claim in claims.items() if claim.is_runnable]
     where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts(1))}
     outcomes = {name: outcomes[name] for name in runnable if name in outcomes}
     failed = []
-    for name in check_names("CLAIMS", args.claims, list(claims)) or runnable:
-        if name not in runnable:
-            raise UserError(f"CLAIMS: {name} has nothing to run here; see its row in {documents.PAGE.name}")
-        try:
-            passed, result = renew(claims[name], args.options)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        print(
-            f"{name}: {'not run here' if passed is None else 'holds' if passed else 'FAILED'}: {result}",
-            flush=True,
-        )
-        if passed is not None:
-            outcomes[name] = {"passed": passed, "result": result, "numbers": claims[name].numbers(), **where}
-            in_order = {one: outcomes[one] for one in runnable if one in outcomes}
-            OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
-            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
-        failed += [name] * (passed is False)
+    chosen = [claims[name] for name in check_names("CLAIMS", args.claims, list(claims)) or runnable]
+    for claim in chosen:
+        if claim.name not in runnable:
+            raise UserError(f"CLAIMS: {claim.name} has nothing to run here; see its row in {documents.PAGE.name}")
+    try:
+        cases = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
+        # The commands come after the tests, one at a time.
+        for claim in sorted(chosen, key=lambda claim: not claim.tests):
+            begin = time.monotonic()
+            if claim.tests:
+                passed, result = judge_tests(claim.tests, cases)
+            else:
+                passed, result = judge_command(claim, *run(shlex.split(claim.command), TIMEOUT_S))
+                result += f", {time.monotonic() - begin:.0f} s"
+            said = "not run here" if passed is None else "holds" if passed else "FAILED"
+            print(f"{claim.name}: {said}: {result}", flush=True)
+            if passed is not None:
+                outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **where}
+                in_order = {name: outcomes[name] for name in runnable if name in outcomes}
+                OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
+                documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
+            failed += [claim.name] * (passed is False)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     documents.PAGE.write_text(evidence(), encoding="utf-8")
     print(f"wrote {documents.PAGE.relative_to(ROOT)}")
     return 1 if failed else 0

@@ -43,6 +43,7 @@ OTHERS_FLAGS = {
     "--master-addr",
     "--master-port",
     "--nodes",
+    "--junit-xml",
     "--list",
     "--help",
     "--require-hashes",

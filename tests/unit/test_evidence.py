@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -57,25 +58,118 @@ def test_rounding(measured, shown, fits):
     assert rounds_to(measured, shown) is fits
 
 
+CASES = [
+    evidence.Case("tests.unit.test_a.test_b", "passed", seconds=1.6),
+    evidence.Case("tests.unit.test_a.test_b[1.2::x]", "passed", seconds=1),
+    evidence.Case("tests.unit.test_a.TestC.test_d", "skipped", "needs mpi: none; install it"),
+    evidence.Case("tests.unit.test_a.test_bcd", "failed"),
+    evidence.Case("tests.gpu.test_e", "skipped", "needs gpu: 0 of 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("status", "output", "judged"),
+    ("tests", "judged"),
     [
-        (0, "...\n5 passed, 2 skipped in 3.2s", (True, "5 passed, 2 skipped")),
-        (
-            0,
-            "SKIPPED [2] a.py:3: needs mpi: none\n5 passed, 2 skipped in 3 s",
-            (True, "5 passed, 2 skipped (needs mpi)"),
-        ),
-        (1, "...\n1 failed, 4 passed in 3.2s", (False, "1 failed, 4 passed")),
-        (1, "4 passed, 1 error in 3.2s", (False, "4 passed, 1 error")),
-        (0, "SKIPPED [3] tests/gpu/a.py:3: needs a GPU\n3 skipped in 0.1s", (None, "needs a GPU")),
-        (4, "ERROR: not found: x", (False, "status 4: ERROR: not found: x")),
-        (5, "no tests ran in 0.1s", (False, "status 5: no tests ran in 0.1s")),
-        (137, "", (False, "status 137: ")),
+        (["tests/unit/test_a.py::test_b"], (True, "2 passed, 3 s")),
+        (["tests/unit/test_a.py::test_b", "tests/gpu"], (True, "2 passed, 1 skipped (needs gpu), 3 s")),
+        (["tests/unit/test_a.py::TestC"], (None, "needs mpi: none; install it")),
+        (["tests/unit"], (False, "1 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
+        (["tests/unit/"], (False, "1 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
+        (["tests/gpu/test_e.py"], (None, "needs gpu: 0 of 1")),
+        (["tests/unit/test_none.py"], (False, "no test ran")),
     ],
 )
-def test_what_pytest_says_is_judged(status, output, judged):
-    assert evidence.judge_tests(status, output) == judged
+def test_the_tests_of_a_claim_are_judged(tests, judged):
+    assert evidence.judge_tests(tests, CASES) == judged
+
+
+TESTS = """import pytest
+def test_passes(): pass
+@pytest.mark.parametrize("x", [1, 2])
+def test_fails_once(x): assert x == 1
+class TestThis:
+    def test_skips(self): pytest.skip("needs it")
+@pytest.fixture
+def broken():
+    yield
+    assert 0
+def test_fails_at_its_end(broken): pass
+"""
+
+
+def test_a_report_of_pytest_is_read(tmp_path):
+    for name, text in (
+        ("test_a.py", TESTS),
+        ("test_b.py", "import pytest\npytest.skip('no', allow_module_level=True)"),
+    ):
+        (tmp_path / name).write_text(text)
+    begin = datetime.now().astimezone()
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--junit-xml=report.xml",
+    ]
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True).returncode == 1
+    began, cases = evidence.read_report(tmp_path / "report.xml")
+    assert abs((began - begin).total_seconds()) < 60
+    assert {case.name: case.outcome for case in cases} == {
+        "test_a.test_passes": "passed",
+        "test_a.test_fails_once[1]": "passed",
+        "test_a.test_fails_once[2]": "failed",
+        "test_a.TestThis.test_skips": "skipped",
+        "test_a.test_fails_at_its_end": "failed",
+        "test_b": "skipped",
+    }
+    assert "needs it" in {case.reason for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (None, "report.xml is no report of pytest ([Errno 2] No such file"),
+        ("<testsuites", "report.xml is no report of pytest (unclosed token"),
+        ("<testsuites/>", "report.xml is no report of pytest ("),
+        (
+            '<testsuite timestamp="2020-01-01T00:00:00+00:00"/>',
+            "report.xml: its tests began before the last commit; run them again: make test-all ARGS=--junit-xml=",
+        ),
+    ],
+)
+def test_a_report_that_shows_nothing_of_this_commit_is_refused(capsys, tmp_path, report, words):
+    path = tmp_path / "report.xml"
+    if report:
+        path.write_text(report)
+    before = claims.OUTCOMES.read_text()
+    assert evidence.main(["digits", f"--report={path}"]) == 2
+    assert words in capsys.readouterr().err
+    assert claims.OUTCOMES.read_text() == before
+
+
+def test_tests_run_once_and_all_together(monkeypatch, tmp_path):
+    ways = [
+        Claim("a", TEXT, tests=("tests/unit/test_a.py::test_b", "tests/gpu")),
+        Claim("b", TEXT, tests=("tests/unit/test_a.py", "tests/gpu/test_e.py")),
+        Claim("c", TEXT, command="x"),
+    ]
+    ran = []
+
+    def run(words, timeout_s):
+        ran.extend(words)
+        return 1, "pytest: not found\n"
+
+    monkeypatch.setattr(evidence, "run", run)
+    with pytest.raises(UserError, match=r"^the tests left no report: pytest: not found$"):
+        evidence.run_tests(ways, ["-x"])
+    assert [word for word in ran if "report" not in word] == [
+        *("scripts/dev/test.sh", "all", "tests/gpu", "tests/unit/test_a.py", "-x")
+    ]
+    assert evidence.run_tests(ways[2:], []) == []
 
 
 def test_a_command_has_to_print_what_the_document_shows():
@@ -87,10 +181,9 @@ def test_a_command_has_to_print_what_the_document_shows():
     assert evidence.judge_command(finding, 0, "5.9G") == (True, "5.9")
 
 
-def test_a_command_has_a_bound_and_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(evidence, "TIMEOUT_S", 0.5)
-    assert evidence.run(["bash", "-c", "sleep 60; true"]) == (137, "took longer than 0.5 s")
-    assert evidence.run([sys.executable, "-c", "print(1)"]) == (0, "1\n")
+def test_a_command_has_a_bound_and_leaves_nothing_behind():
+    assert evidence.run(["bash", "-c", "sleep 60; true"], 0.5) == (137, "took longer than 0.5 s")
+    assert evidence.run([sys.executable, "-c", "print(1)"], 60) == (0, "1\n")
 
 
 def test_an_interrupted_command_ends_by_itself(tmp_path):
@@ -106,7 +199,7 @@ def test_an_interrupted_command_ends_by_itself(tmp_path):
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            evidence.run(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"])
+            evidence.run(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"], 60)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended.exists()
@@ -138,7 +231,7 @@ def test_nothing_of_a_command_is_left_behind_however_it_ends(monkeypatch, waits,
     monkeypatch.setattr(evidence.subprocess, "Popen", lambda *args, **kwargs: process)
     monkeypatch.setattr(evidence, "killpg", kill)
     with pytest.raises(met) if met else contextlib.nullcontext():
-        evidence.run(["x"])
+        evidence.run(["x"], 60)
     assert sent == [(7, signal.SIGINT)] * (waits != [None]) + [(7, signal.SIGKILL)]
 
 
