@@ -28,6 +28,12 @@ class PortTakenError(UserError):
     """EX_TEMPFAIL of sysexits.h: a Slurm job with it is requeued, and other launchers take another port."""
 
 
+class MissingNodeError(UserError):
+    """A node did not come within the bound; another start may find it."""
+
+    status = 1
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean 'X'?" for the closest known word, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)

@@ -31,7 +31,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import (
     Node,
@@ -46,7 +46,7 @@ from recipes.common.process.node import (
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.rejoin import LOST_STATUS, TooFewNodesError, options_of_later_rounds, own_address, say
+from scripts.launch.rejoin import LOST_STATUS, options_of_later_rounds, own_address, say
 from scripts.launch.stopped_status import option
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def meet_nodes(node: Node, job: str) -> Store:
     two nodes have the same rank, and would wait for the missing one until its bound.
 
     Raises:
-        UserError: the port is taken, two nodes have the same rank or differ in NNODES, or a node does not come
-            within the bound.
+        UserError: the port is taken, or two nodes have the same rank or differ in NNODES.
+        MissingNodeError: a node does not come within the bound.
     """
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
@@ -203,7 +203,7 @@ def meet_nodes(node: Node, job: str) -> Store:
             return store
         if time.monotonic() > deadline:
             missing = ", ".join(rank for rank in ranks if not names.check([rank]))
-            raise UserError(
+            raise MissingNodeError(
                 f"node {rank} waited {node.rdzv_timeout_s} s for node {missing} of {node.nnodes} at "
                 f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?"
             )
@@ -248,7 +248,7 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     except ChildFailedError as error:
         return blame(*failures_of(error))
     except DistError as error:
-        raise UserError(
+        raise MissingNodeError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
@@ -427,7 +427,7 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
-        raise TooFewNodesError(
+        raise MissingNodeError(
             f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; to go on later: the same "
             f"command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
         ) from None

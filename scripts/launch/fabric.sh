@@ -141,7 +141,7 @@ set_fabric() {
         return 2
         ;;
     esac
-    interface=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return 2
+    interface=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return
     case $fabric in
     ib)
         for device in $(fabric_devices); do
@@ -167,4 +167,4 @@ set_fabric() {
     echo "$(hostname): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
 }
 
-set_fabric || exit 2
+set_fabric || exit # 2 is a refusal, 1 a node 0 that did not come

@@ -13,13 +13,17 @@ import socket
 import sys
 import time
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, UserError
 from recipes.common.process.node import read_number
 from scripts.launch.command import command
 
 
 def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return the family and the address of a name, which may take timeout_s to become known; raises UserError."""
+    """Return the family and the address of a name, which may take timeout_s to become known.
+
+    Raises:
+        MissingNodeError: it has not become known in that time; UserError: there was none.
+    """
     begin, is_announced = time.monotonic(), False
     while True:
         try:
@@ -29,7 +33,7 @@ def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str,
             waited = time.monotonic() - begin
             if waited >= timeout_s:
                 waiting = f" within {timeout_s} s" if timeout_s else ""
-                raise UserError(
+                raise (MissingNodeError if timeout_s else UserError)(
                     f"{socket.gethostname()} cannot resolve {host}{waiting} ({error.strerror}); "
                     "fix DNS or /etc/hosts"
                 ) from None
@@ -56,7 +60,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     so the first interface that is up and not a loopback is taken.
 
     Raises:
-        UserError: the name is unknown, or no route leads there.
+        UserError: the name is unknown, or no route leads there. MissingNodeError: the name stays unknown.
     """
     import psutil
 

@@ -54,12 +54,6 @@ def own_address(endpoint: str, master_addr: str) -> str:
     return master_addr if address.startswith("127.") or address == "::1" else address
 
 
-class TooFewNodesError(UserError):
-    """Fewer than MIN_NODES nodes."""
-
-    status = 1
-
-
 class UnsavedStopError(UserError):
     """Ranks that were to stop have failed."""
 

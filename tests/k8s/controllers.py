@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from recipes.common.errors import MissingNodeError
+
 DRAINED = "DisruptionTarget"
 """In place of an exit status: the pod was evicted, preempted or lost with its machine."""
 
 
-GAVE_UP = 2
-"""The status of a node that waited RDZV_TIMEOUT_S for the head or its name (recipes/common/process/node.py)."""
+GAVE_UP = MissingNodeError.status
+"""That of a node that waited RDZV_TIMEOUT_S for the head or its name."""
 
 
 def pulled_at(image_at_s: int) -> int:

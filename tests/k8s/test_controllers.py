@@ -4,7 +4,7 @@ import pytest
 
 from k8s.manifest import KINDS, Request, load, render
 from tests.k8s import simulation
-from tests.k8s.controllers import DRAINED, Job, MPIJob, PyTorchJob, give_up, pulled_at
+from tests.k8s.controllers import DRAINED, GAVE_UP, Job, MPIJob, PyTorchJob, give_up, pulled_at
 
 NODES = 8
 ALL = range(NODES)
@@ -122,14 +122,18 @@ def test_a_node_that_starts_late_costs_no_restart(kind, late):
 
 
 @pytest.mark.parametrize("kind", WITH_HEAD)
-def test_a_head_that_never_starts_ends_the_job_or_is_counted(kind):
-    """The others hold their GPUs for RDZV_TIMEOUT_S, no longer; the training operator alone starts them again."""
+def test_a_head_that_never_starts_is_waited_for_four_times_at_most(kind):
+    """The others hold their GPUs for as many RDZV_TIMEOUT_S, and no longer."""
     gave_up = give_up([10**6, *[0] * (NODES - 1)], bound_of(kind))
-    assert gave_up == dict.fromkeys(ALL[1:], 2)
-    if kind in JOBS:
+    assert gave_up == dict.fromkeys(ALL[1:], GAVE_UP)
+    if kind == "indexed-job":
+        job = job_of(kind)
+        assert [set(job.fail(gave_up).values()) for _ in range(4)] == [{10}, {20}, {40}, set()]
+        assert job.failed == "MaxFailedIndexesExceeded"
+    elif kind in JOBS:  # its JobSet starts all pods again, three times: another place may suit the head's
         job = job_of(kind)
         assert job.fail(gave_up) == {}
-        assert job.failed == "PodFailurePolicy"
+        assert job.failed == "MaxFailedIndexesExceeded"
     elif kind == "doctor":
         spec = spec_of(kind)
         assert Job(spec | {"podFailurePolicy": {}}).fail(gave_up) == {}
@@ -141,6 +145,17 @@ def test_a_head_that_never_starts_ends_the_job_or_is_counted(kind):
             "the elastic job allows 6 restarts, of whatever number of nodes"
         )
         assert rounds[-1] is False
+
+
+def test_a_head_that_is_later_than_one_wait_costs_one_restart_of_the_others():
+    """A registry that is away for 20 minutes: the second pods of the others meet the head."""
+    bound_s, head_s = bound_of("indexed-job"), pulled_at(1200)
+    job, started = job_of("indexed-job"), [head_s, *[0] * (NODES - 1)]
+    gave_up = give_up(started, bound_s)
+    delays = job.fail(gave_up)
+    again = [head_s, *(bound_s + delays[node] for node in ALL[1:])]
+    assert give_up(again, bound_s) == {}
+    assert job.counted == [0, *[1] * (NODES - 1)]
 
 
 def test_an_mpijobs_launcher_comes_once_all_workers_are_there():

@@ -97,17 +97,20 @@ def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", later)
     monkeypatch.setattr(interface.time, "sleep", lambda _: None)
-    with pytest.raises(UserError, match=r"cannot resolve ddp-0.ddp \(Name or service not known\); fix DNS"):
+    with pytest.raises(
+        UserError, match=r"cannot resolve ddp-0.ddp \(Name or service not known\); fix DNS"
+    ) as caught:
         interface.resolve("ddp-0.ddp", timeout_s=0)
+    assert caught.value.status == 2
     assert len(answers) == 1
     assert interface.resolve("ddp-0.ddp", timeout_s=60)[1] == ("127.0.0.1", 9)
 
 
-def test_the_wait_for_a_name_has_a_bound():
-    result = run_command(
-        sys.executable, "-m", "scripts.launch.interface", "no-such-host.invalid", RDZV_TIMEOUT_S="1"
-    )
-    assert result.status == 2
+def test_the_wait_for_a_name_has_a_bound_and_is_no_refusal():
+    """A head whose pod is late has no name: a Job that took that for a refusal would end for good."""
+    env = {"FABRIC": "tcp", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}
+    result = run_command("scripts/launch.sh", "ddp", **env, RDZV_TIMEOUT_S="1", PYTHON=sys.executable)
+    assert result.status == 1
     assert "cannot resolve no-such-host.invalid within 1 s" in result.errors[0]
 
 

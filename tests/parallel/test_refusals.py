@@ -391,7 +391,7 @@ def test_an_unreachable_head_node(address):
     env = {**NODE, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": address, "RDZV_TIMEOUT_S": "2"}
     job = Command("scripts/launch.sh", "ddp", **env, MASTER_PORT=str(free_port()), PYTHON=sys.executable)
     result = job.wait(timeout_s=30)
-    assert result.status == 2
+    assert result.status == 1, "no refusal: the next start may find it"
     (error,) = result.errors
     assert f"node 1 waited 2 s for node 0 at {address}:" in error
     assert result.stderr.splitlines() == [error]
@@ -401,7 +401,7 @@ def test_an_unreachable_head_node(address):
 def test_a_node_that_never_comes():
     env = {**NODE, "NNODES": "2", "MASTER_PORT": str(free_port()), "RDZV_TIMEOUT_S": "2", "PYTHON": sys.executable}
     result = Command("scripts/launch.sh", "ddp", **env).wait(timeout_s=60)
-    assert result.status == 2, result.stderr
+    assert result.status == 1, result.stderr
     (error,) = result.errors
     assert f"node 0 waited 2 s for node 1 of 2 at 127.0.0.1:{env['MASTER_PORT']}; is it up" in error
 

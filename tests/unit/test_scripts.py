@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from recipes.common.errors import PortTakenError, UserError
-from recipes.common.process.node import Node, check_head
+from recipes.common.errors import MissingNodeError, PortTakenError, UserError
+from recipes.common.process.node import Node, check_head, wait_for_head
 from scripts.launch import agent, local
 from tests import support
 from tests.support import ROOT, run_command, wait_until
@@ -232,8 +232,13 @@ def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
 def test_another_node_waits_no_longer_than_the_bound(address):
     node = Node(2, 1, 1, address, local.free_port(), 1)
-    with pytest.raises(UserError, match=r"node 1 waited 1 s for node 0 at .*is it up, and is MASTER_ADDR right"):
+    with pytest.raises(
+        MissingNodeError, match=r"node 1 waited 1 s for node 0 at .*is it up, and is MASTER_ADDR right"
+    ):
         check_head(node)
+    with pytest.raises(UserError, match=r"node 1 waited 1 s for the job's store at .*") as caught:
+        wait_for_head(node, f"{address}:9")
+    assert caught.value.status == 2, "where a node that comes back says so, rejoin.py takes it for lost"
 
 
 @pytest.mark.parametrize("script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("s*/*.s*h*")))

@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from recipes.common.errors import PortTakenError, UserError
+from recipes.common.errors import MissingNodeError, PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.watch.watch import HANG_STATUS
 
@@ -57,7 +57,8 @@ def check_head(node: Node) -> None:
     """On node 0, take the port for a moment; on the others, wait until node 0 answers.
 
     Raises:
-        UserError: the port is taken, the name does not resolve, or nobody answers within the bound.
+        UserError: the port is taken.
+        MissingNodeError: the name does not resolve, or nobody answers, within the bound.
     """
     if node.node_rank == 0:
         check_port(node.master_port)
@@ -90,7 +91,12 @@ def port_taken(port: int) -> UserError:
 
 
 def wait_for_head(node: Node, store: str = "") -> None:
-    """Wait until node 0 answers, or an elastic job's store (host:port); raises UserError at the bound."""
+    """Wait until node 0 answers, or an elastic job's store (host:port).
+
+    Raises:
+        MissingNodeError: node 0 does not answer within the bound.
+        UserError: the store does not.
+    """
     place = store or f"{node.master_addr}:{node.master_port}"
     host, _, port = place.rpartition(":")
     deadline = time.monotonic() + node.rdzv_timeout_s
@@ -101,7 +107,7 @@ def wait_for_head(node: Node, store: str = "") -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 what = "the job's store" if store else "node 0"
-                raise UserError(
+                raise (UserError if store else MissingNodeError)(
                     f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
                     f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
                 ) from None
