@@ -111,6 +111,7 @@ def test_a_run_ends_with_its_result_line(tmp_path):
     assert logs[1:] == ["logs", "--follow", "ddp-0-abcde", "--container=trainer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mpijob", "doctor")])
 def test_each_kind_has_its_own_head(kind, tmp_path):
     described = KINDS[kind]
@@ -120,6 +121,7 @@ def test_each_kind_has_its_own_head(kind, tmp_path):
     assert result.stdout.endswith(RESULT)
 
 
+@pytest.mark.slow
 def test_a_job_that_has_ended_before_the_first_look_shows_its_log(tmp_path):
     play = success()
     play["get jobs.batch ddp"], play["get pods"] = [job("Complete")], [pods(pod(SUCCESS), pod(SUCCESS, 1))]
@@ -135,6 +137,7 @@ def test_a_failed_job_ends_with_the_status_of_node_0(tmp_path):
     assert (result.status, result.errors) == (2, ["error: the job ddp has failed: why"])
 
 
+@pytest.mark.slow
 def test_a_pod_that_starts_again_is_followed_again(tmp_path):
     play = success()
     stopped, second = pod({"terminated": {"exitCode": 143}}), pod(RUNNING, restarts=1)
@@ -556,6 +559,7 @@ REFUSED = {"err": "The connection to the server 10.0.0.1:6443 was refused\n", "s
 BUSY_SERVER = {"err": "Error from server (ServiceUnavailable): etcdserver: leader changed\n", "status": 1}
 
 
+@pytest.mark.slow
 def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(tmp_path):
     """Calls fail before node 0 runs, and while its log is followed, whose connection breaks too."""
     play = success()

@@ -223,6 +223,7 @@ def test_bad_places_are_refused_before_anything_starts(monkeypatch, argv, env, w
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_refused_in_one_line():
     with socket.socket() as taken:
         taken.bind(("", 0))

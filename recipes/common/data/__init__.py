@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,11 +106,11 @@ def _digits(args: Options) -> RawSplits:
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
         with gzip.open(path, "rb") as file:
-            values = np.array([line.split(b",") for line in file.read().split()], dtype=np.float32)
+            values = bytearray(map(int, file.read().replace(b"\n", b",").rstrip(b",").split(b",")))
     except OSError as error:
         raise UserError(f"--data digits: cannot read {path}: {error}; reinstall scikit-learn") from None
-    images = torch.from_numpy(values[:, :64]).to(torch.uint8).view(-1, 1, 8, 8)
-    labels = torch.from_numpy(values[:, 64]).long()
+    rows = torch.frombuffer(values, dtype=torch.uint8).view(-1, 65)
+    images, labels = rows[:, :64].reshape(-1, 1, 8, 8), rows[:, 64].long()
     # The file is sorted by writer: shuffle once, the same for every --seed, and hold out a fifth.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
