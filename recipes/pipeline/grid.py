@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC
-from recipes.common.watch.watch import bound_of_group, bound_of_waits
+from recipes.common.watch.bounds import bound_of_group, bound_of_waits
 from recipes.common.world.world import World, grid_mesh
 from recipes.pipeline.options import PipelineOptions, count_stages
 

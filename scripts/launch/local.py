@@ -31,7 +31,7 @@ from typing import Any
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
-from recipes.common.watch.watch import HANG_STATUS
+from recipes.common.watch.bounds import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
     ONE_PROCESS,

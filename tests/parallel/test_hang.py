@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from recipes.common.watch.watch import HANG_STATUS
+from recipes.common.watch.bounds import HANG_STATUS
 from tests.conftest import slow
 from tests.support import Interrupt, Ranks, local, train, words_for
 

@@ -20,16 +20,10 @@ from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.watch import watch as watch_module
-from recipes.common.watch.watch import (
-    COLLECT_S,
-    GATHER_S,
-    NOTE_S,
-    Watch,
-    bound_of_waits,
-    median_without,
-    stragglers,
-    summarize,
-)
+from recipes.common.watch.bounds import bound_of_waits
+from recipes.common.watch.sentences import summarize
+from recipes.common.watch.stragglers import median_without, stragglers
+from recipes.common.watch.watch import COLLECT_S, GATHER_S, NOTE_S, Watch
 from recipes.common.world import world
 from recipes.single import train as single
 from scripts.launch.local import free_port

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from recipes.common.errors import UserError
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
-from recipes.common.watch.watch import TIME_OUTS, Watch
+from recipes.common.watch.bounds import TIME_OUTS
+from recipes.common.watch.watch import Watch
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""

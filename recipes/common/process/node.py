@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from recipes.common.errors import MissingNodeError, PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.watch.watch import HANG_STATUS
+from recipes.common.watch.bounds import HANG_STATUS
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """No hang without a name: what every rank is waiting for, and a report when one does not come.
 
 A rank says which collective it enters (`with world.watch("gradients"): ...`; a microsecond, no system call). A
-thread of its own puts that down twice a second where all ranks can read it: the store at MASTER_ADDR. When a wait
-is longer than --timeout-s, whoever notices first calls the others. Each rank that still answers then writes where
-it stands, with the stacks of its threads, to runs/NAME/hang/rank-N.txt; one of them puts these together into
+thread of its own puts that down five times a second where all ranks can read it: the store at MASTER_ADDR. When
+a wait is longer than --timeout-s, whoever notices first calls the others. Each rank that still answers then writes
+where it stands, with the stacks of its threads, to runs/NAME/hang/rank-N.txt; one of them puts these together into
 runs/NAME/hang-report.txt, names in one line on standard error who is missing, and all of them end.
 
 The notes also tell how long a rank has worked by itself, outside of collectives. From them rank 0 names, during
@@ -12,7 +12,6 @@ training, ranks that the others keep waiting for.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import json
 import os
@@ -24,20 +23,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar
 
 from recipes.common.options import Options
+from recipes.common.watch import sentences
+from recipes.common.watch.bounds import HANG_STATUS, TIME_OUTS
+from recipes.common.watch.stragglers import Work, stragglers
 
 T = TypeVar("T")
-Work = dict[int, dict[str, Any]]
-"""The notes of ranks, by rank."""
-
-HANG_STATUS = 3
-"""Exit status of every rank of a job in which one did not answer; launchers then have nothing to add."""
-
 NOTE_S = 0.2
 """Time between two notes of a rank; longer for more than a thousand ranks, whose store takes 10,000 a second."""
 
@@ -50,27 +45,14 @@ LEAVE_S = 5.0
 GATHER_S = 2.0
 """How long ranks may take to say where they stand, once one has called."""
 
-LEAST_EXCESS_S = 0.005
-"""What a straggler takes longer for a step, at the least: less is not worth a line."""
-
 COLLECT_S = 2.0
 """How long one of them may take to put that together."""
-
-TIME_OUTS = (
-    "Timed out waiting",  # gloo
-    "Watchdog caught collective operation timeout",  # NCCL
-    "timed out in blocking wait",  # NCCL with TORCH_NCCL_BLOCKING_WAIT=1
-)
-"""Parts of the messages of a collective that has waited for longer than its bound."""
 
 MANY = 64
 """Up to so many ranks, all of them look for the others' reports."""
 
 COLLECTORS = 3
 """Of more ranks, so many do, those that call first: a thousand asking for a thousand would choke the store."""
-
-MOST_NAMED = 8
-"""Ranks that a line names one by one."""
 
 
 class Notes(Protocol):
@@ -93,23 +75,6 @@ class At(NamedTuple):
     since: float = 0.0
     """When it has entered or left it, by time.monotonic()."""
     limit_s: float = 0.0
-
-
-def bound_of_waits(args: Options) -> timedelta:
-    """Return --timeout-s for process groups; call it before they are made."""
-    # NCCL's flight recorder: the last collectives of each rank, dumped when one times out. The older name of the
-    # first is TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tried on several GPUs.)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    return timedelta(seconds=args.timeout_s)
-
-
-def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
-    """Return the bound of a process group whose ranks wait for at most this time-out.
-
-    Gloo's waits fail, and are reported. NCCL's watchdog aborts the process instead: it has to come after Watch.
-    """
-    return 2 * timeout + timedelta(seconds=60) if device_type == "cuda" else timeout
 
 
 class Watch:
@@ -271,7 +236,7 @@ class Watch:
     def _report(self, error: BaseException | None) -> str:
         """Return this rank's report: its note as a line of JSON, a sentence, and the stacks of its threads."""
         note = self._note()
-        lines = [json.dumps(note), _sentence(note), ""]
+        lines = [json.dumps(note), sentences.where_it_stands(note), ""]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().ident
         own = [threading.get_ident(), *(thread.ident for thread in self._threads)]
@@ -358,9 +323,11 @@ class Watch:
         silent = sorted(set(range(self.world_size)) - set(reports))
         last = {**self._last_notes, **self._ask(lambda notes: _read(notes, "note", silent), self._last_notes)}
         found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
-        summary = summarize(found, {rank: json.loads(text) for rank, text in last.items()}, self.world_size)
-        table = [_sentence(found[rank]) for rank in sorted(found)]
-        table += [f"rank {rank} did not answer; {_last_place(last.get(rank))}" for rank in silent]
+        summary = sentences.summarize(
+            found, {rank: json.loads(text) for rank, text in last.items()}, self.world_size
+        )
+        table = [sentences.where_it_stands(found[rank]) for rank in sorted(found)]
+        table += [f"rank {rank} did not answer; {sentences.last_place(last.get(rank))}" for rank in silent]
         stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
         where = f"stacks of the others: {path}"
         try:
@@ -376,110 +343,6 @@ class Watch:
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.1)
-
-
-def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[str]:
-    """Return a sentence for each rank that all others wait for.
-
-    Args:
-        before: notes of the ranks at the beginning of a window.
-        after: and at its end; a rank that is in only one of them does not count.
-        seconds: the window.
-        share: of a step's time, by which a rank's own work exceeds the median of the others' to be named.
-    """
-    work_s = {}
-    for rank in before.keys() & after.keys():
-        steps = (after[rank]["step"] or 0) - (before[rank]["step"] or 0)
-        if steps >= 5:
-            work_s[rank] = (after[rank]["busy_s"] - before[rank]["busy_s"]) / steps
-            step_s = seconds / steps  # the same for all: they go in step
-    if len(work_s) < 2:
-        return []
-    found = []
-    ordered = sorted(work_s.values())
-    for rank in sorted(work_s):
-        others_s = median_without(ordered, work_s[rank])
-        if work_s[rank] - others_s > max(share * step_s, LEAST_EXCESS_S):
-            found.append(
-                f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms it works "
-                f"{1000 * work_s[rank]:.0f} ms by itself, the others {1000 * others_s:.0f} ms"
-            )
-    return found
-
-
-def median_without(ordered: Sequence[float], one: float) -> float:
-    """Return the median of sorted values but for one of them: a thousand ranks need no sort each."""
-    place, number = bisect.bisect_left(ordered, one), len(ordered) - 1
-    low, high = ((i + (i >= place)) for i in ((number - 1) // 2, number // 2))
-    return (ordered[low] + ordered[high]) / 2
-
-
-def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]], world_size: int) -> str:
-    """Return one sentence on who kept whom waiting.
-
-    Args:
-        found: what the ranks that answered say of themselves.
-        last: the last notes of those that did not, as far as there are any.
-        world_size: the number of ranks.
-    """
-    silent = sorted(set(range(world_size)) - set(found))
-    outside = sorted(rank for rank, note in found.items() if not note["is_inside"])
-    waits = _waits([note for note in found.values() if note["is_inside"]])
-    if silent:
-        hosts = ", ".join(sorted({str(last[rank]["host"]) for rank in silent if rank in last}))
-        verb = "does" if len(silent) == 1 else "do"
-        place = _last_place(last.get(silent[0]))
-        return f"{_name(silent)}{hosts and ' on '}{hosts} {verb} not answer, {place}; {waits}"
-    if outside:
-        verb = "does" if len(outside) == 1 else "do"
-        return f"{_name(outside)} {verb} not come, {_sentence(found[outside[0]])}; {waits}"
-    return f"all ranks answer, and all wait: {waits}; is a link between them down?"
-
-
-def _waits(notes: Sequence[dict[str, Any]]) -> str:
-    """Return who waits in which collective; the first is the one that was not joined."""
-    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for note in notes:
-        groups.setdefault((note["entered"], note["name"], _after(note)), []).append(note)
-    texts = []
-    for (_, name, after), members in sorted(groups.items()):
-        waited_s = max(note["since_s"] for note in members)
-        texts.append(f'{_name(sorted(n["rank"] for n in members))} waited {waited_s:.0f} s in "{name}"{after}')
-    return ", ".join(texts) or "nobody waits"
-
-
-def _sentence(note: dict[str, Any]) -> str:
-    """Return where a rank stands by its note."""
-    where = "waits in" if note["is_inside"] else "is past"
-    on = f"rank {note['rank']} (pid {note['pid']} on {note['host']})"
-    return f'{on} {where} "{note["name"]}"{_after(note)} for {note["since_s"]:.1f} s'
-
-
-def _last_place(text: str | dict[str, Any] | None) -> str:
-    """Return where a silent rank stood by its last note."""
-    if not text:
-        return "nobody knows where it was"
-    note = json.loads(text) if isinstance(text, str) else text
-    ago_s = max(0.0, time.time() - note["time"])
-    where = "in" if note["is_inside"] else "past"
-    return f'last seen {ago_s:.1f} s ago {where} "{note["name"]}"{_after(note)}'
-
-
-def _after(note: dict[str, Any]) -> str:
-    return "" if note["step"] is None else f" after step {note['step']}"
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """Return ranks 0, 1, 2, or, where they are many, ranks 0-16, 18-1023."""
-    if len(ranks) <= MOST_NAMED:
-        return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _read(notes: Notes, kind: str, ranks: Sequence[int]) -> dict[int, str]:

@@ -24,7 +24,8 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.node import is_port_chosen, port_taken
 from recipes.common.process.ranks import Ranks
-from recipes.common.watch.watch import Watch, bound_of_group, bound_of_waits
+from recipes.common.watch.bounds import bound_of_group, bound_of_waits
+from recipes.common.watch.watch import Watch
 from recipes.common.world.agreement import Slot
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.places import Place
