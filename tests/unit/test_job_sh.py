@@ -363,7 +363,8 @@ KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
         scontrol = scontrol.replace("requeue*) exit 1", f"update*) exit {int(not takes)}")
         (tmp_path / "scontrol").write_text(scontrol)
         (tmp_path / "scontrol.txt").write_text("")
-        then = f'touch "$run_dir/config.json"; status={status} greatest={status}; end_job'
+        record = "" if "SCRIPT" in env else 'touch "$run_dir/config.json"; '
+        then = f"{record}status={status} greatest={status}; end_job"
         done = job(then=then, SLURM_JOB_PARTITION="main", NAME="mine", **env)
         calls = (tmp_path / "scontrol.txt").read_text().splitlines()
         return done, [call for call in calls if not call.startswith("show")]
@@ -381,6 +382,18 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
     assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
     _, calls = fault(excluded="n[3-4]", partition="n1-alloc n2-alloc n3-idle n4-idle n5-idle")
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
+
+
+@pytest.mark.parametrize("status", [1, 3, 134, 137])
+def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp_path, status):
+    """Its next start is told to resume, although it has written nothing yet: the fault is not its own."""
+    (tmp_path / "train.py").touch()
+    own = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path / "runs")}
+    done, calls = fault(status=status, **own)
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"], done.stderr
+    assert re.search("^job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: ", done.stdout, re.MULTILINE)
+    done, calls = fault(status=status, xid=31, SLURM_RESTART_COUNT="1", **own)
+    assert (calls, done.returncode) == ([], status), "its own mistake"
 
 
 @pytest.mark.parametrize(

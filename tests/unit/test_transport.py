@@ -1,6 +1,7 @@
 """Which network NCCL says it uses: recorded logs, for no GPU is here to write one, and what becomes of FABRIC."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from recipes.common.errors import UserError
 from recipes.common.world import transport
 from recipes.common.world.peers import Alone
 from recipes.common.world.places import Place
+from scripts.launch.local import free_port
+from tests.support import Command
 
 HEAD = "n1:4242:4242 [0] NCCL INFO "
 LOGS = {
@@ -142,3 +145,39 @@ def test_within_a_host_no_network_is_used(monkeypatch):
     transport.check_network(places)
     assert not transport.needs_communicator([replace(place, network=None) for place in places])
     assert not transport.needs_communicator([Place("n1", "CPU"), Place("n2", "CPU")])
+
+
+SCRIPT = """
+import os, time
+with open(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())), "w") as log:
+    log.write("n1:7:7 [0] NCCL INFO Using network IB0")
+    log.flush()
+    time.sleep(1.5)
+    log.seek(0)
+    log.write("n1:7:7 [0] NCCL INFO Using network Socket\\n")
+time.sleep(3 if os.environ["FABRIC"] == "auto" else 60)
+print("trained")
+"""
+
+
+def test_a_scripts_network_is_said_by_its_launcher_and_tcp_is_no_fabric(tmp_path):
+    """NCCL is played by the script, which is the only process of node 0 here; a line under way is not read."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    env = {
+        "SCRIPT": str(tmp_path / "train.py"),
+        "WORKDIR": str(tmp_path),
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    command = (sys.executable, "-m", "scripts.launch.agent", "spawn")
+    jobs = [
+        Command(*command, **env, FABRIC=fabric, RUN_DIR=str(tmp_path / fabric), MASTER_PORT=str(free_port()))
+        for fabric in ("auto", "ib")
+    ]
+    goes_on, refused = (job.wait(timeout_s=60) for job in jobs)
+    said = f"{os.uname().nodename}: NCCL over Socket\n"
+    assert (goes_on.status, goes_on.stdout) == (0, f"{said}trained\n"), goes_on.stderr
+    assert (refused.status, refused.stdout) == (2, said)
+    (error,) = refused.errors
+    assert error.startswith("error: FABRIC=ib, and NCCL uses Socket, which is TCP, on ")
+    jobs[1].wait_for_gone(10)  # its rank has ended with it

@@ -2,7 +2,8 @@
 
 NCCL prints `NCCL INFO Using network IB` (`Socket`: TCP; `AWS Libfabric` or another plugin's name) for each
 communicator, under NCCL_DEBUG=INFO alone (src/init.cc). Its log goes to a file of this process, of which nothing
-but that is read. Where the user has set NCCL_DEBUG, the log is the user's and the network unknown here.
+but that is read; a launcher keeps those of a user's script in a folder. Where the user has set NCCL_DEBUG, the log
+is the user's and the network unknown here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,9 @@ NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 TCP = "Socket"
 FABRICS = ("ib", "roce", "efa")
 VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+
+POLL_S = 0.5
+"""How often a launcher looks for the log of a script."""
 
 _log: Path | None = None
 
@@ -60,6 +65,25 @@ def read_network() -> str | None:
     return None
 
 
+def log_processes(folder: str) -> bool:
+    """Let NCCL write down how it starts in each process that this one starts; return False where the user does."""
+    if any(os.environ.get(name) for name in VARIABLES):
+        return False
+    path = f"{folder.replace('%', '%%')}/nccl-%p.log"
+    os.environ.update(zip(VARIABLES, ("INFO", "INIT", path), strict=True))
+    return True
+
+
+def wait_for_network(folder: str) -> str:
+    """Return the network that a process's log in a folder names, once one does; call it in a thread."""
+    while True:
+        for path in Path(folder).glob("nccl-*.log"):
+            whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a line may be under way
+            if found := find_network(whole):
+                return found
+        time.sleep(POLL_S)
+
+
 def find_network(text: str) -> str | None:
     """Return the network that NCCL's log names; None where it names none."""
     found = NETWORK.findall(text)
@@ -74,9 +98,14 @@ def needs_communicator(places: Sequence[Place]) -> bool:
 
 def check_network(places: Sequence[Place]) -> None:
     """Raise UserError where FABRIC asks for a fabric, and NCCL uses TCP between hosts."""
+    if len({place.host for place in places}) > 1:
+        check_hosts(sorted({place.host for place in places if place.network == TCP}))
+
+
+def check_hosts(hosts: Sequence[str]) -> None:
+    """Raise UserError where FABRIC asks for a fabric, and there are hosts on which NCCL uses TCP."""
     fabric = os.environ.get("FABRIC")
-    hosts = sorted({place.host for place in places if place.network == TCP})
-    if fabric in FABRICS and hosts and len({place.host for place in places}) > 1:
+    if fabric in FABRICS and hosts:
         names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
         raise UserError(
             f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}; see docs/site.md "
