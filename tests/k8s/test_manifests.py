@@ -1,9 +1,13 @@
 """Manifests, rendered jobs and kustomize builds: valid to the last field, safe, and made of known words."""
 
+import copy
 import json
 import re
 import shutil
 import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import pytest
 import yaml
@@ -326,19 +330,31 @@ def kustomize(folder):
     return list(yaml.safe_load_all(done.stdout))
 
 
-def build(folder, file, *components):
-    """Build a manifest with the cluster's parts and some components."""
+@cache
+def build_all(*components):
+    """Build the cluster's parts and every kind's file with some components, by one call of kubectl."""
+    files = ["cluster.yaml", *dict.fromkeys(kind.file for kind in KINDS.values())]
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": ["../k8s/cluster.yaml", f"../k8s/{file}"],
+        "resources": [f"../k8s/{file}" for file in files],
         "components": [f"../k8s/components/{name}" for name in components],
     }
-    (folder / "k8s").symlink_to(ROOT / "k8s")
-    mine = folder / "mine"
-    mine.mkdir()
-    (mine / "kustomization.yaml").write_text(yaml.safe_dump(content))
-    return kustomize(mine)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "k8s").symlink_to(ROOT / "k8s")
+        mine = Path(folder, "mine")
+        mine.mkdir()
+        (mine / "kustomization.yaml").write_text(yaml.safe_dump(content))
+        return kustomize(mine)
+
+
+def build(file, *components):
+    """Return a manifest and the cluster's parts as kubectl builds them with some components."""
+    own = {(document["kind"], document["metadata"]["name"]) for document in [*load("cluster.yaml"), *load(file)]}
+    built = build_all(*components)
+    found = [document for document in built if (document["kind"], document["metadata"]["name"]) in own]
+    assert len(found) == len(own)
+    return copy.deepcopy(found)
 
 
 def test_the_base_builds():
@@ -395,12 +411,10 @@ def test_what_is_a_number_or_a_word_stays_plain():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_components_are_rendered_with_a_job(kind):
-    need_kubectl()
-    own = ["pod-group"] * (kind == "trainjob")
-    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=[*EVERYWHERE, *own])
-    documents = render(request)
-    assert check_faults(KINDS[kind].file, documents) == []
+def test_components_change_every_kind(kind):
+    file = KINDS[kind].file
+    documents = build(file, *EVERYWHERE, "pod-group")
+    assert check_faults(file, documents) == []
     templates = list(pod_templates(documents))
     on_all, on_nodes = templates, [one for one in templates if not is_launcher(one)]
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
@@ -410,6 +424,18 @@ def test_components_are_rendered_with_a_job(kind):
     assert ["kueue.x-k8s.io/podset-preferred-topology" in one["metadata"]["annotations"] for one in on_nodes] == [
         True
     ]
+    if kind == "trainjob":
+        pod_group = simulation.named(documents, "TrainingRuntime")["spec"]["podGroupPolicy"]
+        assert pod_group == {"coscheduling": {"scheduleTimeoutSeconds": 600}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_components_are_rendered_with_a_job(kind):
+    need_kubectl()
+    own = ["pod-group"] * (kind == "trainjob")
+    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=["network-policy", *own])
+    documents = render(request)
+    assert check_faults(KINDS[kind].file, documents) == []
     policy = simulation.named(documents, "NetworkPolicy")
     selector = policy["spec"]["podSelector"]["matchLabels"]
     assert policy["metadata"]["name"] == "mine"
@@ -419,8 +445,7 @@ def test_components_are_rendered_with_a_job(kind):
         assert selector.items() <= pod.labels.items()
     others = render(Request(kind, recipe_for(kind), "other", nodes=2))
     assert not any(selector.items() <= one["metadata"]["labels"].items() for one in pod_templates(others))
-    if kind == "trainjob":
-        assert documents[1]["spec"]["podGroupPolicy"] == {"coscheduling": {"scheduleTimeoutSeconds": 600}}
+    assert [document["spec"].get("podGroupPolicy") is not None for document in documents].count(True) == len(own)
     assert documents[-1]["kind"] == load(KINDS[kind].file)[-1]["kind"]
 
 
@@ -431,10 +456,7 @@ def is_launcher(template):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
     """Its hostPaths are in no standard, and nothing else is wrong with it."""
-    need_kubectl()
-    documents = render(
-        Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=["safe-to-evict", "gke-rdma"])
-    )
+    documents = build(KINDS[kind].file, "safe-to-evict", "gke-rdma")
     assert check_faults(KINDS[kind].file, documents) == [
         "volume gib is of no allowed type",
         "volume driver is of no allowed type",
@@ -468,9 +490,9 @@ def test_a_component_that_does_nothing_is_refused(name, words, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_components_do_what_they_say(kind, tmp_path):
+def test_components_do_what_they_say(kind):
     file = KINDS[kind].file
-    documents = build(tmp_path, file, "gpus", "nodes", "image", "fabric", "kueue")
+    documents = build(file, "gpus", "nodes", "image", "fabric", "kueue")
     if kind == "pytorchjob-elastic":
         schemas.needs_crds()
     assert check_faults(file, documents) == []
@@ -494,25 +516,24 @@ def test_components_do_what_they_say(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_components_give_pods_their_fabric(kind, tmp_path):
+def test_components_give_pods_their_fabric(kind):
     """EFA keeps to the restricted standard; locked memory for RDMA does not, and nothing else is wrong with it."""
-    documents = build(tmp_path, KINDS[kind].file, "gpus", "efa", "topology")
+    documents = build(KINDS[kind].file, "gpus", "efa", "topology")
     assert check_faults(KINDS[kind].file, documents) == []
     worker = simulation.pods(kind, documents)[-1]
     limits = one(worker.spec)["resources"]["limits"]
     assert (limits["vpc.amazonaws.com/efa"], limits["hugepages-2Mi"], limits[GPU]) == (32, "5120Mi", 8)
     annotations = [template["metadata"].get("annotations", {}) for template in pod_templates(documents)]
     assert sum("kueue.x-k8s.io/podset-preferred-topology" in one for one in annotations) == 1
-    (tmp_path / "again").mkdir()
-    documents = build(tmp_path / "again", KINDS[kind].file, "rdma")
+    documents = build(KINDS[kind].file, "rdma")
     name = one(worker.spec)["name"]
     assert check_faults(KINDS[kind].file, documents) == [f"{name} keeps capabilities"]
     assert one(simulation.pods(kind, documents)[-1].spec)["resources"]["limits"]["rdma/rdma_shared_device_a"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_components_of_a_small_cluster(kind, tmp_path):
-    documents = build(tmp_path, KINDS[kind].file, "cpu-only", "one-machine")
+def test_the_components_of_a_small_cluster(kind):
+    documents = build(KINDS[kind].file, "cpu-only", "one-machine")
     assert check_faults(KINDS[kind].file, documents) == []
     assert GPU not in yaml.safe_dump(documents).replace(f"key: {GPU}", "")
     pods = simulation.pods(kind, documents)
