@@ -15,9 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from k8s.manifest import pod_templates
+from k8s.manifest import parse, pod_templates
 from tests.conftest import require
 
 KUBERNETES = "1.32"
@@ -83,7 +81,7 @@ def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
     text = (Path(os.environ["CRD_DIR"]) / CRDS[api_version, kind]).read_text()
     (schema,) = (
         version["schema"]["openAPIV3Schema"]
-        for version in yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
+        for version in parse(text)[0]["spec"]["versions"]
         if version["name"] == api_version.split("/")[1]
     )
     found: dict[str, Any] = strict(schema)
@@ -110,6 +108,9 @@ def core_faults(document: dict[str, Any]) -> Iterator[str]:
     """Yield what Kubernetes' own schema says against a document of a core kind."""
     import kubernetes_validate
 
+    utils = kubernetes_validate.utils
+    if not hasattr(utils.schema_contents, "cache_info"):  # it would read two files of JSON for each document
+        utils.schema_contents = cache(utils.schema_contents)
     try:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     except kubernetes_validate.ValidationError as error:

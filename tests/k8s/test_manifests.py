@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from k8s import manifest
-from k8s.manifest import GPU, KINDS, Request, load, pod_templates, render, to_text
+from k8s.manifest import GPU, KINDS, Request, load, parse, pod_templates, render, to_text
 from recipes.common.errors import UserError
 from scripts.launch.stopped_status import option
 from tests.conftest import require
@@ -327,7 +327,7 @@ def kustomize(folder):
     command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return parse(done.stdout)
 
 
 @cache
