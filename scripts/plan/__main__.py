@@ -27,15 +27,9 @@ from typing import Any
 import torch
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import (
-    Options,
-    non_negative_float,
-    one_of,
-    positive_float,
-    positive_int,
-)
+from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int
 from recipes.common.process.signals import vote_interval
-from scripts.launch.command import ROOT, CommandParser, check_recipe, command, next_folder, table
+from scripts.launch.command import ROOT, Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
 from scripts.plan.model import (
     ALGORITHMS,
@@ -47,8 +41,7 @@ from scripts.plan.model import (
     step,
     useful_share,
 )
-from scripts.plan.show import COLUMNS, Row, plot
-from scripts.plan.workload import Kind, Workload, estimate_compute, kind_of, look_at, measure_compute
+from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
 RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "scratch")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
@@ -56,10 +49,34 @@ RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", 
 ONE_NODE = ("single", "dataparallel")
 MOST_NODES = 100_000
 
-LINEAR_LIMIT, LARS_LIMIT = 8192, 32_768
-"""Global batches up to which ResNet-50 on ImageNet kept its accuracy: by linear scaling with warm-up (Goyal et al.
-2017, https://arxiv.org/abs/1706.02677), by LARS (You et al. 2017, https://arxiv.org/abs/1708.03888)."""
+LINEAR_LIMIT = 8192
+"""The global batch up to which ResNet-50 on ImageNet keeps its accuracy by linear scaling with warm-up (Goyal et
+al. 2017, https://arxiv.org/abs/1706.02677)."""
 
+COLUMNS = (
+    Column("nodes", "nodes", "{:,}"),
+    Column("GPUs", "ranks", "{:,.0f}"),
+    Column("global batch", "global_batch_size", "{:,.0f}"),
+    Column("step, ms", "step_s", "{:,.1f}", 1e3),
+    Column("exposed, ms", "exposed_s", "{:,.1f}", 1e3),
+    Column("limit", "limit"),
+    Column("efficiency", "efficiency", "{:.1%}"),
+    Column("samples/s", "samples_per_s", "{:,.0f}"),
+    Column("sent per node and step, MB", "sent_bytes_per_node", "{:,.1f}", 1e-6),
+    Column("checkpoint every, min", "interval_s", "{:,.1f}", 1 / 60),
+    Column("useful time", "useful_share", "{:.1%}"),
+    Column("hours", "hours", "{:,.2f}"),
+    Column("cost", "cost", "{:,.0f}"),
+)
+
+PANELS = {
+    "Seconds per step": {"step_s": "a step", "compute_s": "its computing"},
+    "What of it counts": {"efficiency": "scaling efficiency", "useful_share": "useful share of the time"},
+    "The whole job": {"hours": "hours", "cost": "cost"},
+}
+"""Of the picture: by title, the figures of a row that are drawn, with their names."""
+
+Row = dict[str, Any]
 
 OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     "cluster": [
@@ -74,13 +91,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
         ("--algorithm", one_of("auto", *ALGORITHMS), "auto", "NAME", f"auto, {', '.join(ALGORITHMS)}"),
     ],
     "what a rank computes": [
-        (
-            "--local-batch-size",
-            positive_int,
-            128,
-            "N",
-            "samples of a rank and step; those that --compute-ms is for",
-        ),
+        ("--local-batch-size", positive_int, 128, "N", "samples of a rank and step; what --compute-ms is for"),
         ("--compute-ms", positive_float, None, "MS", "of a step without exchange, known"),
         ("--fixed-ms", non_negative_float, 0.0, "MS", "of --compute-ms: what fewer samples do not shorten"),
         ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
@@ -142,11 +153,10 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     try:
         options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
     except UserError as error:
-        found = re.match(r"unknown option (\S+?)[;]", str(error))
-        hint = nearest(found[1], parser.flags(), cutoff=0.7) if found else ""
-        raise (
-            UserError(f"unknown option {found[1]}{hint}; --help lists all") if found and hint else error
-        ) from None
+        flag = re.match(r"unknown option (\S+?);", str(error))
+        if flag and (hint := nearest(flag[1], parser.flags(), cutoff=0.7)):
+            raise UserError(f"unknown option {flag[1]}{hint}; --help lists all") from None
+        raise
     args.is_fixed_batch = any(word.split("=")[0] == "--global-batch-size" for word in words)
     return args, options
 
@@ -192,7 +202,7 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
         name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         return measure_compute(options, kind, args.local_batch_size, device), f"measured here: {name}"
     tflops = GPUS[args.gpu_type].tflops[options.amp]
-    seconds = estimate_compute(workload, args.local_batch_size, tflops, args.utilisation)
+    seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
     text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:g} TFLOP/s of a {args.gpu_type}; better measure it"
     return split_compute(seconds), text
 
@@ -262,12 +272,11 @@ def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]
         f"epochs: --warmup-steps {5 * epoch_steps}"
     ]
     if batch > LINEAR_LIMIT:
-        known = "LARS kept it up to 32,768" if batch <= LARS_LIMIT else "LARS has been shown up to 32,768"
         nodes = max(1, LINEAR_LIMIT // (args.gpus * args.local_batch_size))
         texts.append(
-            f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,} "
-            f"({known}, with an optimizer that is not in the recipes); at {args.local_batch_size} samples a rank "
-            f"that is {nodes} nodes. Other data and models have other limits (https://arxiv.org/abs/1811.03600)"
+            f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,}; "
+            f"at {args.local_batch_size} samples a rank that is {nodes} nodes. Other data and models have other "
+            "limits (https://arxiv.org/abs/1811.03600)"
         )
     if row["limit"] == "vote":
         texts.append(
@@ -281,15 +290,14 @@ def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]
 
 def memory_line(row: Row, args: Namespace) -> str:
     """Return the memory of a GPU in words."""
-    parts = {name.replace("_", " "): size / 1e9 for name, size in row["memory_bytes"].items() if size}
-    whole = parts.pop("sum")
-    texts = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
-    room = GPUS[args.gpu_type].memory_gb
-    fits = "" if args.compute_ms or args.measure else f" of {room:g} on a {args.gpu_type}"
-    if not (args.compute_ms or args.measure) and whole > 0.95 * room:
+    parts = {name.replace("_", " "): size for name, size in row["memory_bytes"].items() if size}
+    whole, room, fits = parts.pop("sum") / 1e9, GPUS[args.gpu_type].memory_gb, ""
+    if not (args.compute_ms or args.measure):
         fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
-        fits += f"; DOES NOT FIT: lower --local-batch-size, or {fix}"
-    return f"memory of a GPU, estimated: {whole:.1f} GB{fits} ({texts}; without the libraries' own)"
+        full = f"; DOES NOT FIT: lower --local-batch-size, or {fix}" if whole > 0.95 * room else ""
+        fits = f" of {room:g} on a {args.gpu_type}{full}"
+    texts = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())
+    return f"memory of a GPU, estimated: {whole:.1f} GB{fits} (in MB: {texts}; without the libraries' own)"
 
 
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
@@ -309,7 +317,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     last, where = rows[-1], cluster_of(args, 1)
     fabric = args.fabric or "own"
     lines = [
-        f"plan {args.recipe} {options.model}: {workload.parameters:,} parameters, images of {kind.image_size}, "
+        f"plan {args.recipe} {options.model}: {workload.parameters:,} parameters, samples {kind.data.input}, "
         f"{workload.flops_per_sample / 1e9:.1f} GFLOP a sample forward and backward",
         f"compute {1e3 * compute.total_s:.1f} ms a step of {args.local_batch_size} samples, {source}",
         f"fabric {fabric}: {where.network.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, "
@@ -331,6 +339,26 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         "rows": rows,
     }
     return plan, lines, args.output
+
+
+def plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw step time, efficiency and cost over the number of nodes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(14, 4), layout="constrained")
+    figure.suptitle(title)
+    for axis, (name, curves) in zip(axes, PANELS.items(), strict=True):
+        for key, label in curves.items():
+            axis.plot([row["nodes"] for row in rows], [row[key] for row in rows], "o-", label=label)
+        axis.set_xscale("log", base=2)
+        axis.set(title=name, xlabel="nodes")
+        axis.legend(fontsize=8)
+    axes[-1].set_yscale("log")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 @command

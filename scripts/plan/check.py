@@ -13,22 +13,30 @@ Exit status 0; 1: a run failed; 2: bad usage, or no root.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_float, positive_int
+from recipes.common.process.entry import exit_status
+from recipes.ddp import train
 from scripts.lab import network
 from scripts.launch.command import CommandParser, command, parse
-from scripts.plan.model import Cluster, Compute, Link, Method, step
+from scripts.plan.model import Cluster, Compute, Gradient, Link, Method, step
+from scripts.plan.workload import TimedStep, kind_of, look_at
 
 MODULE = "scripts.plan.check"
 
@@ -39,6 +47,13 @@ MODEL = "squeezenet1_1"
 """1.2 M parameters in 26 layers of about the same work: buckets come all along backward."""
 
 IMAGE_SIZE, LOCAL_BATCH, BUCKET_MB = 64, 4, 1.0
+BUCKET_BYTES = int(BUCKET_MB * 2**20)
+
+COMPUTE_S = 2.0
+"""How long ranks compute side by side, without any exchange."""
+
+RUN_S, FEWEST, MOST = 4.0, 6, 40
+"""About how long the steps of a run take, and how many there are at least and at most."""
 
 MOST_LOAD = 0.95
 TIMEOUT_S = 300.0
@@ -52,57 +67,131 @@ def words_of_recipe(args: Namespace, nodes: int, folder: Path) -> list[str]:
     return [*words, "--device", "cpu", "--runs-dir", str(folder), "--overwrite", "--no-async-checkpoints"]
 
 
+def compressions(args: Namespace, nodes: int) -> list[str]:
+    """Return those that so many nodes run with."""
+    return args.compression if nodes > 1 else ["none"]
+
+
+# ---- one rank
+
+
+def run_rank(args: Namespace) -> None:
+    """Measure, then train under each compression; rank 0 writes what was measured."""
+    dist.init_process_group("gloo")
+    nodes, words = dist.get_world_size(), words_of_recipe(args, dist.get_world_size(), args.rank)
+    options = train.options(words)
+    compute = TimedStep(options, kind_of(options, None, None), LOCAL_BATCH, torch.device("cpu"))
+    figures = probe(compute)
+    if dist.get_rank() == 0:
+        (args.rank / "probe.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+    gradient_bytes = sum(parameter.nbytes for parameter in compute.model.parameters())
+    step_s = max(figures.get("busy_step_s", 0.0), figures["forward_s"] + figures["backward_s"])
+    step_s = max(step_s, gradient_bytes / BUCKET_BYTES * figures.get("bucket_s", 0.0))
+    steps = args.steps or min(MOST, max(FEWEST, round(RUN_S / step_s)))
+    for compression in compressions(args, nodes):
+        # A port of its own for each: the other ranks may come before rank 0 has closed the last store.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        train.main([*words, "--name", compression, "--grad-compression", compression, "--max-steps", str(steps)])
+
+
+def probe(compute: TimedStep) -> dict[str, float]:
+    """Return the mean times of computing beside other ranks and of exchanges; call it on all ranks."""
+    compute()
+    dist.barrier()
+    times: list[tuple[float, float, float]] = []
+    end = time.perf_counter() + COMPUTE_S
+    while time.perf_counter() < end or len(times) < 3:
+        times.append(compute())
+    means = mean_over_ranks([fmean(values) for values in zip(*times, strict=True)])
+    figures = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
+    if dist.get_world_size() > 1:
+        figures["small_s"] = small_s()
+        bucket = torch.zeros(BUCKET_BYTES // 4)
+        figures["bucket_s"], _ = buckets_s(bucket, 6, lambda: None)
+        number = min(60, max(4, round(COMPUTE_S / figures["bucket_s"])))
+        figures["busy_bucket_s"], figures["busy_step_s"] = buckets_s(bucket, number, compute)
+    return figures
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    """Return the means of the ranks' numbers; call it on all ranks."""
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found)
+    return (found / dist.get_world_size()).tolist()
+
+
+def small_s(times: int = 20) -> float:
+    """Return the mean time of an all-reduce of one number, the first two left out; call it on all ranks."""
+    for i in range(times + 2):
+        if i == 2:
+            begin = time.perf_counter()
+        dist.all_reduce(torch.zeros(1))
+    return (time.perf_counter() - begin) / times
+
+
+def buckets_s(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
+    """Return the mean times of an all-reduce and of computing beside it; call it on all ranks.
+
+    All of them are under way at once, as DDP has its buckets; the backend takes them one or two at a time.
+    """
+    dist.barrier()
+    begin, steps = time.perf_counter(), 0
+    works = [dist.all_reduce(bucket, async_op=True) for _ in range(number)]
+    while not works[-1].is_completed():
+        step_begin = time.perf_counter()
+        compute()
+        steps += 1
+        if time.perf_counter() - step_begin < 1e-4:
+            time.sleep(1e-4)  # nothing to compute
+    end = time.perf_counter()
+    for work in works:
+        work.wait()
+    return mean_over_ranks([(end - begin) / number, (end - begin) / steps])
+
+
+# ---- all points
+
+
 def run_point(
-    net: network.Network, nodes: int, mbit: float, args: Namespace, gradient_bytes: int, folder: Path
+    net: network.Network, nodes: int, mbit: float, args: Namespace, folder: Path
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return what a prediction may know, and by compression a real step's time and the first node's bytes."""
-    kinds = args.compression if nodes > 1 else ["none"]
-    request = {
-        "options": words_of_recipe(args, nodes, folder),
-        "compression": kinds,
-        "steps": args.steps,
-        "local_batch_size": LOCAL_BATCH,
-        "bucket_bytes": int(BUCKET_MB * 2**20),
-        "gradient_bytes": gradient_bytes,
-        "result": str(folder / "probe.json"),
-    }
     limited = range(nodes if mbit else 0)
     for node in limited:
         net.narrow(node, f"{mbit:g}mbit")
-    threads = max(1, len(os.sched_getaffinity(0)) // nodes)
+    rank = [sys.executable, "-m", MODULE, *args.words, "--rank", str(folder)]
     try:
-        net.run_ranks([sys.executable, "-m", "scripts.plan.ranks", json.dumps(request)], nodes, threads, TIMEOUT_S)
+        net.run_ranks(rank, nodes, max(1, len(os.sched_getaffinity(0)) // nodes), TIMEOUT_S)
     finally:
         for node in limited:
             net.restore(node)
     # A limited link cuts what it sends into packets before it is counted, an unlimited one after that.
     headless = PACKET_SHARE if mbit else 1.0
     real = {}
-    for kind in kinds:
+    for kind in compressions(args, nodes):
         result = json.loads((folder / kind / "result.json").read_text())
         step_s = nodes * LOCAL_BATCH / result["samples_per_s"]
         real[kind] = {"step_s": step_s, "sent_bytes": result["sent_bytes_per_step"] * headless}
     return json.loads((folder / "probe.json").read_text()), real
 
 
-def predict(probe: dict[str, float], gradients: Sequence[Any], nodes: int, compression: str) -> dict[str, float]:
+def predict(
+    probed: dict[str, float], gradients: Sequence[Gradient], nodes: int, compression: str
+) -> dict[str, float]:
     """Return the plan's step time and bytes of a node, from what was measured apart from such a step."""
-    bucket = BUCKET_MB * 2**20
-    hops = 2 * (nodes - 1)
-    compute = Compute(probe["forward_s"], probe["backward_s"], probe["optimizer_s"])
-    if not hops:
-        cluster = Cluster(1, 1, Link(0.0, 1.0))
-    else:
-        alpha_s = probe["small_s"] / hops
+    compute = Compute(probed["forward_s"], probed["backward_s"], probed["optimizer_s"])
+    cluster = Cluster(1, 1, Link(0.0, 1.0))
+    if hops := 2 * (nodes - 1):
+        alpha_s = probed["small_s"] / hops
         rate, busy_rate = (
-            hops / nodes * bucket / max(probe[key] - probe["small_s"], 1e-9)
+            hops / nodes * BUCKET_BYTES / max(probed[key] - probed["small_s"], 1e-9)
             for key in ("bucket_s", "busy_bucket_s")
         )
-        load = max(0.0, 1 - compute.total_s / probe["busy_step_s"])
-        compute = replace(compute, load=min(MOST_LOAD, load))
-        busy = Link(alpha_s, min(rate, busy_rate))
-        cluster = Cluster(nodes, 1, Link(alpha_s, rate), loaded=busy)
-    method = Method("ddp", compression, bucket_bytes=BUCKET_MB * 2**20, algorithm="ring")
+        compute = replace(compute, load=min(MOST_LOAD, max(0.0, 1 - compute.total_s / probed["busy_step_s"])))
+        cluster = Cluster(nodes, 1, Link(alpha_s, rate), loaded=Link(alpha_s, min(rate, busy_rate)))
+    method = Method("ddp", compression, bucket_bytes=BUCKET_BYTES, algorithm="ring")
     found = step(gradients, compute, cluster, method, control_alpha_s=cluster.network.alpha_s)
     return {"step_s": found.step_s, "sent_bytes": found.sent_bytes_per_node, "compute_s": found.compute_s}
 
@@ -119,39 +208,31 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="medians are over them")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="of a run (about four seconds of them)")
     parser.add_argument("--result", type=Path, metavar="FILE", help="all figures, as JSON")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # be a rank, and write to this folder
     args = parse(parser, argv)
     if max(args.nodes) > 64:
         raise UserError(f"--nodes: at most 64 on one machine, got {max(args.nodes)}")
+    args.words = list(argv)
     return args
 
 
 def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return prediction and truth of every point: lists over the rounds."""
-    from recipes.ddp import train
-    from scripts.plan.workload import kind_of, look_at
-
     options = train.options(words_of_recipe(args, 1, folder))
     gradients = look_at(options, kind_of(options, 1000, 1000)).gradients
-    gradient_bytes = sum(gradient.nbytes for gradient in gradients)
     net = network.Network(max(args.nodes))
     points: dict[tuple[int, float, str], dict[str, Any]] = {}
     for _ in range(args.rounds):
         for nodes in args.nodes:
             for mbit in args.mbit if nodes > 1 else [0.0]:
-                probe, runs = run_point(net, nodes, mbit, args, gradient_bytes, folder)
+                probed, runs = run_point(net, nodes, mbit, args, folder)
                 for kind, real in runs.items():
-                    new = {
-                        "nodes": nodes,
-                        "mbit": mbit,
-                        "compression": kind,
-                        "predicted": [],
-                        "real": [],
-                        "probes": [],
-                    }
+                    new = {"nodes": nodes, "mbit": mbit, "compression": kind}
+                    new |= {"predicted": [], "real": [], "probes": []}
                     point = points.setdefault((nodes, mbit, kind), new)
-                    point["predicted"].append(predict(probe, gradients, nodes, kind))
+                    point["predicted"].append(predict(probed, gradients, nodes, kind))
                     point["real"].append(real)
-                    point["probes"].append(probe)
+                    point["probes"].append(probed)
                     print(line_of(point), flush=True)
     return list(points.values())
 
@@ -178,6 +259,8 @@ def line_of(point: dict[str, Any]) -> str:
 def main(words: list[str]) -> int:
     """Measure every point and say how far off the plan is."""
     args = parse_args(words)
+    if args.rank:
+        return exit_status(lambda: run_rank(args))
     if reason := network.why_not():
         raise UserError(f"the plan cannot be checked here: {reason}")
     network.enter(MODULE, words)

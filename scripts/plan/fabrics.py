@@ -24,27 +24,21 @@ class Fabric:
     """A network between nodes."""
 
     alpha_us: float
-    gbit: float
-    """Of a port, each way."""
-    per_gpu: bool
-    """Whether each GPU usually has a port of its own; else a node has one."""
-    share: float
-    """Of the rate, that arrives."""
+    gbit: float  # of a port, each way
+    per_gpu: bool  # whether each GPU usually has a port of its own; else a node has one
+    share: float  # of the rate, that arrives
 
 
 FABRICS = {
-    "ib-400": Fabric(14.0, 400, True, RDMA_SHARE),  # InfiniBand NDR, a port for each GPU
-    "ib-200": Fabric(14.0, 200, True, RDMA_SHARE),  # InfiniBand HDR, a port for each GPU
-    "ib-100": Fabric(14.0, 100, False, RDMA_SHARE),  # InfiniBand EDR, a port for each node
-    "roce-400": Fabric(14.0, 400, True, RDMA_SHARE),  # RDMA over Ethernet, a port for each GPU
-    "roce-200": Fabric(14.0, 200, True, RDMA_SHARE),  # RDMA over Ethernet, a port for each GPU
-    "roce-100": Fabric(14.0, 100, False, RDMA_SHARE),  # RDMA over Ethernet, a port for each node
-    "efa-400": Fabric(30.0, 400, False, RDMA_SHARE),  # EFA of p4d instances, 400 Gbit/s for each node
-    "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE),  # EFA of p5 instances, 3,200 Gbit/s for each node
-    "tcp-100": Fabric(50.0, 100, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
-    "tcp-25": Fabric(50.0, 25, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
-    "tcp-10": Fabric(50.0, 10, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
-    "tcp-1": Fabric(50.0, 1, False, TCP_SHARE),  # TCP over Ethernet, a port for each node
+    "ib-400": Fabric(14.0, 400, True, RDMA_SHARE),  # InfiniBand NDR
+    "ib-200": Fabric(14.0, 200, True, RDMA_SHARE),  # InfiniBand HDR
+    "ib-100": Fabric(14.0, 100, False, RDMA_SHARE),  # InfiniBand EDR
+    "efa-400": Fabric(30.0, 400, False, RDMA_SHARE),  # EFA of p4d instances
+    "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE),  # EFA of p5 instances
+    **{
+        f"roce-{gbit}": Fabric(14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)
+    },  # RDMA over Ethernet
+    **{f"tcp-{gbit}": Fabric(50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},  # TCP over Ethernet
 }
 
 CONTROL_ALPHA_US = 50.0
@@ -63,10 +57,9 @@ INTRA = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet: dense TFLOP/s with fp32 accumulation, and memory."""
+    """A GPU by NVIDIA's data sheet: dense TFLOP/s with fp32 accumulation, and memory."""
 
-    tflops: dict[str, float]
-    """By --amp; none is TF32 where there is one, as torch's convolutions use it."""
+    tflops: dict[str, float]  # by --amp; none is TF32 where there is one, as torch's convolutions use it
     memory_gb: float
 
 
@@ -77,7 +70,6 @@ GPUS = {
     "h200": Gpu({"none": 494.7, "fp16": 989.4, "bf16": 989.4}, 141),
     "b200": Gpu({"none": 1125.0, "fp16": 2250.0, "bf16": 2250.0}, 180),
 }
-"""NVIDIA's data sheets, without sparsity."""
 
 
 def network(fabric: Fabric, gpus: int, ports: int | None) -> Link:

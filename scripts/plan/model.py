@@ -45,19 +45,37 @@ class Cluster:
     """Equal nodes of equal GPUs."""
 
     nodes: int
-    gpus: int
-    """Of a node; each has a rank."""
-    network: Link
-    """Between nodes: all ports of a node together."""
-    intra: Link | None = None
-    """From one GPU of a node to the next; None: they reach each other as those of other nodes."""
-    loaded: Link | None = None
-    """Between nodes while ranks compute, where the same cores also move the bytes."""
+    gpus: int  # of a node; each has a rank
+    network: Link  # between nodes: all ports of a node together
+    intra: Link | None = None  # from one GPU of a node to the next; None: they reach each other as other nodes'
+    loaded: Link | None = None  # between nodes while ranks compute, where the same cores also move the bytes
 
     @property
     def ranks(self) -> int:
         """The world size."""
         return self.nodes * self.gpus
+
+    def split(self, size: int) -> tuple[Cluster, Cluster]:
+        """Return a group of `size` neighbouring ranks, and the ranks that have the same place in each group.
+
+        The groups of such ranks on a node share its network.
+        """
+        gpus = min(self.gpus, size)
+        within = replace(self, nodes=max(1, size // gpus), gpus=gpus)
+        link = self.network.share(gpus)
+        return within, replace(self, nodes=self.nodes // within.nodes, gpus=self.gpus // gpus, network=link)
+
+    def path_s(self, nbytes: float, between: int, within: int) -> float:
+        """Return the time of so many hops between and within nodes, and of bytes over the slowest link."""
+        intra = self.intra or self.network
+        rates = [self.network.bytes_per_s] * (self.nodes > 1) + [intra.bytes_per_s] * (self.gpus > 1)
+        return between * self.network.alpha_s + within * intra.alpha_s + (nbytes / min(rates) if rates else 0.0)
+
+    def linked(self) -> Cluster:
+        """Return the cluster with each GPU a node of its own, where those of a node have no link."""
+        return (
+            self if self.intra else replace(self, nodes=self.ranks, gpus=1, network=self.network.share(self.gpus))
+        )
 
 
 def ring_s(nbytes: float, ranks: int, link: Link) -> float:
@@ -67,18 +85,9 @@ def ring_s(nbytes: float, ranks: int, link: Link) -> float:
 
 def flat_ring_s(nbytes: float, cluster: Cluster) -> float:
     """Return the time of one ring through all GPUs, node by node: it enters and leaves each node once."""
-    network, intra = cluster.network, cluster.intra
-    if cluster.ranks == 1:
-        return 0.0
-    if intra is None:
-        return ring_s(nbytes, cluster.ranks, network.share(cluster.gpus))
-    if cluster.nodes == 1:
-        return ring_s(nbytes, cluster.gpus, intra)
-    between = 2 * (cluster.nodes - 1)
-    within = 2 * (cluster.ranks - 1) - between
-    rate = network.bytes_per_s if cluster.gpus == 1 else min(network.bytes_per_s, intra.bytes_per_s)
-    sent = 2 * (cluster.ranks - 1) / cluster.ranks * nbytes
-    return between * network.alpha_s + within * intra.alpha_s + sent / rate
+    cluster = cluster.linked()
+    hops, between = 2 * (cluster.ranks - 1), 2 * (cluster.nodes - 1)
+    return cluster.path_s(hops / cluster.ranks * nbytes, between, hops - between)
 
 
 def tree_s(nbytes: float, cluster: Cluster) -> float:
@@ -87,17 +96,8 @@ def tree_s(nbytes: float, cluster: Cluster) -> float:
     Each half of the bytes goes through its own tree, so that all links are busy: 2 n in all, and log2 of the nodes
     hops each way.
     """
-    network, intra = cluster.network, cluster.intra
-    if cluster.ranks == 1:
-        return 0.0
-    if intra is None:
-        network = network.share(cluster.gpus)
-        return 2 * math.ceil(math.log2(cluster.ranks)) * network.alpha_s + 2 * nbytes / network.bytes_per_s
-    if cluster.nodes == 1:
-        return 2 * (cluster.gpus - 1) * intra.alpha_s + 2 * nbytes / intra.bytes_per_s
-    hops = math.ceil(math.log2(cluster.nodes)) * network.alpha_s + (cluster.gpus - 1) * intra.alpha_s
-    rate = network.bytes_per_s if cluster.gpus == 1 else min(network.bytes_per_s, intra.bytes_per_s)
-    return 2 * hops + 2 * nbytes / rate
+    cluster = cluster.linked()
+    return cluster.path_s(2 * nbytes, 2 * math.ceil(math.log2(cluster.nodes)), 2 * (cluster.gpus - 1))
 
 
 def hierarchical_s(nbytes: float, cluster: Cluster) -> float:
@@ -106,9 +106,9 @@ def hierarchical_s(nbytes: float, cluster: Cluster) -> float:
     Of g GPUs each exchanges 1/g of the bytes with its like on other nodes: a node's link carries what it does in
     a ring of nodes.
     """
-    if cluster.intra is None or cluster.gpus == 1 or cluster.nodes == 1:
-        return flat_ring_s(nbytes, cluster)
-    return ring_s(nbytes, cluster.gpus, cluster.intra) + ring_s(nbytes, cluster.nodes, cluster.network)
+    cluster = cluster.linked()
+    within_s = ring_s(nbytes, cluster.gpus, cluster.intra or cluster.network)
+    return within_s + ring_s(nbytes, cluster.nodes, cluster.network)
 
 
 ALGORITHMS: dict[str, Callable[[float, Cluster], float]] = {
@@ -118,22 +118,23 @@ ALGORITHMS: dict[str, Callable[[float, Cluster], float]] = {
 }
 
 
+def fastest(nbytes: float, cluster: Cluster) -> str:
+    """Return the faster of ring and tree for a message, which NCCL takes."""
+    return min(("ring", "tree"), key=lambda name: ALGORITHMS[name](nbytes, cluster))
+
+
 def all_reduce_s(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
-    """Return the time of an all-reduce; auto takes the faster of ring and tree for each message, as NCCL does."""
-    if algorithm == "auto":
-        return min(flat_ring_s(nbytes, cluster), tree_s(nbytes, cluster))
-    return ALGORITHMS[algorithm](nbytes, cluster)
+    """Return the time of an all-reduce; auto takes the fastest()."""
+    return ALGORITHMS[fastest(nbytes, cluster) if algorithm == "auto" else algorithm](nbytes, cluster)
 
 
 def sent_per_node(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
     """Return the bytes that a node sends to others in an all-reduce (an average over nodes for the tree)."""
     if cluster.nodes == 1:
         return 0.0
-    if algorithm == "auto":
-        algorithm = min(("ring", "tree"), key=lambda name: ALGORITHMS[name](nbytes, cluster))
-    if algorithm == "ring":
-        return 2 * (cluster.ranks - 1) / cluster.ranks * nbytes
-    return 2 * (cluster.nodes - 1) / cluster.nodes * nbytes
+    is_ring = (fastest(nbytes, cluster) if algorithm == "auto" else algorithm) == "ring"
+    parts = cluster.ranks if is_ring else cluster.nodes
+    return 2 * (parts - 1) / parts * nbytes
 
 
 # ---- what travels
@@ -144,8 +145,7 @@ class Gradient:
     """One parameter's gradient."""
 
     shape: tuple[int, ...]
-    ready: float
-    """The share of backward after which it is there."""
+    ready: float  # the share of backward after which it is there
     itemsize: int = 4
 
     @property
@@ -163,17 +163,20 @@ class Gradient:
 class Message:
     """Gradients that travel together."""
 
-    ready: float
-    """The share of backward after which the last of them is there."""
-    nbytes: float
-    """What is exchanged, compressed if they are."""
+    ready: float  # the share of backward after which the last of them is there
+    nbytes: float  # what is exchanged, compressed if they are
 
 
-def in_buckets(gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float) -> list[list[Gradient]]:
-    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size."""
+def in_buckets(
+    gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float | None = None
+) -> list[list[Gradient]]:
+    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size.
+
+    The first one may have a size of its own.
+    """
     buckets: list[list[Gradient]] = [[]]
     for gradient in gradients:
-        limit = first_bytes if len(buckets) == 1 else cap_bytes
+        limit = first_bytes if len(buckets) == 1 and first_bytes is not None else cap_bytes
         if sum(one.nbytes for one in buckets[-1]) >= limit:
             buckets.append([])
         buckets[-1].append(gradient)
@@ -185,9 +188,9 @@ def ddp_buckets(
 ) -> list[Message]:
     """Return what DDP exchanges: a message for each bucket.
 
-    factor is that of the compression: 0.5 for half precision. The first bucket may have a size of its own.
+    factor is that of the compression: 0.5 for half precision.
     """
-    buckets = in_buckets(gradients, cap_bytes, cap_bytes if first_bytes is None else first_bytes)
+    buckets = in_buckets(gradients, cap_bytes, first_bytes)
     return [Message(bucket[-1].ready, factor * sum(one.nbytes for one in bucket)) for bucket in buckets]
 
 
@@ -218,10 +221,8 @@ class Compute:
     forward_s: float
     backward_s: float
     optimizer_s: float = 0.0
-    load: float = 0.0
-    """The share of the device that an exchange under way takes from computing: cores that both need, say."""
-    fixed_share: float = 0.0
-    """Of forward and backward: what fewer samples do not shorten, the latencies of kernels above all."""
+    load: float = 0.0  # the share of the device that an exchange under way takes from it: cores that both need
+    fixed_share: float = 0.0  # of forward and backward: what fewer samples do not shorten, latencies of kernels
 
     @property
     def total_s(self) -> float:
@@ -257,26 +258,21 @@ def exchanges_end_s(
         loaded_cost: the time of an exchange while backward goes on, where that is another.
         fuse_bytes: what has come up meanwhile goes together, up to so much; 0: each message by itself.
     """
-    now, work, i = compute.forward_s, 0.0, 0
-    """The time, backward's seconds done, and the messages taken."""
-    left, nbytes = 0.0, 0.0
-    """The share that is left of the exchange under way, and its bytes."""
-    while work < compute.backward_s or i < len(messages) or left:
-        if not left and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
-            left, nbytes = 1.0, messages[i].nbytes
-            i += 1
-            while fuse_bytes and i < len(messages) and messages[i].ready * compute.backward_s <= work + 1e-12:
-                if nbytes + messages[i].nbytes > fuse_bytes:
-                    break
-                nbytes += messages[i].nbytes
-                i += 1
-        is_computing = work < compute.backward_s
+    backward_s = compute.backward_s
+    waiting = [(min(1.0, message.ready) * backward_s, message.nbytes) for message in messages]
+    now, work = compute.forward_s, 0.0  # the time, and backward's seconds done
+    left = nbytes = 0.0  # the share that is left of the exchange under way, and its bytes
+    while work < backward_s or waiting or left:
+        if not left and waiting and waiting[0][0] <= work + 1e-12:
+            left, nbytes = 1.0, waiting.pop(0)[1]
+            while waiting and waiting[0][0] <= work + 1e-12 and nbytes + waiting[0][1] <= fuse_bytes:
+                nbytes += waiting.pop(0)[1]
+        is_computing = work < backward_s
         own_s = (loaded_cost or cost)(nbytes) if is_computing else cost(nbytes)
-        end_s = left * own_s if left else math.inf
         rate = 1 - compute.load if left else 1.0
-        target = compute.backward_s if i >= len(messages) else min(1.0, messages[i].ready) * compute.backward_s
-        if target <= work:
-            target = compute.backward_s
+        # Backward goes on until the next gradients are there, or until it ends.
+        target = waiting[0][0] if waiting and waiting[0][0] > work else backward_s
+        end_s = left * own_s if left else math.inf
         ready_s = (target - work) / rate if is_computing else math.inf
         passed = min(end_s, ready_s)
         now += passed
@@ -292,26 +288,18 @@ class Method:
     """How a recipe exchanges gradients."""
 
     recipe: str
-    compression: str = "none"
-    """none, fp16, bf16 or powersgd."""
+    compression: str = "none"  # fp16, bf16 or powersgd
     powersgd_rank: int = 4
     bucket_bytes: float = 25 * 2**20
-    first_bucket_bytes: float | None = None
-    """None: as the others."""
-    waits: bool = False
-    """Whether backward waits for each bucket's exchange, as PowerSGD's does over gloo."""
-    allreduce: str = "ring"
-    """Of scratch: ring or naive."""
+    first_bucket_bytes: float | None = None  # None: as the others
+    waits: bool = False  # whether backward waits for each bucket's exchange, as PowerSGD's does over gloo
+    allreduce: str = "ring"  # of scratch: ring or naive
     piece_bytes: int = 2**20
     zero: bool = False
-    gathers: int = 2
-    """All-gathers of the weights that fsdp makes in a pass."""
-    passes: int = 1
-    """Of fsdp in a step: gradients are scattered after the last alone."""
-    gathered_share: float = 1.0
-    """Of the fp32 weights' bytes: 0.5 for bf16."""
-    replicas: int = 1
-    """Of fsdp: copies of the model, each in shards."""
+    gathers: int = 2  # all-gathers of the weights that fsdp makes in a pass
+    passes: int = 1  # of fsdp in a step: gradients are scattered after the last alone
+    gathered_share: float = 1.0  # of the fp32 weights' bytes: 0.5 for bf16
+    replicas: int = 1  # of fsdp: copies of the model, each in shards
     algorithm: str = "auto"
 
     @property
@@ -326,14 +314,10 @@ class Step:
 
     step_s: float
     compute_s: float
-    exchange_s: float
-    """All exchanges of gradients, were nothing computed meanwhile."""
-    exposed_s: float
-    """What the exchanges add to computing."""
-    sent_bytes_per_node: float
-    """To other nodes; the busiest node's, where they differ."""
-    limit: str
-    """compute, exchange, vote or input: what to improve first."""
+    exchange_s: float  # all exchanges, were nothing computed meanwhile
+    exposed_s: float  # what the exchanges add to computing
+    sent_bytes_per_node: float  # to other nodes; the busiest node's, where they differ
+    limit: str  # compute, exchange, vote or input: what to improve first
 
 
 def step(
@@ -358,20 +342,20 @@ def step(
     if method.zero:
         # Each rank hands out its share of the new weights: an all-gather, half an all-reduce.
         weights = sum(gradient.nbytes for gradient in gradients)
-        gather_s = all_reduce_s(weights, cluster, "ring") / 2
+        gather_s = flat_ring_s(weights, cluster) / 2
         end_s, exchange_s = end_s + gather_s, exchange_s + gather_s
         sent += sent_per_node(weights, cluster, "ring") / 2
-    computed_s = compute.forward_s + compute.backward_s
+    exposed_s = end_s - compute.forward_s - compute.backward_s
     vote_s = 2 * (cluster.ranks - 1) * control_alpha_s
     vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks)
-    done_s = end_s + vote_wait_s
-    total_s = max(done_s + compute.optimizer_s, input_s)
-    limit = "compute" if end_s - computed_s < 0.05 * total_s else "exchange"
-    if vote_wait_s > max(end_s - computed_s, 0.05 * total_s):
+    done_s = end_s + vote_wait_s + compute.optimizer_s
+    total_s = max(done_s, input_s)
+    limit = "compute" if exposed_s < 0.05 * total_s else "exchange"
+    if vote_wait_s > max(exposed_s, 0.05 * total_s):
         limit = "vote"
-    if input_s > done_s + compute.optimizer_s:
+    if input_s > done_s:
         limit = "input"
-    return Step(total_s, compute.total_s, exchange_s, end_s - computed_s, sent, limit)
+    return Step(total_s, compute.total_s, exchange_s, exposed_s, sent, limit)
 
 
 def _exchange(
@@ -404,12 +388,12 @@ def _exchange(
     if method.recipe == "horovod":
         messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
         single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
-        end_s = exchanges_end_s(single, lambda nbytes: cost(nbytes) + CYCLE_S, compute, loaded, FUSION_BYTES)
+        end_s = exchanges_end_s(single, lambda n: cost(n) + CYCLE_S, compute, loaded, FUSION_BYTES)
     else:
-        first = method.first_bucket_bytes
-        messages = ddp_buckets(gradients, method.bucket_bytes, method.factor, first)
+        sizes = method.bucket_bytes, method.first_bucket_bytes
+        messages = ddp_buckets(gradients, sizes[0], method.factor, sizes[1])
         if method.compression == "powersgd":
-            buckets = in_buckets(gradients, method.bucket_bytes, method.bucket_bytes if first is None else first)
+            buckets = in_buckets(gradients, *sizes)
             messages = [one for bucket in buckets for one in powersgd_messages(bucket, method.powersgd_rank)]
         end_s = exchanges_end_s(messages, cost, compute, loaded)
         if method.waits:
@@ -426,21 +410,16 @@ def _by_shards(
     Blocks are taken to be as large as DDP's buckets. The next block's weights arrive while one computes; the first
     block's are waited for, and the last block's gradients.
     """
-    replicas = min(method.replicas, cluster.ranks)
-    nodes = max(1, cluster.nodes // replicas)
-    within = replace(cluster, nodes=nodes, gpus=max(1, cluster.ranks // replicas // nodes))
+    within, across = cluster.split(cluster.ranks // min(method.replicas, cluster.ranks))
     sizes = [message.nbytes for message in ddp_buckets(gradients, method.bucket_bytes)]
-    gathers = [all_reduce_s(method.gathered_share * size, within, "ring") / 2 for size in sizes]
-    scatters = [all_reduce_s(size, within, "ring") / 2 for size in sizes]
-    whole, sent, copies_s = sum(sizes), 0.0, 0.0
+    gathers = [flat_ring_s(method.gathered_share * size, within) / 2 for size in sizes]
+    scatters = [flat_ring_s(size, within) / 2 for size in sizes]
+    # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
+    shard = sum(sizes) / within.ranks
+    copies_s = all_reduce_s(shard, across, method.algorithm)
     count = method.passes * method.gathers
-    sent += (count * method.gathered_share + 1) * sent_per_node(whole, within, "ring") / 2
-    if replicas > 1:
-        # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
-        apart = min(cluster.nodes, replicas)
-        across = replace(cluster, nodes=apart, gpus=max(1, replicas // apart))
-        copies_s = all_reduce_s(whole / nodes, across, method.algorithm)
-        sent += sent_per_node(whole / nodes, across, method.algorithm)
+    sent = (count * method.gathered_share + 1) * sent_per_node(sum(sizes), within, "ring") / 2
+    sent += within.gpus * sent_per_node(shard, across, method.algorithm)
     exchange_s = count * sum(gathers) + sum(scatters) + copies_s
     forward_s = max(compute.forward_s, method.passes * sum(gathers))
     backward_s = max(compute.backward_s, (count - method.passes) * sum(gathers) + sum(scatters) + copies_s)
@@ -451,11 +430,10 @@ def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, flo
     """Return time and bytes sent per node of the scratch recipe, which begins when backward is done."""
     if method.allreduce == "naive":
         # All gradients go to rank 0 one after another, and the sum back to all: its node sends the most.
-        network, intra = cluster.network, cluster.intra or cluster.network
-        far, near = (cluster.nodes - 1) * cluster.gpus, cluster.gpus - 1
         pieces = math.ceil(whole / method.piece_bytes)
-        seconds = far * (pieces * network.alpha_s + whole / network.bytes_per_s)
-        seconds += near * (pieces * intra.alpha_s + whole / intra.bytes_per_s)
+        far, near = (cluster.nodes - 1) * cluster.gpus, cluster.gpus - 1
+        links = ((far, cluster.network), (near, cluster.intra or cluster.network))
+        seconds = sum(times * (pieces * link.alpha_s + whole / link.bytes_per_s) for times, link in links)
         return 2 * seconds, far * whole
     # A ring like any other, but each hop is several messages: pieces of a chunk, two at the least.
     pieces = max(2, math.ceil(whole / cluster.ranks / method.piece_bytes))
@@ -484,17 +462,3 @@ def useful_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: flo
     if sum(exponent) > 700:
         return 0.0  # exp() would not fit a float: no interval is ever done
     return interval_s / (mtbf_s * math.exp(exponent[0]) * math.expm1(exponent[1]))
-
-
-# ---- memory
-
-
-def optimizer_bytes(shapes: Sequence[tuple[int, ...]], optimizer: str, momentum: float = 0.9) -> int:
-    """Return the bytes of the optimizer's state for fp32 parameters.
-
-    sgd: the momentum, 4 bytes a parameter, nothing without one; adamw: two moments, and a count for each tensor.
-    """
-    numel = sum(math.prod(shape) for shape in shapes)
-    if optimizer == "adamw":
-        return 8 * numel + 4 * len(shapes)
-    return 4 * numel if momentum else 0

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from recipes.common.errors import UserError
 from scripts.launch.command import Column, command, table
 from scripts.plan.fabrics import FABRICS, INTRA, network
-from scripts.plan.model import Cluster, Compute, all_reduce_s, split_compute
+from scripts.plan.model import Cluster, all_reduce_s, split_compute
 
 GRADIENT_BYTES = 2 * 25_557_032
 """ResNet-50's parameters in fp16."""
@@ -40,10 +40,8 @@ class Run:
     """A published run on nodes of 8 GPUs."""
 
     gpus: int
-    batch: int
-    """Of a GPU."""
-    rate: int
-    """Images/s of a GPU."""
+    batch: int  # of a GPU
+    rate: int  # images/s of a GPU
 
     @property
     def exchange_s(self) -> float:
@@ -62,29 +60,19 @@ RUNS = (Run(8, 408, 7150), Run(64, 50, 4910), Run(2528, 16, 2730))
 
 def fixed_s(large: Run, small: Run) -> float:
     """Return the part of a step's computing that does not depend on the batch, from two batches."""
-    per_image = (large.compute_s - small.compute_s) / (large.batch - small.batch)
-    return large.compute_s - large.batch * per_image
-
-
-def predict(run: Run, known: Run, compute: Compute) -> float:
-    """Return images/s of a GPU in a run, from the computing of a step of another."""
-    return run.batch / (compute.scaled(run.batch / known.batch).total_s + run.exchange_s)
+    return large.compute_s - large.batch * (large.compute_s - small.compute_s) / (large.batch - small.batch)
 
 
 def rows() -> list[dict[str, float | None]]:
     """Return the table: each run, and what predictions from the first run and from the first two make of it."""
     first, second, _ = RUNS
-    simple = split_compute(first.compute_s)
-    better = split_compute(first.compute_s, fixed_s(first, second))
-    found = [asdict(run) for run in RUNS]
-    for i, (run, row) in enumerate(zip(RUNS, found, strict=True)):
-        for name, compute, known in (("from_one", simple, 1), ("from_two", better, 2)):
-            rate = predict(run, first, compute)
-            row |= (
-                {name: rate, f"{name}_error": rate / run.rate - 1}
-                if i >= known
-                else dict.fromkeys((name, f"{name}_error"))
-            )
+    found: list[dict[str, float | None]] = [asdict(run) for run in RUNS]
+    for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s(first, second))):
+        for i, run in enumerate(RUNS):
+            compute = split_compute(first.compute_s, fixed).scaled(run.batch / first.batch)
+            rate = run.batch / (compute.total_s + run.exchange_s)
+            figures = (rate, rate / run.rate - 1) if i >= known else (None, None)
+            found[i] |= zip((name, f"{name}_error"), figures, strict=True)
     return found
 
 

@@ -13,6 +13,7 @@ Exit status 0; 1: the recipe failed; 2: bad usage.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -24,7 +25,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,10 +47,10 @@ from recipes.common.world import world
 from recipes.common.world.places import Place
 from recipes.ddp import train
 from scripts.launch.command import ROOT, Column, CommandParser, command, parse, table
+from scripts.launch.processes import rank_environment
 
 LOCAL_BATCH = 2
 STEPS = 8
-"""Without an epoch's end among them: see samples_for()."""
 
 VOTE = ("allreduce", 4)
 """The vote on stopping, which comes less often the more ranks there are."""
@@ -60,8 +61,8 @@ GPUS = 8
 MOST_RANKS = 16_384
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that are begun, whoever begins them, and the bytes of their tensors.
+class Trace(TorchDispatchMode):
+    """Counts the collectives that are begun, whoever begins them, and the bytes of their tensors, step by step.
 
     Of an all-gather these are the bytes that arrive, of all others those that are given. What torch's fake group
     returns for an all-reduce has no result, which DDP expects: it gets one, the tensors as they are.
@@ -70,6 +71,7 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, int]] = Counter()
+        self.steps: list[tuple[float, Counter[tuple[str, int]]]] = []  # when each was done, what was seen by then
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -83,45 +85,22 @@ class Collectives(TorchDispatchMode):
             return result[0], _create_work_from_future(future).boxed()
         return result
 
-
-@dataclass
-class Trace:
-    """What is seen of a run from outside of it."""
-
-    collectives: Collectives
-    ends: list[float] = field(default_factory=list)
-    """When each step was done."""
-    counts: list[Counter[tuple[str, int]]] = field(default_factory=list)
-    """The collectives begun by then."""
-
-    def a_step(self) -> dict[tuple[str, int], int]:
+    def a_step(self) -> Counter[tuple[str, int]]:
         """Return the collectives of a step, those of the first and the last ones and votes left out."""
-        steps = [after - before for before, after in zip(self.counts[1:-2], self.counts[2:-1], strict=True)]
+        steps = [after - before for (_, before), (_, after) in itertools.pairwise(self.steps[1:-1])]
         for one in steps:
             one.pop(VOTE, None)
         assert all(one == steps[0] for one in steps), f"steps differ: {steps}"
-        return dict(steps[0])
+        return steps[0]
 
 
 @contextlib.contextmanager
 def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
     """Let this process be rank 0 of a world that is not there; the recipe itself stays as it is."""
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(min(GPUS, world_size)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    init, new_group, gather = dist.init_process_group, dist.new_group, world.World.gather_objects
-    count_step = Job.count_step
-
-    def fake_init(*_: object, **__: object) -> None:
-        init("fake", rank=0, world_size=world_size, store=FakeStore())
-
-    def fake_group(*_: object, **__: object) -> object:
-        return new_group(backend="fake")
+    own = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = rank_environment(0, 1, min(GPUS, world_size)) | own
+    gather, count_step, new_group = world.World.gather_objects, Job.count_step, dist.new_group
+    init = functools.partial(dist.init_process_group, "fake", rank=0, world_size=world_size, store=FakeStore())
 
     def fake_gather(self: world.World, own: Any) -> list[Any]:
         values = gather(self, own)
@@ -131,15 +110,14 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
 
     def note_step(job: Job) -> None:
         count_step(job)
-        trace.ends.append(time.perf_counter())
-        trace.counts.append(trace.collectives.seen.copy())
+        trace.steps.append((time.perf_counter(), trace.seen.copy()))
 
     with (
         patch.dict(os.environ, environment),
         patch.object(dist, "rendezvous", lambda *_, **__: iter([(None, 0, world_size)])),
         patch.object(world, "_exchange_kinds", lambda store, ranks, kind, text: {kind: text}),
-        patch.object(dist, "init_process_group", fake_init),
-        patch.object(dist, "new_group", fake_group),
+        patch.object(dist, "init_process_group", lambda *_, **__: init()),
+        patch.object(dist, "new_group", lambda *_, **__: new_group(backend="fake")),
         patch.object(world.World, "gather_objects", fake_gather),
         patch.object(dist, "TCPStore", lambda *_, **__: None),
         patch.object(dist, "PrefixStore", lambda *_: dist.HashStore()),
@@ -151,41 +129,30 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
         yield
 
 
-def samples_for(world_size: int) -> int:
-    """Return enough training samples that no epoch ends within the steps, the same at 1 and 1,024 ranks."""
-    return (STEPS + 1) * LOCAL_BATCH * max(world_size, 1024)
-
-
-def words_for(world_size: int, folder: Path, name: str) -> list[str]:
-    """Return the recipe's options."""
-    words = ["--data", "synthetic", "--image-size", "12", "--num-samples", str(samples_for(world_size))]
+def words_for(world_size: int, folder: Path) -> list[str]:
+    """Return the recipe's options: as many samples as no epoch ends within the steps, the same at 1 and 1,024."""
+    samples = (STEPS + 1) * LOCAL_BATCH * max(world_size, 1024)
+    words = ["--data", "synthetic", "--image-size", "12", "--num-samples", str(samples)]
     words += ["--global-batch-size", str(LOCAL_BATCH * world_size), "--max-steps", str(STEPS), "--epochs", "100"]
     words += ["--device", "cpu", "--no-tensorboard", "--log-every", "1000"]
-    return [*words, "--runs-dir", str(folder), "--name", name]
+    return [*words, "--runs-dir", str(folder), "--name", "run"]
 
 
 def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return what is seen of a run at a world size."""
-    trace, said = Trace(Collectives()), io.StringIO()
-    began_at = time.perf_counter()
-    with stand_ins(world_size, trace), contextlib.redirect_stdout(said), trace.collectives:
-        train.main([*words_for(world_size, folder, "run"), *extra])
-    seconds = time.perf_counter() - began_at
-    step, whole = trace.a_step(), trace.collectives.seen
-    others = whole - Counter({key: STEPS * number for key, number in step.items()})
-    votes = others.pop(VOTE)
-    return {
-        "world_size": world_size,
-        "step_s": min(b - a for a, b in itertools.pairwise(trace.ends[1:])),
-        "run_s": seconds,
-        "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
-        "votes": votes,
-        "step_collectives": sum(step.values()),
-        "step_bytes": sum(nbytes * number for (_, nbytes), number in step.items()),
+    trace, said = Trace(), io.StringIO()
+    with stand_ins(world_size, trace), contextlib.redirect_stdout(said), trace:
+        train.main([*words_for(world_size, folder), *extra])
+    step = trace.a_step()
+    others = trace.seen - Counter({key: STEPS * number for key, number in step.items()})
+    figures: dict[str, Any] = {"world_size": world_size, "votes": others.pop(VOTE)}
+    for name, kinds in (("step", step), ("other", others)):
+        figures[f"{name}_collectives"] = kinds.total()
+        figures[f"{name}_bytes"] = sum(nbytes * number for (_, nbytes), number in kinds.items())
+    return figures | {
         "step_kinds": sorted([name, nbytes, number] for (name, nbytes), number in step.items()),
-        "other_collectives": sum(others.values()),
-        "other_bytes": sum(nbytes * number for (_, nbytes), number in others.items()),
-        "other_kinds": sorted([name, nbytes, number] for (name, nbytes), number in others.items()),
+        "step_s": min(after - before for (before, _), (after, _) in itertools.pairwise(trace.steps[1:])),
+        "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
         "config_bytes": (folder / "run" / "config.json").stat().st_size,
         "printed_lines": len(said.getvalue().splitlines()),
     }

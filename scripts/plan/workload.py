@@ -2,76 +2,65 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.common.data import Data
+from recipes.common.data import Data, load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, build_optimizer
-from recipes.common.options import Options
-from scripts.plan.model import Compute, Gradient, optimizer_bytes
+from recipes.common.options import Options, is_reference
+from recipes.common.task import Classification
+from scripts.plan.model import Compute, Gradient
 
 BLOCK_BYTES = 25 * 2**20
 
 SAMPLES = 2
 """A batch of one has no statistics for batch norm."""
 
+KNOWN = {
+    "digits": (1, 8, 10, 1437, 64),
+    "fashion-mnist": (1, 28, 10, 60_000, 784),
+    "cifar10": (3, 32, 10, 50_000, 3072),
+}
+"""Channels, image size, classes, training samples, and bytes of one as it is read."""
+
 
 @dataclass(frozen=True)
 class Kind:
-    """What a data set has, as far as a plan needs it."""
+    """A data set, as far as a plan needs it."""
 
-    channels: int
-    image_size: int
-    num_classes: int
+    data: Data  # of images without the samples
     num_samples: int
-    sample_bytes: int
-    """Of one as it is read."""
+    sample_bytes: int  # of one as it is read
 
 
 def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind:
     """Return what --data has: ImageNet's numbers for imagefolder, about 110 kB a picture, unless given."""
-    known = {
-        "digits": Kind(1, 8, 10, 1437, 64),
-        "fashion-mnist": Kind(1, 28, 10, 60_000, 784),
-        "cifar10": Kind(3, 32, 10, 50_000, 3072),
-    }
-    other = Kind(3, args.image_size, 1000, 1_281_167, 110_000)
-    kind = known.get(args.data, other)
-    return Kind(
-        kind.channels,
-        kind.image_size,
-        num_classes or kind.num_classes,
-        samples or kind.num_samples,
-        kind.sample_bytes,
-    )
-
-
-def data_of(kind: Kind) -> Data:
-    """Return a data set without samples: what a model has to fit."""
+    if args.data == "text" or is_reference(args.data):
+        data = load_data(args, torch.device("cpu"), print)
+        sample_bytes = args.seq_len if args.data == "text" else data.input.zeros(1).nbytes
+        return Kind(data, samples or len(data.train), sample_bytes)
+    found = KNOWN.get(args.data, (3, args.image_size, 1000, 1_281_167, 110_000))
+    channels, image_size, classes, count, sample_bytes = found
     nothing = cast(Any, None)
-    return Data.of_images(nothing, nothing, kind.channels, kind.image_size, kind.num_classes)
+    data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
+    return Kind(replace(data, task=Classification()), samples or count, sample_bytes)
 
 
 @dataclass(frozen=True)
 class Workload:
     """A model, as a plan sees it."""
 
-    gradients: tuple[Gradient, ...]
-    """In the order in which backward yields them."""
+    gradients: tuple[Gradient, ...]  # in the order in which backward yields them
     buffer_bytes: int
-    flops_per_sample: float
-    """Forward and backward."""
-    activation_bytes_per_sample: float
-    """What forward keeps for backward, in fp32."""
+    flops_per_sample: float  # forward and backward
+    activation_bytes_per_sample: float  # what forward keeps for backward, in fp32
 
     @property
     def parameters(self) -> int:
@@ -84,9 +73,13 @@ class Workload:
         return sum(gradient.nbytes for gradient in self.gradients)
 
     def state_bytes(self, args: Options) -> int:
-        """Return the bytes of the optimizer's state."""
-        shapes = [gradient.shape for gradient in self.gradients]
-        return optimizer_bytes(shapes, args.optimizer, args.momentum)
+        """Return the bytes of the optimizer's state for fp32 parameters.
+
+        sgd: the momentum, nothing without one; adamw: two moments, and a count for each tensor.
+        """
+        if args.optimizer == "adamw":
+            return 8 * self.parameters + 4 * len(self.gradients)
+        return 4 * self.parameters if args.momentum else 0
 
     def checkpoint_bytes(self, args: Options) -> int:
         """Return the bytes of a checkpoint's tensors: weights, buffers, optimizer."""
@@ -97,9 +90,8 @@ class Workload:
 
         Under --amp, half of the activations' bytes, and a half-precision copy of the weights.
         """
-        half = args.amp != "none"
+        half = 1.0 if args.amp == "none" else 0.5
         passes = getattr(args, "accumulate_steps", 1)
-        kept = self.activation_bytes_per_sample * local_batch_size / passes * (0.5 if half else 1.0)
         shards = max(1, ranks // getattr(args, "replicas", ranks))  # of fsdp; others hold weights whole
         is_resharded = getattr(args, "reshard_after_forward", False)
         # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
@@ -109,79 +101,68 @@ class Workload:
             # Those of accumulated passes stay whole until the last.
             "gradients": self.parameter_bytes / (shards if passes == 1 else 1),
             "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else shards),
-            "gathered_weights": gathered * (0.5 if half else 1.0) if shards > 1 else 0,
-            "half_weights": self.parameter_bytes / 2 if half and shards == 1 else 0,
-            "activations": kept,
+            "gathered_weights": gathered * half if shards > 1 else 0,
+            "half_weights": self.parameter_bytes / 2 if half < 1 and shards == 1 else 0,
+            "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 
 
 def look_at(args: Options, kind: Kind) -> Workload:
     """Return the workload of --model: one forward and backward pass in which nothing is computed."""
     with torch.device("meta"):
-        model = build_model(args, data_of(kind)).train()
-        images = torch.empty(SAMPLES, kind.channels, kind.image_size, kind.image_size)
-        labels = torch.zeros(SAMPLES, dtype=torch.int64)
-    parameters = {id(p) for p in model.parameters()}
+        model = build_model(args, kind.data).train()
+        inputs, targets = kind.data.input.zeros(SAMPLES, "meta"), kind.data.target.zeros(SAMPLES, "meta")
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not (isinstance(tensor, nn.Parameter) or id(tensor) in parameters):
-            kept[storage._cdata] = tensor  # held, so that the key stays its own
+        kept[tensor.untyped_storage()._cdata] = tensor  # held, so that the key stays its own
         return tensor
 
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
     counter = FlopCounterMode(display=False)
     with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = cross_entropy(model(images), labels)
-        saved = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
-        loss.backward()
-    flops = {name: float(sum(ops.values())) for name, ops in counter.get_flop_counts().items()}
+        kind.data.task.loss_sum(model(inputs), targets).backward()
     return Workload(
-        tuple(gradients_of(model, flops)),
-        sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        tuple(gradients_of(model, {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()})),
+        sum(buffer.nbytes for buffer in model.buffers()),
         counter.get_total_flops() / SAMPLES,
-        saved / SAMPLES,
+        sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own) / SAMPLES,
     )
 
 
-def gradients_of(model: nn.Module, flops: dict[str, float]) -> list[Gradient]:
+def gradients_of(model: nn.Module, flops: dict[str, int]) -> list[Gradient]:
     """Return the gradients in the order of backward: the last layer's first.
 
     Backward's progress is measured by the arithmetic of the layers, whose share backward has of it is about the
     same in all of them. Layers without a count of their own (norms, biases) come with the layer after them.
     """
     root = type(model).__name__
-    owners = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]
-    work = [_flops_of(name, root, flops) for name, _ in owners]
-    for i, (name, _) in enumerate(owners):  # without what is counted for modules within it
-        work[i] -= sum(
-            w for w, (other, _) in zip(work, owners, strict=True) if name and other.startswith(f"{name}.")
-        )
-    total = sum(work) or 1.0
-    gradients, done = [], 0.0
-    for (_, module), own in reversed(list(zip(owners, work, strict=True))):
-        done += max(own, 0.0)
-        ready = min(1.0, done / total)
-        found = reversed(list(module.parameters(recurse=False)))
-        gradients += [Gradient(tuple(p.shape), ready, p.element_size()) for p in found if p.requires_grad]
-    return gradients
-
-
-def _flops_of(name: str, root: str, flops: dict[str, float]) -> float:
-    return flops.get(f"{root}.{name}" if name else root, 0.0)
+    owners = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    work = {name: flops.get(f"{root}.{name}" if name else root, 0) for name, own in owners.items() if own}
+    for name in work:  # without what is counted for modules within it
+        work[name] -= sum(own for other, own in work.items() if name and other.startswith(f"{name}."))
+    found: dict[nn.Parameter, Gradient] = {}
+    done = 0
+    for name in reversed(work):
+        done += max(work[name], 0)
+        for parameter in reversed(owners[name]):
+            found.pop(parameter, None)  # of a tied one, the gradient is there after its last use
+            ready = min(1.0, done / (sum(work.values()) or 1))
+            found[parameter] = Gradient(tuple(parameter.shape), ready, parameter.element_size())
+    return [gradient for parameter, gradient in found.items() if parameter.requires_grad]
 
 
 class TimedStep:
-    """A step of one process on random images, without data or exchange."""
+    """A step of one process on random numbers, without data or exchange."""
 
     def __init__(self, args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> None:
-        self.args, self.device = args, device
-        self.model = build_model(args, data_of(kind)).to(device).train()
+        self.args, self.device, self.task = args, device, kind.data.task
+        self.model = build_model(args, kind.data).to(device).train()
         self.optimizer = build_optimizer(args, self.model.parameters())
-        images = torch.randn((local_batch_size, kind.channels, kind.image_size, kind.image_size), device=device)
-        self.images = images.contiguous(memory_format=torch.channels_last) if args.channels_last else images
-        self.labels = torch.arange(local_batch_size, device=device) % kind.num_classes
+        spec = kind.data.input
+        inputs = torch.rand((local_batch_size, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
+        self.inputs = inputs.contiguous(memory_format=torch.channels_last) if args.channels_last else inputs
+        self.targets = kind.data.target.zeros(local_batch_size, device)
 
     def now(self) -> float:
         """Return the time, once the device has done what it was given."""
@@ -193,7 +174,7 @@ class TimedStep:
         """Do a step; return the seconds of forward, backward and optimizer."""
         begin = self.now()
         with autocast(self.args, self.device):
-            loss = cross_entropy(self.model(self.images), self.labels)
+            loss = self.task.loss_sum(self.model(self.inputs), self.targets) / len(self.targets)
         computed = self.now()
         loss.backward()
         ready = self.now()
@@ -203,32 +184,23 @@ class TimedStep:
 
 
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
-    """Return the median times of a few steps of one process on this device, on random images.
+    """Return the median times of a few steps of one process on this device, on random numbers.
 
     Steps of half as many samples tell what does not depend on their number.
     """
-    whole = _measure_steps(args, kind, local_batch_size, device)
-    if local_batch_size < 4:  # half of it has no statistics for batch norm
+
+    def measure(samples: int) -> Compute:
+        step = TimedStep(args, kind, samples, device)
+        times: list[tuple[float, float, float]] = []
+        end = time.perf_counter() + 10
+        while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
+            times.append(step())
+        return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # caches warm up
+
+    whole, less = measure(local_batch_size), local_batch_size // 2
+    if less < SAMPLES:
         return whole
-    half = _measure_steps(args, kind, local_batch_size // 2, device)
-    part = local_batch_size // 2 / local_batch_size
-    whole_s, half_s = (compute.forward_s + compute.backward_s for compute in (whole, half))
-    fixed_s = (half_s - part * whole_s) / (1 - part)
+    part = less / local_batch_size
+    whole_s, part_s = (compute.forward_s + compute.backward_s for compute in (whole, measure(less)))
+    fixed_s = (part_s - part * whole_s) / (1 - part)
     return replace(whole, fixed_share=min(1.0, max(0.0, fixed_s / whole_s)))
-
-
-def _measure_steps(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
-    step = TimedStep(args, kind, local_batch_size, device)
-    times: list[tuple[float, float, float]] = []
-    began_at = time.perf_counter()
-    while len(times) < 5 or (len(times) < 20 and time.perf_counter() < began_at + 10):
-        times.append(step())
-    del times[:2]  # caches warm up
-    return Compute(*(statistics.median(values) for values in zip(*times, strict=True)))
-
-
-def estimate_compute(workload: Workload, local_batch_size: int, tflops: float, utilisation: float) -> float:
-    """Return the seconds of forward and backward at a share of a GPU's peak."""
-    seconds = workload.flops_per_sample * local_batch_size / (tflops * 1e12 * utilisation)
-    assert math.isfinite(seconds)
-    return seconds

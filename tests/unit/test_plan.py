@@ -37,7 +37,7 @@ from scripts.plan.model import (
     tree_s,
     useful_share,
 )
-from scripts.plan.workload import data_of, kind_of, look_at
+from scripts.plan.workload import kind_of, look_at
 
 LINK = Link(1e-3, 1e6)
 GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
@@ -291,9 +291,9 @@ def looked_at(*words):
 )
 def test_memory_of_weights_and_optimizer_is_that_of_real_state(words):
     args, kind, workload = looked_at(*words)
-    model = build_model(args, data_of(kind))
+    model = build_model(args, kind.data)
     optimizer = build_optimizer(args, model.parameters())
-    model(torch.rand(2, kind.channels, kind.image_size, kind.image_size)).sum().backward()
+    model(kind.data.input.zeros(2)).sum().backward()
     optimizer.step()
     weights = sum(value.nbytes for value in model.state_dict().values())
     state = optimizer.state_dict()["state"].values()
@@ -315,9 +315,22 @@ def test_lenets_arithmetic_is_the_one_by_hand():
     assert workload.parameters == 21_386
 
 
+def test_text_is_looked_at_too():
+    """gpt-tiny: 4 blocks of 12 W^2 numbers and two norms of 2 W, a last norm, and 256 x W to embed and to predict.
+
+    That matrix is one: its gradient is there when the first layer's is.
+    """
+    _, kind, workload = looked_at("--data", "text", "--data-dir", str(ROOT / "docs"), "--seq-len", "16")
+    assert workload.parameters == 4 * (12 * 64**2 + 4 * 64) + 2 * 64 + 256 * 64
+    # Multiply and add, forward and twice backward: a weight for each place, and two products of attention.
+    assert workload.flops_per_sample == 3 * 16 * (2 * (4 * 12 * 64**2 + 256 * 64) + 4 * 2 * 2 * 16 * 64)
+    assert (workload.gradients[-1].shape, workload.gradients[-1].ready) == ((256, 64), 1.0)
+    assert (kind.sample_bytes, kind.num_samples) == (16, len(kind.data.train))
+
+
 def test_gradients_come_from_the_last_layer_to_the_first():
     args, kind, workload = looked_at()
-    shapes = [tuple(p.shape) for p in build_model(args, data_of(kind)).parameters()]
+    shapes = [tuple(p.shape) for p in build_model(args, kind.data).parameters()]
     assert [gradient.shape for gradient in workload.gradients] == shapes[::-1]
     ready = [gradient.ready for gradient in workload.gradients]
     assert ready == sorted(ready)
