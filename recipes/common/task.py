@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recipes.common.errors import UserError
+from recipes.common.options import Options, is_reference
+from recipes.common.user_code import call, load
+
 SKIPPED = -100
 """Label of a sample that does not count: cross_entropy's default ignore_index."""
 
@@ -140,3 +144,30 @@ def generate(model: nn.Module, prompt: bytes, count: int, seq_len: int, seed: in
         chances = (model(given)[0, -1].float().cpu() / TEMPERATURE).softmax(dim=0)
         text.append(int(chances.multinomial(1, generator=generator)))
     return bytes(text[len(prompt) :])
+
+
+def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
+    """Return --task, or what the targets of the data are for, by their kind and a sample's shape.
+
+    Raises:
+        UserError: the task does not go with the data, or is none.
+    """
+    if args.label_smoothing and (is_reference(args.task) or kind != "class"):
+        raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")
+    if is_reference(args.task):
+        task = call(f"--task {args.task}", load("--task", args.task))
+        if not isinstance(task, Task):
+            fix = "give a subclass of recipes.common.task.Task, without arguments"
+            raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
+        return task
+    if kind == "values" and args.task == "auto":
+        fix = "add --task package.module:Class (docs/your-model.md)"
+        raise UserError(f"--data {args.data}: no built-in task takes values; {fix}")
+    needed = "classification" if kind == "class" else "language-model"
+    if args.task not in ("auto", needed) or kind == "values":
+        raise UserError(f"--task {args.task} does not go with --data {args.data}, whose targets are {kind}")
+    if needed == "classification":
+        return Classification(args.label_smoothing)
+    if len(shape) != 1:
+        raise UserError(f"--data {args.data}: targets of shape {shape}; tokens have the shape (T,)")
+    return LanguageModel(shape[0], kind.removesuffix("s"), args.seed)

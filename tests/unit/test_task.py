@@ -9,13 +9,12 @@ from torch.nn import functional
 
 from recipes.common.data import Data, Spec, load_data
 from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
-from recipes.common.data.user_code import build_task
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import STANDARD_LIBRARY
-from recipes.common.task import SKIPPED, Classification, LanguageModel
+from recipes.common.task import SKIPPED, Classification, LanguageModel, build_task
 from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
 from recipes.single.train import options
 
@@ -185,8 +184,8 @@ class TestSums:
     @pytest.mark.parametrize(("kind", "headline"), [("bytes", "bits_per_byte"), ("tokens", "bits_per_token")])
     def test_the_targets_choose_the_task(self, kind, headline):
         data = Data(None, None, Spec((8,), torch.int64), Spec((8,), torch.int64), 1000, kind)
-        assert build_task(options([]), data).headline == headline
-        assert build_task(options(["--task", "language-model"]), data).headline == headline
+        assert build_task(options([]), data.kind, data.target.shape).headline == headline
+        assert build_task(options(["--task", "language-model"]), data.kind, data.target.shape).headline == headline
 
     def test_the_sample_is_the_same_for_the_same_weights(self):
         torch.manual_seed(0)

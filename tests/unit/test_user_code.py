@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.common.data import load_data, user_code
+from recipes.common import user_code
+from recipes.common.data import load_data
 from recipes.common.errors import UserError
+from recipes.common.metrics import add_derived
 from recipes.common.models.models import build_model
 from recipes.single.train import options
 
@@ -305,7 +307,7 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
 def test_two_samples_prove_nothing_against_a_quotient():
     data, _ = load(*FIT, "mine:Undefined")
     with pytest.raises(UserError, match=r"derive\(\) failed: ZeroDivisionError"):
-        user_code.add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
+        add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
 
 
 def test_a_change_of_the_code_changes_its_digest(tmp_path):

@@ -21,7 +21,7 @@ from torch import Tensor
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, Normalise, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference
-from recipes.common.task import SKIPPED
+from recipes.common.task import SKIPPED, build_task
 
 if TYPE_CHECKING:
     from recipes.common.data.imagefolder import Listing
@@ -45,10 +45,8 @@ def load_data(
     Raises:
         UserError: data that are missing, empty or malformed, or that --task does not take.
     """
-    from recipes.common.data.user_code import build_task  # it imports a file of this package, which comes first
-
     data = _load(args, device, on_bad_image, found)
-    return replace(data, task=build_task(args, data))
+    return replace(data, task=build_task(args, data.kind, data.target.shape))
 
 
 def _load(
@@ -70,7 +68,7 @@ def _load(
 
         return load_text(args, device)
     if is_reference(args.data):
-        from recipes.common.data.user_code import load_own_data
+        from recipes.common.data.own import load_own_data
 
         return load_own_data(args, device, on_bad_image)
     load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)

@@ -8,9 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from recipes.common.data import Data, user_code
+from recipes.common.data import Data
 from recipes.common.errors import UserError, nearest
-from recipes.common.models.gpt import GPT
 from recipes.common.options import Options, is_reference
 
 SMALL_IMAGE = 64
@@ -137,10 +136,14 @@ def make_model(args: Options, data: Data) -> nn.Module:
     torch.manual_seed(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
     if is_reference(args.model):
-        model: nn.Module = user_code.build_own_model(args, data)
+        from recipes.common.models.own import build_own_model
+
+        model: nn.Module = build_own_model(args, data)
     elif args.model in GPTS:
         if not has_tokens:
             raise UserError(f"--model {args.model} takes tokens, and --data {args.data} has none; use --data text")
+        from recipes.common.models.gpt import GPT
+
         model = GPT(data.num_classes or 0, **GPTS[args.model])
     elif data.has_images:
         model = _image_model(args, data)
@@ -157,9 +160,11 @@ def check_model(model: nn.Module, args: Options, data: Data) -> None:
         UserError: model, data and task do not fit together.
     """
     if any(is_reference(text) for text in (args.model, args.data, args.task)):
-        user_code.check_fit(model, args, data)
+        from recipes.common.models.own import check_fit, check_sequence
+
+        check_fit(model, args, data)
         if getattr(model, "is_sequence", False):
-            user_code.check_sequence(model, [module for _, module in layers(model)], args, data)
+            check_sequence(model, [module for _, module in layers(model)], args, data)
 
 
 def _image_model(args: Options, data: Data) -> nn.Module:

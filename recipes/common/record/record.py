@@ -33,7 +33,6 @@ from recipes.common.checkpoint.checkpoint import (
     check_options,
     read_checkpoint,
 )
-from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.record.facts import hardware, revision, versions
@@ -70,7 +69,10 @@ def open_run(
         folder, found = _find(args, recipe)
     if found:
         check_options(args, found[1], found[0])
-        found = (found[0], read_whole(found[1]) if whole else found[1])
+        if whole:
+            from recipes.common.checkpoint.shard_files import read_whole
+
+            found = (found[0], read_whole(found[1]))
     is_new = folder is None
     with _as_user_error("write", args.runs_dir):
         replaced = _replaced_run(args)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from recipes.common.data import Data, load_data
-from recipes.common.data.user_code import digests
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.options import Options
+from recipes.common.user_code import digests
 from recipes.common.world.peers import Peers
 
 if TYPE_CHECKING:

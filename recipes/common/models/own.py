@@ -1,0 +1,92 @@
+"""A model of your own, and what holds it to the data and the task before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.data import Batch, Data
+from recipes.common.errors import UserError
+from recipes.common.metrics import add_derived
+from recipes.common.options import Options
+from recipes.common.user_code import call, load, name_of
+
+
+def build_own_model(args: Options, data: Data) -> nn.Module:
+    """Return what a function of the user's makes of the data's shapes: see Data.
+
+    Raises:
+        UserError: it is no model.
+    """
+    model = call(f"--model {args.model}", load("--model", args.model), data)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
+    return model
+
+
+def check_fit(model: nn.Module, args: Options, data: Data) -> None:
+    """Run two samples through model and task before anything is trained with code that does not fit.
+
+    A model on the meta device, which computes shapes alone, gets outputs of one half.
+
+    Raises:
+        UserError: the model does not take the inputs, the task not its outputs, or it does not return sums.
+    """
+    inputs, targets = _two_samples(data)
+    count, task = len(inputs), data.task
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    own = inputs.to("meta") if is_meta else inputs
+    output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
+    if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
+        what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
+        fix = "return a tensor with a row for each"
+        raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
+    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else output.float()
+    what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
+    loss = call(what, task.loss_sum, output, targets)
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise UserError(f"{what}: loss_sum() has to return a scalar tensor that gradients come from")
+    sums = call(what, task.metric_sums, output, targets)
+    if len(sums) != len(task.metrics):
+        raise UserError(f"{what}: metric_sums() returned {len(sums)} values for metrics {tuple(task.metrics)}")
+    alone = sum(call(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count))
+    if not math.isclose(loss.item(), alone, rel_tol=1e-3, abs_tol=1e-5):
+        fix = 'return the sum over the samples (reduction="sum"), not the mean'
+        raise UserError(
+            f"{what}: loss_sum() of both is {loss.item():.6g}, of each alone {alone:.6g} in all; {fix}"
+        )
+    means = call(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
+    try:
+        add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
+    except UserError as error:
+        # Of two samples a variance may be 0: that says nothing of the whole test set.
+        if not isinstance(error.__cause__, ArithmeticError | ValueError):
+            raise
+    model.train()
+
+
+@torch.no_grad()
+def check_sequence(model: nn.Module, sequence: Sequence[nn.Module], args: Options, data: Data) -> None:
+    """Hold a model that says is_sequence to its word.
+
+    Raises:
+        UserError: its children one after another return something else than the model.
+    """
+    inputs, _ = _two_samples(data)
+    inputs = inputs.to(next(model.parameters()).device)
+    expected = model.eval()(inputs)
+    output = inputs
+    for module in sequence:
+        output = call(f"--model {args.model}, child by child", module, output)
+    if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
+        fix = "remove is_sequence = True, or apply the children in order"
+        raise UserError(f"--model {args.model}: its children one after another do not return what it does; {fix}")
+    model.train()
+
+
+def _two_samples(data: Data) -> Batch:
+    ((inputs, targets),) = data.train.batches([torch.arange(min(2, len(data.train)))], 0)
+    return inputs.cpu(), targets.cpu()

@@ -1,0 +1,87 @@
+"""Code of your own, named on the command line as package.module:function: a model, data, a task.
+
+The module is imported from the working directory or from wherever Python finds it. docs/your-model.md shows one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Options, is_reference
+
+
+def digests(args: Options) -> dict[str, str]:
+    """Return a digest of each module that the options name: all ranks have to run the same code."""
+    found = {}
+    for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
+        if is_reference(text):
+            load(flag, text)
+            module = text.split(":")[0]
+            path = sys.modules[module].__file__
+            found[module] = f"code with digest {zlib.crc32(Path(path).read_bytes()):08x}" if path else "no file"
+    return found
+
+
+def load(flag: str, text: str) -> Callable[..., Any]:
+    """Import what an option names.
+
+    Raises:
+        UserError: the module cannot be imported, or has nothing callable of that name.
+    """
+    module_name, name = text.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
+            raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
+        raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
+    except Exception as error:
+        raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        what = "is not a function or class" if hasattr(module, name) else "does not exist"
+        raise UserError(f"{flag} {text}: {name} {what} in {module.__file__}{nearest(name, vars(module))}")
+    return found
+
+
+def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
+    """Return what a function of the user's returns.
+
+    Raises:
+        UserError: it has raised something, with the line.
+    """
+    try:
+        return function(*values)
+    except UserError:
+        raise
+    except Exception as error:
+        raise refusal(f"{what} failed", error) from error
+
+
+def refusal(what: str, error: Exception, fix: str = "fix it and start again") -> UserError:
+    """Return an error of the user's code as one line, with the innermost place outside of installed packages."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]
+    place = own[-1] if own else None
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f"{error.filename}, line {error.lineno}"
+    else:
+        where = f"{place.filename}, line {place.lineno}" if place else "unknown line"
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"{what}: {type(error).__name__}: {reason} ({where}); {fix}")
+
+
+def name_of(value: Any) -> str:
+    """Return what a value is, in words: None, a dict, a Tensor."""
+    return "None" if value is None else f"a {type(value).__name__}"
