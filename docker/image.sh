@@ -96,6 +96,8 @@ if [[ $image == horovod ]]; then
     if [[ -d $wheels ]]; then mkdir -p docker/wheels && cp -r "$wheels" docker/wheels; fi
 fi
 echo "image: building $name of docker/$image.Dockerfile (PyTorch with CUDA: about 6 GB, some minutes)"
+# docker/slurm.Dockerfile builds on this name: what is not there would be pulled, and nobody can own one below .invalid.
+if [[ -z ${REGISTRY:-} ]]; then arguments+=(--tag "registry.invalid/$name"); fi
 arguments+=(--progress=plain --file "docker/$image.Dockerfile" --tag "$name" .)
 failed="the build failed; its last lines are above (no base image: BASE_IMAGE=ubuntu:24.04, or docker/stand-in.sh)"
 if [[ -n ${ATTEST:-} ]]; then

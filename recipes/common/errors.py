@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 
 
@@ -32,6 +34,16 @@ class MissingNodeError(UserError):
     """A node did not come within the bound; another start may find it."""
 
     status = 1
+
+
+def cannot(verb: str, path: object, error: OSError) -> UserError:
+    """Return the error of a path that cannot be made, read or written, and what to do where rights are missing."""
+    hint = ""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        hint = (
+            f"; give it to user {os.getuid()} (Kubernetes: by an access point, k8s/README.md), or name another one"
+        )
+    return UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}")
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

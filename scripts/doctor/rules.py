@@ -325,7 +325,8 @@ def disks(case: Case) -> Findings:
             yield case.error(
                 (rank,),
                 f"{case.name(rank)} cannot write {place}: {written['error']}",
-                "make room, fix the folder's permissions or its mount, or choose another --runs-dir",
+                "make room, fix the folder's permissions, its mount or access point (k8s/README.md), or choose "
+                "another --runs-dir",
             )
 
 

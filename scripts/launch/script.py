@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, cannot, nearest
 from recipes.common.process.parent import become, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT, command, next_folder
@@ -62,7 +62,10 @@ def read_script() -> Path:
 def check_job() -> None:
     """Make RUN_DIR where it is set, and raise UserError for what this node could not run."""
     if run_dir := os.environ.get("RUN_DIR"):
-        Path(run_dir).mkdir(parents=True, exist_ok=True)  # it may be WORKDIR, too
+        try:
+            Path(run_dir).mkdir(parents=True, exist_ok=True)  # it may be WORKDIR, too
+        except OSError as error:
+            raise cannot("make", run_dir, error) from None
     read_script()
     read_resume()
 

@@ -76,6 +76,18 @@ def image(folder, *argv, **env):
     return result, [line for line in calls.read_text().splitlines() if "build " in line or "push" in line]
 
 
+def test_an_image_has_a_second_name_that_no_registry_can_have(checkout):
+    """slurm.Dockerfile is built on it: what is not there is pulled, and cluster-recipes/ddp may be somebody's."""
+    used = re.findall(r"^ARG IMAGE=(.*)", (ROOT / "docker/slurm.Dockerfile").read_text(), re.MULTILINE)
+    compose = yaml.safe_load((ROOT / "docker/slurm.compose.yaml").read_text())
+    assert [f"${{IMAGE:-{name}}}" for name in used] == [compose["services"]["slurm"]["build"]["args"]["IMAGE"]]
+    _, [call] = image(checkout, "build", "ddp")
+    assert [f"registry.invalid/{name}" for name in re.findall("--tag (cluster-recipes/\\S+)", call)] == used
+    assert f"--tag {used[0]} " in call
+    _, [call] = image(checkout, "build", "ddp", REGISTRY="r.example")
+    assert re.findall(r"--tag (\S+)", call) == ["r.example/cluster-recipes/ddp:latest"]
+
+
 def test_base_images_are_locked_by_digest(checkout):
     result, _ = image(checkout, "lock")
     assert result.status == 0, result.stderr

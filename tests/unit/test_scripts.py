@@ -1,5 +1,6 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
+import errno
 import os
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +16,8 @@ import torch
 
 from recipes.common.errors import MissingNodeError, PortTakenError, UserError
 from recipes.common.process.node import Node, check_head, wait_for_head
-from scripts.launch import agent, local
+from recipes.common.record import record
+from scripts.launch import agent, local, script
 from tests import support
 from tests.support import ROOT, run_command, wait_until
 
@@ -356,3 +359,22 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
     job.pass_on(signal.SIGTERM, None)
     assert job.wait() == 1
     assert capfd.readouterr().err == "error: still running 0 s after the signal; killed\n"
+
+
+def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
+    """Of a driver that ignores fsGroup, for a recipe's record and for a script's folder."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "/runs/mine")
+
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("SCRIPT", str(tmp_path / "train.py"))
+    monkeypatch.setenv("RUN_DIR", "/runs/mine")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    words = (
+        f"cannot make /runs/mine: Permission denied; give it to user {os.getuid()} (Kubernetes: by an access point"
+    )
+    with pytest.raises(UserError, match=re.escape(words)):
+        script.check_job()
+    with pytest.raises(UserError, match=re.escape(words)), record._as_user_error("make", tmp_path):
+        refuse()

@@ -33,7 +33,7 @@ from recipes.common.checkpoint.checkpoint import (
     check_options,
     read_checkpoint,
 )
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, cannot
 from recipes.common.options import Options
 from recipes.common.record.facts import hardware, revision, versions
 from recipes.common.record.progress import Progress
@@ -90,7 +90,7 @@ def _as_user_error(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}") from None
+        raise cannot(verb, path, error) from None
 
 
 def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
