@@ -50,6 +50,13 @@ class BrokenAt7(Noisy):
 def broken_at_7():
     return {**noisy(), "train": BrokenAt7()}
 
+class LongerAt7(Noisy):
+    def __getitem__(self, index):
+        return torch.zeros(2 + (index == 7)), index % 3
+
+def longer_at_7():
+    return {**noisy(), "train": LongerAt7()}
+
 def noisy():
     return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
 
@@ -209,6 +216,18 @@ def test_a_sample_that_raises_an_error_is_reported_and_replaced():
     (error,) = errors
     assert str(error).startswith("--data mine:broken_at_7: 'train'[7] failed: KeyError: 7 (")
     assert str(error).endswith("; fix it, then add --resume auto")
+
+
+def test_a_sample_unlike_the_first_is_reported_and_replaced():
+    """Of samples of several shapes no batch can be made: on the one rank that reads it, that was a traceback."""
+    errors = []
+    args = options(["--data", "mine:longer_at_7", "--model", "mine:net", "--workers", "0"])
+    ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
+    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 1])
+    assert [str(error) for error in errors] == [
+        "--data mine:longer_at_7: 'train'[7] is float32 of shape (3,) and int64 of shape (), 'train'[0] float32 of "
+        "shape (2,) and int64 of shape (); make all samples alike, then add --resume auto"
+    ]
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")

@@ -35,6 +35,7 @@ class OwnTensors(Split):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
+        self.specs = _specs((inputs[0], targets[0]))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -54,7 +55,8 @@ class SeededSamples(Dataset[Any]):
     """The samples of an indexable by (epoch, index), which seed what it draws at random.
 
     So a sample is augmented alike whichever rank or worker process asks for it, and after a resume. One that
-    raises an error comes back as the stand-in, with that error as a line: its rank has to stop with the others.
+    raises an error, or is unlike the stand-in, comes back as that, with what is wrong as a line: its rank has to
+    stop with the others.
 
     Args:
         samples: the indexable.
@@ -67,6 +69,7 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, samples: Any, stand_in: Any, what: str, seed: int, is_train: bool) -> None:
         self.samples, self.stand_in, self.what = samples, stand_in, what
         self.seed, self.is_train = seed, is_train
+        self.specs = _specs(stand_in)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -79,11 +82,17 @@ class SeededSamples(Dataset[Any]):
             torch.default_generator.manual_seed(value)
             np.random.seed(value % 2**32)
             random.seed(value)
+            fix = "fix it, then add --resume auto"
             try:
-                return self.samples[index], ""
+                sample = self.samples[index]
+                specs = _specs(sample)
             except Exception as error:
-                fix = "fix it, then add --resume auto"
                 return self.stand_in, str(refusal(f"{self.what}[{index}] failed", error, fix))
+        if specs != self.specs:
+            first = f"{self.what.rpartition(' ')[2]}[0]"
+            what = f"{self.what}[{index}] is {describe(specs)}, {first} {describe(self.specs)}"
+            return self.stand_in, f"{what}; make all samples alike, then add --resume auto"
+        return sample, ""
 
     def read(self, index: int) -> Any:
         """Return a sample of the first epoch; raises UserError where it cannot be read."""
@@ -100,7 +109,7 @@ class OwnSamples(LoadedSplit):
         self, dataset: SeededSamples, args: Options, device: torch.device, on_fault: Callable[[UserError], None]
     ) -> None:
         super().__init__(dataset, args.workers, device, start_server() if args.workers else None)
-        self.on_fault = on_fault
+        self.on_fault, self.specs = on_fault, dataset.specs
 
     def fingerprint(self) -> str:
         """Return what tells this split from another: its size and a digest of a few samples.
@@ -154,10 +163,12 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
         )
     train = _split(f"{what}: 'train'", found["train"], args, device, on_fault, is_train=True)
     test = _split(f"{what}: 'test'", found["test"], args, device, on_fault, is_train=False)
-    (inputs, targets), other = _specs(train), _specs(test)
-    if (inputs, targets) != other:
-        ours, theirs = f"{inputs} and {targets}", f"{other[0]} and {other[1]}"
-        raise UserError(f"{what}: a sample of 'train' is {ours}, one of 'test' {theirs}; make them alike")
+    ours, theirs = train.specs, test.specs
+    if ours != theirs:
+        raise UserError(
+            f"{what}: a sample of 'train' is {describe(ours)}, one of 'test' {describe(theirs)}; make them alike"
+        )
+    inputs, targets = ours
     if kind != "values" and targets.dtype != torch.int64:
         raise UserError(f"{what}: targets are {targets.dtype}; class and token numbers have to be torch.int64")
     if kind == "class" and targets.shape:
@@ -186,13 +197,16 @@ def _split(
     sample = call(f"{what}[0]", samples.__getitem__, 0)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise UserError(f"{what}[0] is {name_of(sample)}; each sample has to be a pair (input, target)")
-    for value in sample:
-        call(f"{what}[0]", torch.as_tensor, value)
-    dataset = SeededSamples(samples, sample, what, args.seed, is_train)
+    dataset = call(f"{what}[0]", SeededSamples, samples, sample, what, args.seed, is_train)
     return OwnSamples(dataset, args, device, on_fault)
 
 
-def _specs(split: OwnTensors | OwnSamples) -> tuple[Spec, Spec]:
-    pair = (split.inputs[0], split.targets[0]) if isinstance(split, OwnTensors) else split.dataset.read(0)
-    first, second = (torch.as_tensor(value) for value in pair)
+def _specs(sample: Sequence[Any]) -> tuple[Spec, Spec]:
+    """Return what the input and the target of a sample are."""
+    first, second = (torch.as_tensor(value) for value in sample)
     return Spec(tuple(first.shape), first.dtype), Spec(tuple(second.shape), second.dtype)
+
+
+def describe(specs: tuple[Spec, Spec]) -> str:
+    """Return a sample's specs in words."""
+    return f"{specs[0]} and {specs[1]}"
