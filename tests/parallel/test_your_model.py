@@ -124,8 +124,8 @@ def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
     model = namespace["line"](None)
     model.load_state_dict(weights(path))
     errors = (model(inputs) - targets).double()
-    assert last["test_loss"] == pytest.approx(float(errors.square().mean()), rel=1e-6)
-    assert last["test_absolute_error"] == pytest.approx(float(errors.abs().mean()), rel=1e-6)
+    assert last["test_loss"] == pytest.approx(errors.square().mean().item(), rel=1e-6)
+    assert last["test_absolute_error"] == pytest.approx(errors.abs().mean().item(), rel=1e-6)
     assert last["test_rms_error"] == pytest.approx(last["test_loss"] ** 0.5)
 
 

@@ -230,7 +230,7 @@ class TestGPT:
         _, data, model = gpt()
         tokens = torch.randint(256, (4, 13))
         loss = data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / 4
-        assert float(loss) == pytest.approx(math.log(256), rel=0.02)
+        assert loss.item() == pytest.approx(math.log(256), rel=0.02)
 
     def test_small_is_gpt2s(self):
         with torch.device("meta"):

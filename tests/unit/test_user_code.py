@@ -57,6 +57,20 @@ class LongerAt7(Noisy):
 def longer_at_7():
     return {**noisy(), "train": LongerAt7()}
 
+def class_3():
+    return {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
+
+class Class3At7(Noisy):
+    def __getitem__(self, index):
+        return torch.zeros(2), 3 if index == 7 else -100
+
+def class_3_at_7():
+    return {**noisy(), "train": Class3At7()}
+
+def token_9():
+    x = torch.full((4, 8), 9)
+    return {"train": (x, x - 9), "test": (x, x - 9), "target": "tokens", "num_classes": 9}
+
 def noisy():
     return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
 
@@ -218,6 +232,17 @@ def test_a_sample_that_raises_an_error_is_reported_and_replaced():
     assert str(error).endswith("; fix it, then add --resume auto")
 
 
+def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
+    """A label that does not count, -100, is one."""
+    errors = []
+    args = options(["--data", "mine:class_3_at_7", "--model", "mine:net", "--workers", "0"])
+    ((_, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
+    assert labels.tolist() == [-100, -100]
+    assert [str(error) for error in errors] == [
+        "--data mine:class_3_at_7: 'train'[7]: target 3 is none of 0 to 2; fix it, then add --resume auto"
+    ]
+
+
 def test_a_sample_unlike_the_first_is_reported_and_replaced():
     """Of samples of several shapes no batch can be made: on the one rank that reads it, that was a traceback."""
     errors = []
@@ -257,6 +282,11 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             ("--model", "mine:fails"),
             "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line ",
         ),
+        (
+            ("--data", "mine:class_3"),
+            "--data mine:class_3: 'train': target 3 is none of 0 to 2; fix it, or \"num_classes\"",
+        ),
+        (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is none of 0 to 8; fix it"),
         (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
         (
             ("--model", "mine:wrong_shape"),

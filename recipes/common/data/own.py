@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from recipes.common.data.workers import LoadedSplit, start_server
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
 from recipes.common.seeding import mix
+from recipes.common.task import SKIPPED
 from recipes.common.user_code import call, load, name_of, refusal
 
 KINDS = ("class", "tokens", "bytes", "values")
@@ -24,6 +26,24 @@ KINDS = ("class", "tokens", "bytes", "values")
 
 FINGERPRINT_SAMPLES = 8
 """So many samples of an indexable go into its digest."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Which classes or tokens there are: 0 to count - 1."""
+
+    count: int
+    are_inputs: bool
+    """Whether inputs are tokens, too."""
+
+    def wrong(self, inputs: Any, targets: Any) -> str:
+        """Return which number of a sample, or of many, there is not; empty if there is none."""
+        for what, given in (("input", inputs), ("target", targets))[not self.are_inputs :]:
+            values = torch.as_tensor(given)
+            outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (what == "input")))
+            if outside.any():
+                return f"{what} {values[outside][0].item()} is none of 0 to {self.count - 1}"
+        return ""
 
 
 class OwnTensors(Split):
@@ -70,6 +90,7 @@ class SeededSamples(Dataset[Any]):
         self.samples, self.stand_in, self.what = samples, stand_in, what
         self.seed, self.is_train = seed, is_train
         self.specs = _specs(stand_in)
+        self.numbers: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -85,14 +106,14 @@ class SeededSamples(Dataset[Any]):
             fix = "fix it, then add --resume auto"
             try:
                 sample = self.samples[index]
-                specs = _specs(sample)
+                specs, wrong = _specs(sample), self.numbers and self.numbers.wrong(*sample)
             except Exception as error:
                 return self.stand_in, str(refusal(f"{self.what}[{index}] failed", error, fix))
         if specs != self.specs:
             first = f"{self.what.rpartition(' ')[2]}[0]"
             what = f"{self.what}[{index}] is {describe(specs)}, {first} {describe(self.specs)}"
             return self.stand_in, f"{what}; make all samples alike, then add --resume auto"
-        return sample, ""
+        return (self.stand_in, f"{self.what}[{index}]: {wrong}; {fix}") if wrong else (sample, "")
 
     def read(self, index: int) -> Any:
         """Return a sample of the first epoch; raises UserError where it cannot be read."""
@@ -173,7 +194,19 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
         raise UserError(f"{what}: targets are {targets.dtype}; class and token numbers have to be torch.int64")
     if kind == "class" and targets.shape:
         raise UserError(f"{what}: targets have the shape {targets.shape}; give one class number for each sample")
+    if num_classes and kind != "values":
+        numbers = Numbers(num_classes, are_inputs=kind != "class" and inputs.dtype == torch.int64)
+        _check_numbers(numbers, {f"{what}: 'train'": train, f"{what}: 'test'": test})
     return Data(train, test, inputs, targets, num_classes, kind)
+
+
+def _check_numbers(numbers: Numbers, splits: Mapping[str, OwnTensors | OwnSamples]) -> None:
+    """Raise UserError for tensors with a number that there is not; samples are looked at when they are read."""
+    for name, split in splits.items():
+        if isinstance(split, OwnSamples):
+            split.dataset.numbers = numbers
+        elif wrong := numbers.wrong(split.inputs, split.targets):
+            raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
 
 
 def _split(
