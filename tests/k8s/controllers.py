@@ -116,6 +116,22 @@ class MPIJob:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.waits_for_workers = spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+        self.limit, self.restarts, self.drained = spec["runPolicy"]["backoffLimit"], 0, 0
+        assert spec["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "OnFailure"
+
+    def fail(self, status: int | str) -> bool:
+        """Let the launcher fail, and run again; return whether the job goes on.
+
+        pkg/controller/mpi_job_controller.go:1543, newLauncherJob: its Job has the MPIJob's backoffLimit. Of it,
+        Kubernetes' pastBackoffLimitOnFailure: restarts of its container, whatever the exit status, end the
+        Job when they reach the limit. A pod that was drained counts as one that failed (exceedsBackoffLimit), and
+        its successor's container from 0.
+        """
+        if status == DRAINED:
+            self.restarts, self.drained = 0, self.drained + 1
+        else:
+            self.restarts += 1
+        return self.restarts < self.limit and self.drained <= self.limit
 
     def launcher_at(self, workers_s: list[int], late_s: int) -> int:
         """Return when the launcher's container starts, whose image comes so late after its pod was made.

@@ -89,6 +89,23 @@ def test_stops_of_a_pytorchjob_count():
     assert drains == [True, True, True, False]
 
 
+def test_drains_of_an_elastic_job_do_not_count_and_failures_of_its_pods_do():
+    """The others go on without the drained node, and the ranks' own failures are its agent's (MAX_RESTARTS)."""
+    job = PyTorchJob(spec_of("pytorchjob-elastic", 2))
+    assert all(job.fail({drain % 2: DRAINED}) for drain in range(20))
+    assert [job.fail({0: 1}) for _ in range(6)] == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize("status", [1, 143])
+def test_an_mpijobs_launcher_starts_again_three_times(status):
+    """After a stop of its workers, too: k8s/README.md says so."""
+    job = MPIJob(spec_of("mpijob"))
+    assert [job.fail(status) for _ in range(4)] == [True] * 3 + [False]
+    job = MPIJob(spec_of("mpijob"))
+    assert [job.fail(DRAINED) for _ in range(5)] == [True] * 4 + [False]
+    assert not job.fail(status)
+
+
 # ---- nodes that start late
 
 
