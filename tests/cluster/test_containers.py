@@ -310,19 +310,40 @@ def test_refusals(ddp_image, folder):
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
 
 
-@pytest.mark.timeout(1500)
-def test_a_slurm_cluster_in_a_container(ddp_image, folder):
+def composer(file, **env):
+    """Return a function that calls Compose as a user would by hand, and returns what it has printed."""
     plugin = subprocess.run([DOCKER, "compose", "version"], capture_output=True, timeout=60).returncode == 0
     program = [DOCKER, "compose"] if plugin else ["docker-compose"]
-    command = [*program, "-f", str(ROOT / "docker/slurm.compose.yaml")]
-    own = {"COMPOSE_PROJECT_NAME": "cluster-recipes-slurm", "IMAGE": ddp_image, "NODES": "2", "RUNS": str(folder)}
 
     def compose(*words):
-        environment = {**os.environ, **own}
-        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+        command = [*program, "-f", str(ROOT / "docker" / file), *words]
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    return compose
+
+
+@pytest.mark.timeout(1500)
+def test_the_compose_file_trains_by_hand(ddp_image, folder):
+    """As its first lines say: with what it sets by itself, as the user whose folders these are."""
+    for name in ("runs", "data"):
+        (folder / name).mkdir()
+    own = {"CONTAINER_USER": f"{os.getuid()}:{os.getgid()}", "RUNS": f"{folder}/runs", "DATA": f"{folder}/data"}
+    compose = composer("compose.yaml", COMPOSE_PROJECT_NAME="cluster-recipes-by-hand", IMAGE=ddp_image, **own)
+    try:
+        said = compose("up")
+        assert re.search(r"result recipe=ddp world_size=2 test_accuracy=0\.9\d* ", said), said
+        assert json.loads((folder / "runs/ddp-001/result.json").read_text())["world_size"] == 2
+    finally:
+        compose("down", "--timeout", "5")
+    assert left() == []
+
+
+@pytest.mark.timeout(1500)
+def test_a_slurm_cluster_in_a_container(ddp_image, folder):
+    own = {"IMAGE": f"registry.invalid/{ddp_image}", "NODES": "2", "RUNS": str(folder)}
+    compose = composer("slurm.compose.yaml", COMPOSE_PROJECT_NAME="cluster-recipes-slurm", **own)
     try:
         compose("up", "--build", "--detach")
         wait_until(lambda: "is up" in compose("logs", "slurm"), 60, "the cluster")

@@ -122,8 +122,8 @@ class MPIJob:
     def fail(self, status: int | str) -> bool:
         """Let the launcher fail, and run again; return whether the job goes on.
 
-        pkg/controller/mpi_job_controller.go:1543, newLauncherJob: its Job has the MPIJob's backoffLimit. Of it,
-        Kubernetes' pastBackoffLimitOnFailure: restarts of its container, whatever the exit status, end the
+        pkg/controller/mpi_job_controller.go:1543, newLauncherJob: its Job has the MPIJob's backoffLimit.
+        Kubernetes, pastBackoffLimitOnFailure: restarts of its container, whatever the exit status, end the
         Job when they reach the limit. A pod that was drained counts as one that failed (exceedsBackoffLimit), and
         its successor's container from 0.
         """

@@ -77,10 +77,12 @@ def image(folder, *argv, **env):
 
 
 def test_an_image_has_a_second_name_that_no_registry_can_have(checkout):
-    """slurm.Dockerfile is built on it: what is not there is pulled, and cluster-recipes/ddp may be somebody's."""
+    """What is not there is pulled, by a build and by Compose 1, and cluster-recipes/ddp may be somebody's."""
     used = re.findall(r"^ARG IMAGE=(.*)", (ROOT / "docker/slurm.Dockerfile").read_text(), re.MULTILINE)
     compose = yaml.safe_load((ROOT / "docker/slurm.compose.yaml").read_text())
     assert [f"${{IMAGE:-{name}}}" for name in used] == [compose["services"]["slurm"]["build"]["args"]["IMAGE"]]
+    nodes = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values()
+    assert {node["image"] for node in nodes} == {f"${{IMAGE:-{name}}}" for name in used}
     _, [call] = image(checkout, "build", "ddp")
     assert [f"registry.invalid/{name}" for name in re.findall("--tag (cluster-recipes/\\S+)", call)] == used
     assert f"--tag {used[0]} " in call
