@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from recipes.common.process.parent import LAUNCHER_PID
+from scripts.bench import evidence
 from scripts.lab import network
 from tests import support
 
@@ -39,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items += [*share, *itertools.islice(quick, size - len(share))]
         left = total - len(items)
     assert left == 0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Say in a report (--junit-xml) what was tested, where, and to which end: `make evidence` reads it."""
+    for plugin in session.config.pluginmanager.get_plugins():
+        if hasattr(plugin, "add_global_property"):
+            for name, value in {**evidence.properties(session.config), "status": str(int(exitstatus))}.items():
+                plugin.add_global_property(name, value)
 
 
 @pytest.fixture(autouse=True)

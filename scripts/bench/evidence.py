@@ -2,12 +2,13 @@
 
     make evidence
     make evidence CLAIMS="one-curve exact-evaluation" ARGS="--numprocesses 2"
-    make test-all ARGS=--junit-xml=report.xml && make evidence REPORT=report.xml
+    make test-all ARGS=--junit-xml=report.xml; make evidence REPORT=report.xml
 
 Runs the tests of docs/claims.toml, all at once, and its commands, keeps what came of each claim in
 docs/evidence.json with commit, date and machine, and renders the page, as `make report` does. ARGS go to pytest.
-REPORT takes the tests' results from a run that has been. Where all tests of a claim skip, for want of a GPU or of
-Slurm, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage.
+REPORT takes the tests' results from a run of this commit. Where all tests of a claim skip, for want of a GPU or of
+Slurm, or one was left out, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage, or tests
+that did not run to their end.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from os import killpg
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
@@ -36,6 +37,9 @@ from scripts.bench.claims import OUTCOMES, Claim, read_claims, read_outcomes
 from scripts.bench.programs import own_environment
 from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
+
+if TYPE_CHECKING:
+    import pytest
 
 TIMEOUT_S = 1800
 """The bound of a claim's command."""
@@ -56,8 +60,10 @@ def revision() -> str:
     return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
 
-def run(words: Sequence[str], timeout_s: float) -> tuple[int, str]:
+def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[int, str]:
     """Run a command with a bound; return its status and what it printed. Its process group ends with it.
+
+    With shows, it prints where this does, and nothing is returned of that.
 
     At the bound and at Ctrl-C it gets the signal of a Ctrl-C first: pytest then ends what its tests have started.
     """
@@ -66,7 +72,7 @@ def run(words: Sequence[str], timeout_s: float) -> tuple[int, str]:
             words,
             cwd=ROOT,
             env=own_environment(),
-            stdout=output,
+            stdout=None if shows else output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -100,17 +106,42 @@ class Case:
     seconds: float = 0.0
 
 
-def read_report(path: Path) -> tuple[datetime, list[Case]]:
-    """Return when the tests of a report (pytest's --junit-xml) began, and what came of each.
+@dataclass(frozen=True)
+class Report:
+    """What came of a run of tests."""
+
+    cases: list[Case]
+    date: str
+    revision: str
+    on: str
+    """The machine."""
+
+
+def properties(config: pytest.Config) -> dict[str, str]:
+    """Return what a report has to say of its run: the commit, the machine, and options that leave tests out."""
+    chosen = {"-m": "markexpr", "-k": "keyword", "--maxfail": "maxfail", "--last-failed": "lf"}
+    partial = [f"{flag} {value}" for flag, name in chosen.items() if (value := config.getoption(name, None))]
+    return {"revision": revision(), "on": documents.machine(facts(1)), "partial": ", ".join(partial)}
+
+
+def read_report(path: Path) -> Report:
+    """Read a report of pytest's --junit-xml, to which tests/conftest.py adds properties.
 
     Raises:
-        UserError: there is no such report.
+        UserError: there is none, or its tests were chosen, or interrupted.
     """
     try:
         suite = next(ElementTree.parse(path).iter("testsuite"))
-        began = datetime.fromisoformat(suite.attrib["timestamp"]).astimezone()
+        given = {one.attrib["name"]: one.attrib["value"] for one in suite.findall("properties/property")}
+        about = suite.attrib["timestamp"][: len("2026-01-31")], given["revision"], given["on"]
+        status, partial = int(given["status"]), given["partial"]
     except (OSError, ElementTree.ParseError, StopIteration, KeyError, ValueError) as error:
-        raise UserError(f"{path} is no report of pytest ({error}); give one of --junit-xml") from None
+        fix = "give one of make test-all ARGS=--junit-xml=report.xml"
+        raise UserError(f"{path} is no report of these tests ({error}); {fix}") from None
+    if partial:
+        raise UserError(f"{path}: {partial} has left tests out; run all of them")
+    if status not in (0, 1):
+        raise UserError(f"{path}: its tests did not run to their end (pytest's status {status}); run them again")
     cases: dict[str, Case] = {}
     for case in suite.iter("testcase"):
         name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
@@ -118,30 +149,44 @@ def read_report(path: Path) -> tuple[datetime, list[Case]]:
         outcome = "failed" if {"failure", "error"} & set(marks) else "skipped" if "skipped" in marks else "passed"
         if name not in cases or outcome == "failed":  # one that has passed can fail once more as it cleans up
             cases[name] = Case(name, outcome, marks.get("skipped", ""), float(case.get("time") or 0))
-    return began, list(cases.values())
+    return Report(list(cases.values()), *about)
 
 
 def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | None, str]:
-    """Return whether the tests of a claim have passed, None where all were skipped; and the counts."""
-    names = [test.removesuffix("/").replace(".py", "").replace("::", ".").replace("/", ".") for test in tests]
-    own = [case for case in cases if any(re.match(rf"{re.escape(name)}(?![^.[])", case.name) for name in names)]
-    counts = Counter(case.outcome for case in own)
-    reasons = list(dict.fromkeys(case.reason for case in own if case.outcome == "skipped"))
-    if not counts["passed"] and not counts["failed"]:
-        return (None, reasons[0]) if reasons else (False, "no test ran")
+    """Return whether the tests of a claim have passed, None where not all of them ran; and the counts."""
+    own: dict[str, Case] = {}
+    for test in tests:
+        name = test.removesuffix("/").replace(".py", "").replace("::", ".").replace("/", ".")
+        # Its own, those in it, and the file that it is in where that could not be imported.
+        found = [
+            case
+            for case in cases
+            if re.match(rf"{re.escape(name)}(?![^.[])", case.name)
+            or (case.outcome == "failed" and name.startswith(f"{case.name}."))
+        ]
+        if not found:
+            return None, f"{test} did not run"
+        own.update({case.name: case for case in found})
+    counts = Counter(case.outcome for case in own.values())
+    reasons = list(dict.fromkeys(case.reason for case in own.values() if case.outcome == "skipped"))
+    if set(counts) == {"skipped"}:
+        return None, reasons[0]
     result = ", ".join(
         f"{counts[outcome]} {outcome}" for outcome in ("failed", "passed", "skipped") if counts[outcome]
     )
     if reasons:
         result += f" ({', '.join(dict.fromkeys(reason.partition(':')[0] for reason in reasons))})"
-    return not counts["failed"], f"{result}, {sum(case.seconds for case in own):.0f} s"
+    return not counts["failed"], f"{result}, {sum(case.seconds for case in own.values()):.0f} s"
 
 
-def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> list[Case]:
+def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | None:
     """Run the tests of the claims, all at once: they share processes. Return what came of each.
 
+    Returns:
+        None where no claim has tests.
+
     Raises:
-        UserError: pytest has left no report.
+        UserError: they did not run to their end.
     """
     tests = {test for claim in claims for test in claim.tests}
     # A file or folder runs its tests: pytest would run one that is named as well twice.
@@ -152,31 +197,27 @@ def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> list[Case]:
         if not any(test != one and Path(test.partition("::")[0]).is_relative_to(one) for one in whole)
     ]
     if not chosen:
-        return []
+        return None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *sorted(chosen), *arguments]
-        _, output = run(words, TESTS_TIMEOUT_S)
-        if not report.exists():
-            raise UserError(
-                f"the tests left no report: {(output.strip().splitlines() or ['no output'])[-1][:200]}"
-            )
-        return read_report(report)[1]
+        status, output = run(words, TESTS_TIMEOUT_S, shows=True)
+        if status not in (0, 1):
+            raise UserError(f"the tests did not run to their end{output and ': '}{output} (status {status})")
+        return read_report(report)
 
 
-def read_own_report(path: Path) -> list[Case]:
+def read_own_report(path: Path) -> Report:
     """Return what came of each test in a report of this commit.
 
     Raises:
-        UserError: the tests began before the commit.
+        UserError: it is none.
     """
-    began, cases = read_report(path)
-    words = ["git", "-C", str(ROOT), "log", "-1", "--format=%cI"]
-    committed = subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    if committed and began < datetime.fromisoformat(committed):
+    report, own = read_report(path), revision()
+    if report.revision != own:
         fix = f"run them again: make test-all ARGS=--junit-xml={path}"
-        raise UserError(f"REPORT {path}: its tests began before the last commit; {fix}")
-    return cases
+        raise UserError(f"REPORT {path}: its tests are of {report.revision}, and this is {own}; {fix}")
+    return report
 
 
 def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
@@ -196,6 +237,7 @@ def main(argv: list[str]) -> int:
         "--report", type=Path, metavar="FILE", help="results of the tests, of pytest's --junit-xml"
     )
     args = parse(parser, argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it runs, as Ctrl-C does
     claims, outcomes = read_claims(), read_outcomes()
     runnable = [name for name, claim in claims.items() if claim.is_runnable]
     where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts(1))}
@@ -206,19 +248,21 @@ def main(argv: list[str]) -> int:
         if claim.name not in runnable:
             raise UserError(f"CLAIMS: {claim.name} has nothing to run here; see its row in {documents.PAGE.name}")
     try:
-        cases = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
+        report = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
         # The commands come after the tests, one at a time.
         for claim in sorted(chosen, key=lambda claim: not claim.tests):
             begin = time.monotonic()
-            if claim.tests:
-                passed, result = judge_tests(claim.tests, cases)
+            if claim.tests and report:
+                passed, result = judge_tests(claim.tests, report.cases)
+                about = {**where, "date": report.date, "on": report.on}
             else:
+                about = where
                 passed, result = judge_command(claim, *run(shlex.split(claim.command), TIMEOUT_S))
                 result += f", {time.monotonic() - begin:.0f} s"
             said = "not run here" if passed is None else "holds" if passed else "FAILED"
             print(f"{claim.name}: {said}: {result}", flush=True)
             if passed is not None:
-                outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **where}
+                outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
                 in_order = {name: outcomes[name] for name in runnable if name in outcomes}
                 OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
                 documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import datetime
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from recipes.common.errors import UserError
 from scripts.bench import claims, evidence
 from scripts.bench.claims import Claim, page, read_claims, rounds_to
+from scripts.launch.command import ROOT
 
 TEXT = ("# cluster-recipes",)
 TEST = ("tests/unit/test_evidence.py::test_a_claim_is_whole_or_says_what_it_lacks",)
@@ -64,6 +65,7 @@ CASES = [
     evidence.Case("tests.unit.test_a.TestC.test_d", "skipped", "needs mpi: none; install it"),
     evidence.Case("tests.unit.test_a.test_bcd", "failed"),
     evidence.Case("tests.gpu.test_e", "skipped", "needs gpu: 0 of 1"),
+    evidence.Case("tests.unit.test_g", "failed"),  # not imported
 ]
 
 
@@ -73,10 +75,12 @@ CASES = [
         (["tests/unit/test_a.py::test_b"], (True, "2 passed, 3 s")),
         (["tests/unit/test_a.py::test_b", "tests/gpu"], (True, "2 passed, 1 skipped (needs gpu), 3 s")),
         (["tests/unit/test_a.py::TestC"], (None, "needs mpi: none; install it")),
-        (["tests/unit"], (False, "1 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
-        (["tests/unit/"], (False, "1 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
+        (["tests/unit"], (False, "2 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
+        (["tests/unit/"], (False, "2 failed, 2 passed, 1 skipped (needs mpi), 3 s")),
         (["tests/gpu/test_e.py"], (None, "needs gpu: 0 of 1")),
-        (["tests/unit/test_none.py"], (False, "no test ran")),
+        (["tests/unit/test_none.py"], (None, "tests/unit/test_none.py did not run")),
+        (["tests/unit/test_a.py::test_b", "tests/gpu/test_f.py"], (None, "tests/gpu/test_f.py did not run")),
+        (["tests/unit/test_a.py::test_b", "tests/unit/test_g.py::test_h"], (False, "1 failed, 2 passed, 3 s")),
     ],
 )
 def test_the_tests_of_a_claim_are_judged(tests, judged):
@@ -97,13 +101,13 @@ def test_fails_at_its_end(broken): pass
 """
 
 
-def test_a_report_of_pytest_is_read(tmp_path):
-    for name, text in (
-        ("test_a.py", TESTS),
-        ("test_b.py", "import pytest\npytest.skip('no', allow_module_level=True)"),
-    ):
-        (tmp_path / name).write_text(text)
-    begin = datetime.now().astimezone()
+def run_pytest(folder, *options):
+    """Let pytest run small tests by what this repository's conftest.py does; return its status."""
+    conftest = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.conftest import pytest_sessionfinish"
+    own = {"conftest.py": conftest, "test_a.py": TESTS}
+    own["test_b.py"] = "import pytest; pytest.skip('no', allow_module_level=True)"
+    for name, text in own.items():
+        (folder / name).write_text(text)
     words = [
         sys.executable,
         "-m",
@@ -115,10 +119,16 @@ def test_a_report_of_pytest_is_read(tmp_path):
         "no:xdist",
         "--junit-xml=report.xml",
     ]
-    assert subprocess.run(words, cwd=tmp_path, capture_output=True).returncode == 1
-    began, cases = evidence.read_report(tmp_path / "report.xml")
-    assert abs((began - begin).total_seconds()) < 60
-    assert {case.name: case.outcome for case in cases} == {
+    return subprocess.run([*words, *options], cwd=folder, capture_output=True).returncode
+
+
+def test_a_report_of_pytest_is_read(tmp_path):
+    assert run_pytest(tmp_path) == 1
+    report = evidence.read_report(tmp_path / "report.xml")
+    assert abs(date.fromisoformat(report.date) - date.today()).days <= 1
+    assert report.revision == evidence.revision()
+    assert "torch" in report.on
+    assert {case.name: case.outcome for case in report.cases} == {
         "test_a.test_passes": "passed",
         "test_a.test_fails_once[1]": "passed",
         "test_a.test_fails_once[2]": "failed",
@@ -126,19 +136,39 @@ def test_a_report_of_pytest_is_read(tmp_path):
         "test_a.test_fails_at_its_end": "failed",
         "test_b": "skipped",
     }
-    assert "needs it" in {case.reason for case in cases}
+    assert "needs it" in {case.reason for case in report.cases}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-k", "passes"], "report.xml: -k passes has left tests out; run all of them"),
+        (["-m", "not slow"], "report.xml: -m not slow has left tests out; run all of them"),
+        (["-x"], "report.xml: --maxfail 1 has left tests out; run all of them"),
+    ],
+)
+def test_a_report_of_some_tests_is_refused(tmp_path, options, words):
+    run_pytest(tmp_path, *options)
+    with pytest.raises(UserError, match=re.escape(words)):
+        evidence.read_report(tmp_path / "report.xml")
+
+
+REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property name="revision" value="123456789abc"/>
+<property name="on" value="there"/><property name="partial" value=""/><property name="status" value="0"/>
+</properties></testsuite>"""
 
 
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        (None, "report.xml is no report of pytest ([Errno 2] No such file"),
-        ("<testsuites", "report.xml is no report of pytest (unclosed token"),
-        ("<testsuites/>", "report.xml is no report of pytest ("),
+        (None, "report.xml is no report of these tests ([Errno 2] No such file"),
+        ("<testsuites", "report.xml is no report of these tests (unclosed token"),
+        ("<testsuites/>", "report.xml is no report of these tests ("),
         (
-            '<testsuite timestamp="2020-01-01T00:00:00+00:00"/>',
-            "report.xml: its tests began before the last commit; run them again: make test-all ARGS=--junit-xml=",
+            '<testsuite timestamp="2026-01-31T10:00:00"/>',
+            "report.xml is no report of these tests ('revision'); give one",
         ),
+        (REPORT, "report.xml: its tests are of 123456789abc, and this is "),
     ],
 )
 def test_a_report_that_shows_nothing_of_this_commit_is_refused(capsys, tmp_path, report, words):
@@ -159,17 +189,17 @@ def test_tests_run_once_and_all_together(monkeypatch, tmp_path):
     ]
     ran = []
 
-    def run(words, timeout_s):
+    def run(words, timeout_s, shows):
         ran.extend(words)
-        return 1, "pytest: not found\n"
+        return 4, ""
 
     monkeypatch.setattr(evidence, "run", run)
-    with pytest.raises(UserError, match=r"^the tests left no report: pytest: not found$"):
+    with pytest.raises(UserError, match=r"^the tests did not run to their end \(status 4\)$"):
         evidence.run_tests(ways, ["-x"])
     assert [word for word in ran if "report" not in word] == [
         *("scripts/dev/test.sh", "all", "tests/gpu", "tests/unit/test_a.py", "-x")
     ]
-    assert evidence.run_tests(ways[2:], []) == []
+    assert evidence.run_tests(ways[2:], []) is None
 
 
 def test_a_command_has_to_print_what_the_document_shows():
@@ -193,6 +223,7 @@ def test_an_interrupted_command_ends_by_itself(tmp_path):
     def interrupt():
         while not up.exists():
             time.sleep(0.01)
+        time.sleep(0.5)  # the command is up before Popen() returns to where it is waited for
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
