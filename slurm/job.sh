@@ -153,7 +153,7 @@ stage() {
     from=$(realpath -ms "$STAGE") to=${STAGE_DIR:-/tmp}/cluster-recipes-$UID
     if [[ -n ${CONTAINER_IMAGE:-} ]]; then refuse "STAGE is for a venv, and CONTAINER_IMAGE is one file already; unset one of them"; fi
     if [[ ! -r $from ]]; then refuse "STAGE: there is no $from; on the login node: tar -C $root/.venv -cf $from ."; fi
-    to+=/$(stat -c %s-%Y "$from") # another file, another folder
+    to+=/$(stat -Lc %s-%Y "$from") # another file, another folder
     local begin=$SECONDS
     # shellcheck disable=SC2016 # expanded on each node
     "${srun[@]}" --output=all --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 bash -c '
@@ -237,7 +237,7 @@ exec_python() {
 run_step() {
     local tails=() before first errors=$logs/.srun
     : >"$errors"
-    tail -c "+$(($(stat -c %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
+    tail -c "+$(($(stat -Lc %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tails+=("$!")
     tail -c +1 -f -s 0.2 "$errors" >&2 &
     tails+=("$!")

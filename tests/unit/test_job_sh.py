@@ -223,6 +223,16 @@ def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
     assert "error: once" not in done.stderr, "the head's lines are in the job's output already"
 
 
+@pytest.mark.parametrize("earlier", ["", "of an earlier start"])
+def test_a_start_shows_what_its_head_node_adds_to_the_log(job, earlier):
+    """Also where the log has a second name; a link's own size is not the log's."""
+    log = 'log=$logs/$(hostname -s).txt; printf "%s" "$EARLIER" >>"$log"'
+    step = 'run_step bash -c "sleep 0.5; echo of this one >>\\$0; sleep 0.5" "$log"'
+    done = job(then=f"{log}; {step}", SLURMD_NODENAME="rack7-n12", EARLIER=f"{earlier}\n" * bool(earlier))
+    assert done.stdout.splitlines()[1:] == ["of this one"]
+    assert done.stderr == ""
+
+
 def test_all_nodes_are_asked_at_once_whether_they_answer(job, tmp_path):
     """Each answer comes only when every node has been asked; n2 does not start the command."""
     (tmp_path / "srun").write_text(
@@ -282,8 +292,9 @@ def test_an_environment_is_staged_once(job, tmp_path):
     (tmp_path / "srun").write_text(RUNS_ON_ONE_NODE)
     (tmp_path / "env/bin").mkdir(parents=True)
     (tmp_path / "env/bin/python").symlink_to(sys.executable)
-    tar = tmp_path / "env.tar"
-    subprocess.run(["tar", "-C", tmp_path / "env", "-cf", tar, "."], check=True, timeout=30)
+    tar, target = tmp_path / "env.tar", tmp_path / "env-1.tar"
+    tar.symlink_to(target)
+    subprocess.run(["tar", "-C", tmp_path / "env", "-cf", target, "."], check=True, timeout=30)
     seen = []
     for _ in range(2):
         done = job(then='echo "$PYTHON"', STAGE=str(tar), STAGE_DIR=str(tmp_path / "stage"))
@@ -291,7 +302,7 @@ def test_an_environment_is_staged_once(job, tmp_path):
         seen.append((done.stdout.splitlines()[-1], Path(done.stdout.splitlines()[-1]).lstat().st_ino))
     assert seen[0] == seen[1], "the second job has unpacked nothing"
     assert seen[0][0].startswith(f"{tmp_path}/stage/cluster-recipes-{os.getuid()}/")
-    os.utime(tar, (1, 1))
+    os.utime(target, (1, 1))
     assert (
         job(then='echo "$PYTHON"', STAGE=str(tar), STAGE_DIR=str(tmp_path / "stage")).stdout.splitlines()[-1]
         != seen[0][0]
