@@ -37,13 +37,15 @@ from scripts.plan.model import (
     Compute,
     Method,
     daly_interval_s,
+    flat_ring_s,
+    ring_bytes,
     split_compute,
     step,
     useful_share,
 )
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
-RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "scratch")
+RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
 
 ONE_NODE = ("single", "dataparallel")
@@ -106,7 +108,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     "failures and money": [
         ("--mtbf-gpu-hours", positive_float, 50_000.0, "H", "GPU hours between failures that end a job"),
         ("--restart-s", non_negative_float, 300.0, "S", "until steps go on"),
-        ("--checkpoint-gb-s", positive_float, 1.0, "X", "to write them"),
+        ("--checkpoint-gb-s", positive_float, 1.0, "X", "that a node writes or reads of them"),
         ("--copy-gb-s", positive_float, 5.0, "X", "copied while steps wait"),
         ("--price", non_negative_float, 2.5, "X", "of a GPU hour"),
         ("--output", Path, None, "DIR", "where the plan goes (runs/plan-001)"),
@@ -187,6 +189,7 @@ def method_of(args: Namespace, options: Options) -> Method:
         gathers=1 + getattr(options, "reshard_after_forward", True),
         gathered_share=0.5 if options.amp == "bf16" else 1.0,
         replicas=getattr(options, "replicas", 1),
+        tensor_parallel=getattr(options, "tensor_parallel", 1),
         passes=getattr(options, "accumulate_steps", 1),
         algorithm=args.algorithm,
     )
@@ -211,22 +214,23 @@ def plan_row(
     nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
 ) -> Row | None:
     """Return the figures of one number of nodes; None if the global batch leaves a rank without a sample."""
-    cluster = cluster_of(args, nodes)
-    global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * cluster.ranks
-    if global_batch < cluster.ranks or global_batch > kind.num_samples:
+    cluster, method = cluster_of(args, nodes), method_of(args, options)
+    parts = cluster.ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
+    global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
+    if not parts or global_batch < parts or global_batch > kind.num_samples:
         return None
-    local = math.ceil(global_batch / cluster.ranks)  # the largest share is what all wait for
+    local = math.ceil(global_batch / parts)  # the largest share is what all wait for
     own = compute.scaled(local / args.local_batch_size)
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
-    read_s = global_batch * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
-    control = CONTROL_ALPHA_US * 1e-6 if args.recipe in ("ddp", "spawn", "apex", "fsdp", "scratch") else 0.0
-    found = step(
-        workload.gradients, own, cluster, method_of(args, options), control, input_s=max(decode_s, read_s)
-    )
-    alone_s = compute.scaled(global_batch / cluster.ranks / args.local_batch_size).total_s
+    read_s = local * cluster.ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
+    control = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_NODE, "horovod") else 0.0
+    sums = workload.sums_bytes(options, local)
+    method = replace(method, sums=sums)
+    found = step(workload.gradients, own, cluster, method, control, input_s=max(decode_s, read_s))
+    alone_s = compute.scaled(global_batch / parts / args.local_batch_size).total_s
     steps = options.epochs * (kind.num_samples // global_batch)
     steps = min(steps, options.max_steps or steps)
-    failures = failure_figures(args, options, workload, cluster.ranks)
+    failures = failure_figures(args, options, workload, cluster)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, local, cluster.ranks)
     return {
@@ -242,24 +246,45 @@ def plan_row(
         "hours": hours,
         "cost": hours * cluster.ranks * args.price,
         "memory_bytes": {**memory, "sum": sum(memory.values())},
+        "sent_in_replica_bytes": ring_bytes(sum(sums), method.tensor_parallel),  # these two by a rank of tensor
+        "sent_to_replicas_bytes": ring_bytes(workload.parameter_bytes, parts),
     }
 
 
-def failure_figures(args: Namespace, options: Options, workload: Workload, ranks: int) -> dict[str, float]:
-    """Return the mean time between failures, the best interval of checkpoints, and what is left of the time."""
-    mtbf_s = args.mtbf_gpu_hours * 3600 / ranks
-    size = workload.checkpoint_bytes(options)
-    write_s = size / (args.checkpoint_gb_s * 1e9)
-    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
-    cost_s = size / (args.copy_gb_s * 1e9) if options.async_checkpoints else write_s
-    restart_s = args.restart_s + (write_s if options.async_checkpoints else 0.0)
-    interval_s = max(daly_interval_s(cost_s, mtbf_s), write_s if options.async_checkpoints else 0.0)
+def checkpoint_figures(
+    args: Namespace, options: Options, workload: Workload, cluster: Cluster
+) -> dict[str, float]:
+    """Return what a checkpoint takes: of the time, and of rank 0's main memory."""
+    is_sharded, whole = options.sharded_checkpoints, workload.checkpoint_bytes(options)
+    shards = max(1, cluster.ranks // getattr(options, "replicas", cluster.ranks))  # of fsdp
+    group, _ = cluster.split(max(shards, getattr(options, "tensor_parallel", 1)))  # ranks that hold the model once
+    own = workload.part_bytes(options, shards) if is_sharded else whole
+    is_gathered = group.ranks > 1 and not is_sharded
+    gather_s = flat_ring_s(whole, group) / 2 if is_gathered else 0.0
+    rate = args.checkpoint_gb_s * 1e9
+    write_s = own * (group.gpus if is_sharded else 1) / rate  # its nodes side by side
+    copied = own if options.async_checkpoints else 0.0
+    # Rank 0 reads all, to check it. Then each rank reads its part, or gets it of what rank 0 broadcasts.
+    spread_s = write_s if is_sharded else flat_ring_s(whole, cluster) / 2
     return {
-        "mtbf_s": mtbf_s,
-        "checkpoint_cost_s": cost_s,
-        "interval_s": interval_s,
-        "useful_share": useful_share(interval_s, cost_s, mtbf_s, restart_s),
+        "checkpoint_bytes": whole,
+        "checkpoint_file_bytes": own,
+        "checkpoint_host_bytes": copied + (whole if is_gathered else 0.0),
+        "checkpoint_cost_s": gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s),
+        "checkpoint_write_s": write_s,
+        "checkpoint_restore_s": whole / rate + spread_s,
     }
+
+
+def failure_figures(args: Namespace, options: Options, workload: Workload, cluster: Cluster) -> dict[str, float]:
+    """Return the mean time between failures, the best interval of checkpoints, and what is left of the time."""
+    mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
+    saved = checkpoint_figures(args, options, workload, cluster)
+    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
+    later_s = saved["checkpoint_write_s"] if options.async_checkpoints else 0.0
+    interval_s = max(daly_interval_s(saved["checkpoint_cost_s"], mtbf_s), later_s)
+    share = useful_share(interval_s, saved["checkpoint_cost_s"], mtbf_s, args.restart_s + later_s)
+    return {"mtbf_s": mtbf_s, **saved, "interval_s": interval_s, "useful_share": share}
 
 
 def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]:
@@ -300,14 +325,37 @@ def memory_line(row: Row, args: Namespace) -> str:
     return f"memory of a GPU, estimated: {whole:.1f} GB{fits} (in MB: {texts}; without the libraries' own)"
 
 
+def checkpoint_line(row: Row, options: Options) -> str:
+    """Return what a checkpoint takes in words."""
+    whole, own, held = (row[f"checkpoint_{name}bytes"] / 1e6 for name in ("", "file_", "host_"))
+    waits_s, write_s, restore_s = (row[f"checkpoint_{name}_s"] for name in ("cost", "write", "restore"))
+    text = (
+        f"checkpoint of {whole:,.1f} MB: steps wait {waits_s:.3g} s for it, it is written in {write_s:.3g} s and "
+        f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it"
+    )
+    if options.sharded_checkpoints:
+        return f"{text}, and writes {own:,.1f} MB; without --sharded-checkpoints it would gather all"
+    return text
+
+
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the plan, the lines that tell it, and where it shall go; raises UserError."""
     args, options = parse_args(argv)
+    ranks = getattr(options, "tensor_parallel", 1)
+    if ranks > 1 and args.measure:
+        raise UserError("--measure computes the whole model on one device; give the --compute-ms of a rank's part")
+    if ranks > args.nodes * args.gpus:
+        raise UserError(
+            f"--tensor-parallel {ranks}: NODES={args.nodes} of {args.gpus} GPUs are no replica; raise NODES"
+        )
+    if ranks % args.gpus and args.gpus % ranks:
+        raise UserError(f"--tensor-parallel {ranks} and GPUS={args.gpus}: neither divides the other")
     for name in ("activation_checkpointing", "cpu_offload"):
         if getattr(options, name, False):
             raise UserError(f"--{name.replace('_', '-')}: the plan does not know what it saves and costs; drop it")
     kind = kind_of(options, args.num_classes, args.samples)
     workload = look_at(options, kind)
+    whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)
     counts = sorted({2**i for i in range(args.nodes.bit_length())} | {args.nodes})
     found = [plan_row(nodes, args, options, kind, workload, compute) for nodes in counts]
@@ -317,20 +365,26 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     last, where = rows[-1], cluster_of(args, 1)
     fabric = args.fabric or "own"
     lines = [
-        f"plan {args.recipe} {options.model}: {workload.parameters:,} parameters, samples {kind.data.input}, "
-        f"{workload.flops_per_sample / 1e9:.1f} GFLOP a sample forward and backward",
+        f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "
+        f"{workload.flops_per_sample / 1e9:.1f} GFLOP a sample on a rank",
         f"compute {1e3 * compute.total_s:.1f} ms a step of {args.local_batch_size} samples, {source}",
         f"fabric {fabric}: {where.network.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, "
         f"{where.network.alpha_s * 1e6:g} us a hop; in a node {args.intra}; {args.gpus} GPUs a node",
         memory_line(last, args),
+        checkpoint_line(last, options),
         *advice(last, args, options, kind),
     ]
+    if args.recipe == "tensor":
+        lines.append(
+            f"a rank sends {last['sent_in_replica_bytes'] / 1e6:,.2f} MB within its replica in a step, and "
+            f"{last['sent_to_replicas_bytes'] / 1e6:,.2f} MB to the other replicas"
+        )
     if len(rows) < len(counts):
         lines.append(f"note: left out {counts[len(rows) :]} nodes: the batch or the data do not go round there")
     plan = {
         "recipe": args.recipe,
         "model": options.model,
-        "parameters": workload.parameters,
+        "parameters": whole.parameters,
         "gradient_bytes": workload.parameter_bytes,
         "flops_per_sample": workload.flops_per_sample,
         "compute": {**asdict(compute), "source": source},

@@ -78,16 +78,21 @@ class Cluster:
         )
 
 
+def ring_bytes(nbytes: float, ranks: int) -> float:
+    """Return what a rank sends in a ring all-reduce: 2 (p-1)/p of the bytes."""
+    return 2 * (ranks - 1) / ranks * nbytes
+
+
 def ring_s(nbytes: float, ranks: int, link: Link) -> float:
     """Return the time of a ring all-reduce: 2 (p-1) hops, 2 (p-1)/p of the bytes over each link."""
-    return 2 * (ranks - 1) * link.alpha_s + 2 * (ranks - 1) / ranks * nbytes / link.bytes_per_s
+    return 2 * (ranks - 1) * link.alpha_s + ring_bytes(nbytes, ranks) / link.bytes_per_s
 
 
 def flat_ring_s(nbytes: float, cluster: Cluster) -> float:
     """Return the time of one ring through all GPUs, node by node: it enters and leaves each node once."""
     cluster = cluster.linked()
     hops, between = 2 * (cluster.ranks - 1), 2 * (cluster.nodes - 1)
-    return cluster.path_s(hops / cluster.ranks * nbytes, between, hops - between)
+    return cluster.path_s(ring_bytes(nbytes, cluster.ranks), between, hops - between)
 
 
 def tree_s(nbytes: float, cluster: Cluster) -> float:
@@ -133,8 +138,7 @@ def sent_per_node(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> f
     if cluster.nodes == 1:
         return 0.0
     is_ring = (fastest(nbytes, cluster) if algorithm == "auto" else algorithm) == "ring"
-    parts = cluster.ranks if is_ring else cluster.nodes
-    return 2 * (parts - 1) / parts * nbytes
+    return ring_bytes(nbytes, cluster.ranks if is_ring else cluster.nodes)
 
 
 # ---- what travels
@@ -300,6 +304,8 @@ class Method:
     passes: int = 1  # of fsdp in a step: gradients are scattered after the last alone
     gathered_share: float = 1.0  # of the fp32 weights' bytes: 0.5 for bf16
     replicas: int = 1  # of fsdp: copies of the model, each in shards
+    tensor_parallel: int = 1  # ranks of a replica of tensor
+    sums: tuple[float, ...] = ()  # bytes of the all-reduces that its layers wait for, the first half forward
     algorithm: str = "auto"
 
     @property
@@ -385,6 +391,8 @@ def _exchange(
         return computed_s + exchange_s, exchange_s, sent
     if method.recipe == "fsdp":
         return _by_shards(gradients, compute, cluster, method)
+    if method.recipe == "tensor":
+        return _by_layers(gradients, compute, cluster, method)
     if method.recipe == "horovod":
         messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
         single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
@@ -424,6 +432,25 @@ def _by_shards(
     forward_s = max(compute.forward_s, method.passes * sum(gathers))
     backward_s = max(compute.backward_s, (count - method.passes) * sum(gathers) + sum(scatters) + copies_s)
     return gathers[-1] + forward_s + backward_s + scatters[-1], exchange_s, sent
+
+
+def _by_layers(
+    gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
+) -> tuple[float, float, float]:
+    """Return the same for tensor: layers wait for sums within a replica; gradients travel beside backward."""
+    within, across = cluster.split(method.tensor_parallel)
+    times = [all_reduce_s(nbytes, within, method.algorithm) for nbytes in method.sums]
+    forward_s, backward_s = sum(times[: len(times) // 2]), sum(times[len(times) // 2 :])
+    busy = replace(compute, forward_s=compute.forward_s + forward_s, backward_s=compute.backward_s + backward_s)
+    messages = ddp_buckets(gradients, method.bucket_bytes)
+
+    def cost(nbytes: float) -> float:
+        return all_reduce_s(nbytes, across, method.algorithm)
+
+    sent = sum(sent_per_node(nbytes, within, method.algorithm) for nbytes in method.sums)
+    sent += within.gpus * sum(sent_per_node(one.nbytes, across, method.algorithm) for one in messages)
+    exchange_s = forward_s + backward_s + sum(cost(message.nbytes) for message in messages)
+    return exchanges_end_s(messages, cost, busy), exchange_s, sent
 
 
 def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, float]:

@@ -8,7 +8,12 @@ from statistics import median
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.common.data import Data, load_data
@@ -16,6 +21,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options, is_reference
 from recipes.common.task import Classification
+from recipes.tensor.plans import parallelize
 from scripts.plan.model import Compute, Gradient
 
 BLOCK_BYTES = 25 * 2**20
@@ -61,6 +67,8 @@ class Workload:
     buffer_bytes: int
     flops_per_sample: float  # forward and backward
     activation_bytes_per_sample: float  # what forward keeps for backward, in fp32
+    sums_bytes_per_sample: tuple[float, ...] = ()  # of tensor's all-reduces, in fp32; half of them are forward's
+    whole: Workload | None = None  # of tensor: the model of which this is a rank's part
 
     @property
     def parameters(self) -> int:
@@ -83,7 +91,24 @@ class Workload:
 
     def checkpoint_bytes(self, args: Options) -> int:
         """Return the bytes of a checkpoint's tensors: weights, buffers, optimizer."""
-        return self.parameter_bytes + self.buffer_bytes + self.state_bytes(args)
+        return (self.whole or self).part_bytes(args, 1)
+
+    def part_bytes(self, args: Options, shards: int) -> int:
+        """Return the bytes of these that rank 0 holds where fsdp cuts the rows of each parameter into shards."""
+        shapes = [(-(-one.shape[0] // shards), *one.shape[1:]) if one.shape else () for one in self.gradients]
+        own = [replace(one, shape=shape) for one, shape in zip(self.gradients, shapes, strict=True)]
+        part = replace(self, gradients=tuple(own))
+        return part.parameter_bytes + self.buffer_bytes + part.state_bytes(args)
+
+    def sums_bytes(self, args: Options, local_batch_size: float) -> tuple[float, ...]:
+        """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's.
+
+        Autocast makes forward's activations half as long, and leaves the gradients of layers' inputs in fp32.
+        """
+        passes, middle = getattr(args, "accumulate_steps", 1), len(self.sums_bytes_per_sample) // 2
+        half = 1.0 if args.amp == "none" else 0.5
+        sizes = [nbytes * local_batch_size / passes for nbytes in self.sums_bytes_per_sample]
+        return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
     def memory_bytes(self, args: Options, local_batch_size: float, ranks: int) -> dict[str, float]:
         """Return an estimate of a rank's memory by what takes it, without the libraries' own.
@@ -92,7 +117,8 @@ class Workload:
         """
         half = 1.0 if args.amp == "none" else 0.5
         passes = getattr(args, "accumulate_steps", 1)
-        shards = max(1, ranks // getattr(args, "replicas", ranks))  # of fsdp; others hold weights whole
+        shards = max(1, ranks // getattr(args, "replicas", ranks))  # of fsdp; others hold all of the gradients
+        is_summed = 0 < getattr(args, "tensor_parallel", 0) < ranks
         is_resharded = getattr(args, "reshard_after_forward", False)
         # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
         gathered = min(self.parameter_bytes, 2 * BLOCK_BYTES) if is_resharded else self.parameter_bytes
@@ -103,30 +129,71 @@ class Workload:
             "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
             "half_weights": self.parameter_bytes / 2 if half < 1 and shards == 1 else 0,
+            "gradient_sums": self.parameter_bytes if is_summed else 0,  # tensor's buckets, until backward is done
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 
 
+class Sums(TorchDispatchMode):
+    """Notes the bytes of all-reduces within a pass, and lets a rank's part of what is split count alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.nbytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
 def look_at(args: Options, kind: Kind) -> Workload:
-    """Return the workload of --model: one forward and backward pass in which nothing is computed."""
+    """Return the workload of --model, of tensor that of a rank: passes in which nothing is computed or sent.
+
+    Raises:
+        UserError: the model cannot be split over --tensor-parallel ranks.
+    """
     with torch.device("meta"):
         model = build_model(args, kind.data).train()
-        inputs, targets = kind.data.input.zeros(SAMPLES, "meta"), kind.data.target.zeros(SAMPLES, "meta")
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    whole, ranks = count_pass(model, kind.data), getattr(args, "tensor_parallel", 1)
+    if ranks == 1:
+        return whole
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        parallelize(model, args.model, DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("tp",)))
+        count_pass(model, kind.data)  # in the first one, torch also computes the shapes of all that is split
+        return replace(count_pass(model, kind.data), whole=whole)
+    finally:
+        dist.destroy_process_group()
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what a rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def count_pass(model: nn.Module, data: Data) -> Workload:
+    """Return what a forward and a backward pass on the meta device amount to."""
+    inputs, targets = data.input.zeros(SAMPLES, "meta"), data.target.zeros(SAMPLES, "meta")
+    own = {own_part(parameter).untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor  # held, so that the key stays its own
+        part = own_part(tensor)
+        kept[part.untyped_storage()._cdata] = part  # held, so that the key stays its own
         return tensor
 
-    counter = FlopCounterMode(display=False)
-    with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        kind.data.task.loss_sum(model(inputs), targets).backward()
+    counter, sums = FlopCounterMode(display=False), Sums()
+    with counter, sums, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        data.task.loss_sum(model(inputs), targets).backward()
     return Workload(
         tuple(gradients_of(model, {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()})),
         sum(buffer.nbytes for buffer in model.buffers()),
         counter.get_total_flops() / SAMPLES,
-        sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own) / SAMPLES,
+        sum(part.untyped_storage().nbytes() for key, part in kept.items() if key not in own) / SAMPLES,
+        tuple(nbytes / SAMPLES for nbytes in sums.nbytes),
     )
 
 
@@ -148,7 +215,7 @@ def gradients_of(model: nn.Module, flops: dict[str, int]) -> list[Gradient]:
         for parameter in reversed(owners[name]):
             found.pop(parameter, None)  # of a tied one, the gradient is there after its last use
             ready = min(1.0, done / (sum(work.values()) or 1))
-            found[parameter] = Gradient(tuple(parameter.shape), ready, parameter.element_size())
+            found[parameter] = Gradient(tuple(own_part(parameter).shape), ready, parameter.element_size())
     return [gradient for parameter, gradient in found.items() if parameter.requires_grad]
 
 

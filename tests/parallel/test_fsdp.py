@@ -259,7 +259,8 @@ def note_bytes(folder):
 
 
 def allocated(tensors):
-    storages = [tensor.to_local().untyped_storage() for tensor in tensors]  # gradients of a block share one
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in local]  # gradients of a block share one
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

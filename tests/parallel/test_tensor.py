@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import statistics
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from recipes.common.checkpoint.checkpoint import CheckpointWriter, read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
-from recipes.tensor.train import options
+from recipes.tensor.train import GradientSum, options
+from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import slow
+from tests.parallel.test_fsdp import allocated, note_bytes
 from tests.support import (
     ROOT,
     Ranks,
@@ -120,6 +125,12 @@ def sent_per_step(folder, world_size):
     return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]
 
 
+def planned(recipe, world_size, *argv):
+    """Return what the plan says of a job, each rank a node."""
+    words = ["--nodes", str(world_size), "--gpus", "1", "--compute-ms", "1", "--samples", "1000000"]
+    return make_plan([recipe, *words, *argv])[0]["rows"][-1]
+
+
 def gradient_bytes(ranks):
     """Return the bytes of the gradients that a rank holds of gpt-tiny, whose matrices but one are split."""
     args = options([*GPT, "--device", "cpu"])
@@ -130,15 +141,76 @@ def gradient_bytes(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), (2, 2), (1, 4)])
-def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks):
-    """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds."""
-    words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")
-    words += ["--tensor-parallel", str(ranks)]
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "amp"), [(1, 2, "none"), (2, 2, "none"), (1, 4, "none"), (1, 2, "bf16")]
+)
+def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks, amp):
+    """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds.
+
+    Under bf16, the two sums that are forward's have two bytes a number.
+    """
+    own = (*GPT, "--global-batch-size", "8", "--device", "cpu", "--tensor-parallel", str(ranks), "--amp", amp)
+    words = words_for(tmp_path, "run", *own, "--max-steps", "5")
     setup = functools.partial(observe.observe_steps, tmp_path)
     outcome = Ranks("tensor", words, replicas * ranks, tmp_path, setup=setup).wait()
     assert not any(outcome.statuses), outcome.text
-    activations = 4 * 4 * (8 // replicas * 16 * 64 * 4)
+    activations = 4 * 4 * (8 // replicas * 16 * 64 * (4 if amp == "none" else 3))
     expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)
+    row = planned("tensor", replicas * ranks, *own, "--algorithm", "ring")
+    assert row["sent_bytes_per_node"] == pytest.approx(expected)
+    assert row["sent_in_replica_bytes"] + row["sent_to_replicas_bytes"] == pytest.approx(expected)
     for sent in sent_per_step(tmp_path, replicas * ranks):
         assert expected <= sent <= 1.05 * expected
+
+
+# ---- what the plan says of memory and of checkpoints
+
+
+def note_held(folder):
+    """Let each rank write what it holds in a step, what its gradients' sums take, and what a checkpoint does."""
+    note_bytes(folder)
+    finish, begin = GradientSum.finish, CheckpointWriter.begin
+
+    def noting_finish(self):
+        pending = [flat for _, flat, _ in self.sums] + self.bucket
+        (folder / f"sums{os.environ['RANK']}").write_text(str(allocated(pending)))
+        finish(self)
+
+    def noting_begin(self, content, is_best=False):
+        begin(self, content, is_best)
+        gathered = {name: value for name, value in content.items() if name != "parts"}
+        held = [x for x in tree_leaves([gathered, self._copy]) if isinstance(x, torch.Tensor)]
+        (folder / f"host{os.environ['RANK']}").write_text(str(allocated(held)))
+
+    GradientSum.finish, CheckpointWriter.begin = noting_finish, noting_begin
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "argv"),
+    [
+        ("tensor", 2, ["--sharded-checkpoints"]),
+        *slow(("tensor", 4, []), ("fsdp", 3, ["--sharded-checkpoints"]), ("fsdp", 4, ["--replicas", "2"])),
+    ],
+)
+def test_the_plan_knows_what_ranks_hold_and_write(tmp_path, recipe, world_size, argv):
+    argv = ["--data", "digits", *MODELS["vit-tiny"], "--device", "cpu", *argv]
+    words = words_for(tmp_path, "run", *argv, "--max-steps", "2", "--checkpoint-every", "1")
+    outcome = Ranks(
+        recipe, words, world_size, tmp_path / "out", setup=functools.partial(note_held, tmp_path)
+    ).wait()
+    assert not any(outcome.statuses), outcome.text
+    row = planned(recipe, world_size, *argv)
+    memory, counts = row["memory_bytes"], 4 * 79  # AdamW counts the steps of each of 79 parameters
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(world_size)]
+    expected = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    assert expected - counts <= max(held) <= (1.0 if recipe == "tensor" else 1.1) * expected
+    if recipe == "tensor":
+        assert int((tmp_path / "sums0").read_text()) == memory["gradient_sums"]
+    assert int((tmp_path / "host0").read_text()) == pytest.approx(row["checkpoint_host_bytes"], rel=0.01)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    if "--sharded-checkpoints" in argv:
+        files = read_checkpoint(newest)["shards"]["files"]
+        assert files[0]["size"] == max(file["size"] for file in files) == row["checkpoint_file_bytes"]
+        assert sum(file["size"] for file in files) == row["checkpoint_bytes"]
+    else:
+        assert row["checkpoint_bytes"] < newest.stat().st_size < 1.1 * row["checkpoint_bytes"]

@@ -12,6 +12,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.ddp import train
 from recipes.fsdp.train import options as fsdp_options
+from recipes.tensor.train import options as tensor_options
 from scripts.launch.command import ROOT, table
 from scripts.plan import __main__ as command
 from scripts.plan import published
@@ -38,6 +39,7 @@ from scripts.plan.model import (
     useful_share,
 )
 from scripts.plan.workload import kind_of, look_at
+from tests.conftest import slow
 
 LINK = Link(1e-3, 1e6)
 GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
@@ -186,6 +188,68 @@ def test_shards_are_gathered_and_gradients_scattered(method, sent):
     assert found.sent_bytes_per_node == pytest.approx(sent * 4e6, rel=1e-3)
     assert found.exchange_s == pytest.approx(sent * 4, rel=1e-2)
     assert found.step_s > 3.0
+
+
+def test_layers_wait_for_sums_and_replicas_sum_gradients():
+    """Four ranks, replicas of two, sums of 1 MB forward and backward: a second and two hops each."""
+    method = Method("tensor", bucket_bytes=1e9, tensor_parallel=2, sums=(1e6, 1e6))
+    apart = step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), method)
+    assert apart.exchange_s == pytest.approx(2 * 1.002 + 4.002)
+    assert apart.step_s == pytest.approx(3 + 2 * 1.002 + 4.002)
+    assert apart.sent_bytes_per_node == pytest.approx(2e6 + 4e6)
+    # With a replica in each node, sums stay there, and its two ranks share the way out of it.
+    near = step(GRADIENTS, Compute(1.0, 2.0), Cluster(2, 2, LINK, Link(0.0, 1e9)), method)
+    assert near.exchange_s == pytest.approx(2 * 1e-3 + 8.002)
+    assert near.sent_bytes_per_node == pytest.approx(2 * 4e6)
+    # A replica of two nodes: none is left to sum gradients with.
+    wide = step(GRADIENTS, Compute(1.0, 2.0), Cluster(2, 1, LINK), method)
+    assert (wide.sent_bytes_per_node, wide.exchange_s) == (pytest.approx(2e6), pytest.approx(2 * 1.002))
+
+
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
+def test_a_rank_of_tensor_computes_its_part(ranks):
+    """Of gpt-tiny's 4 blocks, 12 W^2 numbers each are split, and attention by heads; 4 sums a block."""
+    words = (
+        "--data",
+        "text",
+        "--data-dir",
+        str(ROOT / "docs"),
+        "--seq-len",
+        "16",
+        "--tensor-parallel",
+        str(ranks),
+    )
+    args = tensor_options(words)
+    workload = look_at(args, kind_of(args, None, None))
+    split, whole = 4 * 12 * 64**2, 4 * 4 * 64 + 2 * 64 + 256 * 64
+    assert workload.parameters == split // ranks + whole
+    attention = 4 * 2 * 2 * 16 * 64
+    assert workload.flops_per_sample == 3 * 16 * (2 * (split // ranks + 256 * 64) + attention // ranks)
+    assert workload.sums_bytes_per_sample == (4 * 16 * 64,) * 16
+    assert workload.whole.parameters == split + whole
+    assert workload.activation_bytes_per_sample < workload.whole.activation_bytes_per_sample
+    assert not torch.distributed.is_initialized()
+    half = tensor_options([*words, "--amp", "bf16", "--accumulate-steps", "2"])
+    assert workload.sums_bytes(half, 8) == (4 * 2 * 16 * 64,) * 16 + (4 * 4 * 16 * 64,) * 16
+
+
+def test_a_checkpoint_in_shards_is_not_gathered():
+    """Four nodes of one GPU at 1 GB/s without latency; files at 1 GB/s, copies at 5."""
+    words = ("fsdp", "--data", "digits", "--gpus", "1", "--nodes", "4", "--compute-ms", "1", "--gbit", "8")
+    words += ("--alpha-us", "0", "--local-batch-size", "8")
+    whole, own = (command.make_plan([*words, *more])[0]["rows"][-1] for more in ((), ("--sharded-checkpoints",)))
+    size = 8 * 21_386
+    assert whole["checkpoint_bytes"] == own["checkpoint_bytes"] == size
+    assert whole["checkpoint_host_bytes"] == 2 * size, "rank 0 gathers all, and copies it to write the copy"
+    assert whole["checkpoint_cost_s"] == pytest.approx((3 / 4 + 1 / 5) * size / 1e9)
+    assert whole["checkpoint_restore_s"] == pytest.approx((1 + 3 / 4) * size / 1e9)
+    part = own["checkpoint_file_bytes"]
+    # Rows of rank 0: 2 of 6 and 4 of 16 channels, 30 of 120, 21 of 84 and 3 of 10 units; each with its bias.
+    numbers = 2 * 26 + 4 * 151 + 30 * 65 + 21 * 121 + 3 * 85
+    assert part == own["checkpoint_host_bytes"] == 8 * numbers
+    assert own["checkpoint_cost_s"] == pytest.approx(part / 5e9)
+    assert own["checkpoint_write_s"] == pytest.approx(part / 1e9)
+    assert own["checkpoint_restore_s"] == pytest.approx((size + part) / 1e9)
 
 
 def test_a_shard_of_the_memory():
@@ -435,6 +499,17 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--compute-ms", "3", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("ddp", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("fsdp", "--cpu-offload"), "--cpu-offload: the plan does not know what it saves and costs; drop it"),
+        (
+            ("tensor", "--measure", "--data", "digits"),
+            "--measure computes the whole model on one device; give the",
+        ),
+        (
+            ("tensor", "--gpus", "3", "--data", "digits"),
+            "--tensor-parallel 2 and GPUS=3: neither divides the other",
+        ),
+        (("tensor", "--tensor-parallel", "16", "--nodes", "1"), "NODES=1 of 8 GPUs are no replica; raise NODES"),
+        (("tensor", "--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet,"),
+        (("ddp", "--sharded-checkpoints"), "--sharded-checkpoints: the ranks of this recipe hold no shards"),
         (("ddp", "--data", "digits", "--local-batch-size", "5000"), "larger than the data, on one node"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
