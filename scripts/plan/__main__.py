@@ -213,11 +213,11 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
 def plan_row(
     nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
 ) -> Row | None:
-    """Return the figures of one number of nodes; None if the global batch leaves a rank without a sample."""
+    """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
     cluster, method = cluster_of(args, nodes), method_of(args, options)
     parts = cluster.ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
-    if not parts or global_batch < parts or global_batch > kind.num_samples:
+    if cluster.ranks % method.tensor_parallel or global_batch < parts or global_batch > kind.num_samples:
         return None
     local = math.ceil(global_batch / parts)  # the largest share is what all wait for
     own = compute.scaled(local / args.local_batch_size)
@@ -225,6 +225,8 @@ def plan_row(
     read_s = local * cluster.ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
     control = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_NODE, "horovod") else 0.0
     sums = workload.sums_bytes(options, local)
+    in_replica = ring_bytes(sum(sums), method.tensor_parallel)
+    apart = ring_bytes(workload.parameter_bytes, parts)
     method = replace(method, sums=sums)
     found = step(workload.gradients, own, cluster, method, control, input_s=max(decode_s, read_s))
     alone_s = compute.scaled(global_batch / parts / args.local_batch_size).total_s
@@ -246,9 +248,7 @@ def plan_row(
         "hours": hours,
         "cost": hours * cluster.ranks * args.price,
         "memory_bytes": {**memory, "sum": sum(memory.values())},
-        "sent_in_replica_bytes": ring_bytes(sum(sums), method.tensor_parallel),  # these two by a rank of tensor
-        "sent_to_replicas_bytes": ring_bytes(workload.parameter_bytes, parts),
-    }
+    } | ({"sent_in_replica_bytes": in_replica, "sent_to_replicas_bytes": apart} if sums else {})
 
 
 def checkpoint_figures(
@@ -297,7 +297,7 @@ def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]
         f"epochs: --warmup-steps {5 * epoch_steps}"
     ]
     if batch > LINEAR_LIMIT:
-        nodes = max(1, LINEAR_LIMIT // (args.gpus * args.local_batch_size))
+        nodes = max(1, LINEAR_LIMIT * row["nodes"] // batch)
         texts.append(
             f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,}; "
             f"at {args.local_batch_size} samples a rank that is {nodes} nodes. Other data and models have other "
@@ -374,13 +374,13 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         checkpoint_line(last, options),
         *advice(last, args, options, kind),
     ]
-    if args.recipe == "tensor":
+    if "sent_in_replica_bytes" in last:
         lines.append(
             f"a rank sends {last['sent_in_replica_bytes'] / 1e6:,.2f} MB within its replica in a step, and "
             f"{last['sent_to_replicas_bytes'] / 1e6:,.2f} MB to the other replicas"
         )
-    if len(rows) < len(counts):
-        lines.append(f"note: left out {counts[len(rows) :]} nodes: the batch or the data do not go round there")
+    if left_out := [nodes for nodes, row in zip(counts, found, strict=True) if not row]:
+        lines.append(f"note: left out {left_out} nodes: the batch, the data or the replicas do not go round there")
     plan = {
         "recipe": args.recipe,
         "model": options.model,

@@ -233,6 +233,13 @@ def test_a_rank_of_tensor_computes_its_part(ranks):
     assert workload.sums_bytes(half, 8) == (4 * 2 * 16 * 64,) * 16 + (4 * 4 * 16 * 64,) * 16
 
 
+def test_nodes_that_make_up_no_whole_replicas_are_left_out():
+    words = ("tensor", "--tensor-parallel", "4", "--data", "digits", "--gpus", "2", "--nodes", "3")
+    made, lines, _ = command.make_plan([*words, "--compute-ms", "1", "--local-batch-size", "8"])
+    assert [(row["nodes"], row["global_batch_size"]) for row in made["rows"]] == [(2, 8)]
+    assert any("left out [1, 3] nodes" in line for line in lines)
+
+
 def test_a_checkpoint_in_shards_is_not_gathered():
     """Four nodes of one GPU at 1 GB/s without latency; files at 1 GB/s, copies at 5."""
     words = ("fsdp", "--data", "digits", "--gpus", "1", "--nodes", "4", "--compute-ms", "1", "--gbit", "8")
