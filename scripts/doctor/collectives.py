@@ -22,7 +22,7 @@ import torch.distributed as dist
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.world.world import NO_PICKLE
 from recipes.probe.train import TorchWorld, gather_map
-from scripts.doctor.rules import SLOW_LINK
+from scripts.doctor.rules import SLOW_LINK, lower_of_both
 
 SUM_ELEMENTS = 1 << 20
 """4 MiB of float32: several pieces of every algorithm and protocol that gloo and NCCL choose among."""
@@ -146,12 +146,7 @@ class Links:
         rows: list[dict[int, float]] = [{}] * self.ranks.world_size
         # Doctor: some bytes a link from every rank.
         dist.all_gather_object(rows, self.found, group=self.control, **NO_PICKLE)
-        speeds: dict[tuple[int, int], float] = {}
-        for rank, row in enumerate(rows):
-            node = rank // self.ranks.local_world_size
-            for other, speed in row.items():
-                pair = (min(node, other), max(node, other))
-                speeds[pair] = min(speed, speeds.get(pair, speed))
+        speeds = lower_of_both((rank // self.ranks.local_world_size, row) for rank, row in enumerate(rows))
         usual = median(speeds.values()) if speeds else 0.0
         return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -524,15 +524,20 @@ def sums(case: Case) -> Findings:
             yield case.error((), what, "see the launcher's variables: NNODES, NODE_RANK, NPROC_PER_NODE")
 
 
+def lower_of_both(seen: Iterable[tuple[int, Mapping[Any, float]]]) -> dict[tuple[int, int], float]:
+    """Return by pair the lower of what both ends saw, from each node's speeds by the other node."""
+    found: dict[tuple[int, int], float] = {}
+    for node, speeds in seen:
+        for other, speed in speeds.items():
+            pair = (min(node, int(other)), max(node, int(other)))
+            found[pair] = min(speed, found.get(pair, speed))
+    return found
+
+
 def links(case: Case) -> dict[tuple[int, int], float]:
     """Return the Gbit/s between each two nodes that were measured, the lower of what both saw."""
-    found: dict[tuple[int, int], float] = {}
-    for node, result in case.ranks.items():
-        for rank in result["ranks"]:
-            for other, speed in (rank.get("links_gbit_s") or {}).items():
-                pair = (min(node, int(other)), max(node, int(other)))
-                found[pair] = min(speed, found.get(pair, speed))
-    return found
+    ranks = ((node, rank) for node, found in case.ranks.items() for rank in found["ranks"])
+    return lower_of_both((node, rank.get("links_gbit_s") or {}) for node, rank in ranks)
 
 
 def bandwidth(case: Case) -> Findings:
