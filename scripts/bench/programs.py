@@ -48,11 +48,11 @@ def in_namespaces(module: str, rounds: int, result: Path, *words: str) -> Any:
     return json.loads(result.read_text())
 
 
-def recipe(name: str, folder: Path, options: Sequence[str], nodes: int = 1, processes: int = 1) -> dict[str, Any]:
+def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """Run a recipe as `make run` does; return its result.json, and the logged losses of its steps as "losses"."""
     run_name = f"{name}-{next(_numbers)}"
-    command = [sys.executable, "-m", "scripts.launch.local", name, "--nodes", str(nodes)]
-    command += ["--nproc-per-node", str(processes), "--", "--runs-dir", str(folder), "--name", run_name]
+    command = [sys.executable, "-m", "scripts.launch.local", name, "--nproc-per-node", str(processes)]
+    command += ["--", "--runs-dir", str(folder), "--name", run_name]
     run([*command, "--no-tensorboard", *options])
     result = json.loads((folder / run_name / "result.json").read_text())
     return {**result, "losses": list(read_losses(folder / run_name).values())}
