@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import datasets, transforms
 
 LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.9, 0.01
@@ -64,36 +63,18 @@ def model_of(args: argparse.Namespace) -> LeNet:
     return model
 
 
-class Given(Sampler[int]):
-    """The samples in the order that all contenders take them in, in place of shuffle=True."""
-
-    def __init__(self, order: list[int]) -> None:
-        self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-
 def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return the usual data set and loader, of this rank's share where there are several."""
+    """Return the usual loader in the order that all contenders share; this rank's part where there are several."""
     start = torch.load(args.begin_with, weights_only=True)
     transform = transforms.Compose(
         [transforms.ToTensor(), transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))]
     )
     data = datasets.FashionMNIST(str(args.data_dir), train=True, transform=transform)
-    order = start["order"].tolist()
-    sampler: Sampler[int] = Given(order)
-    dataset: datasets.FashionMNIST | Subset[tuple[Tensor, Tensor]] = data
-    if WORLD_SIZE > 1:
-        dataset = Subset(data, order)
-        sampler = DistributedSampler(dataset, WORLD_SIZE, RANK, shuffle=False)
+    dataset: Subset[tuple[Tensor, Tensor]] = Subset(data, start["order"].tolist())
     return DataLoader(
         dataset,
         batch_size=args.batch_size // WORLD_SIZE,
-        sampler=sampler,
+        sampler=DistributedSampler(dataset, WORLD_SIZE, RANK, shuffle=False),
         drop_last=True,
         num_workers=args.workers,
     )
