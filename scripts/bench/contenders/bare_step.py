@@ -8,7 +8,6 @@ each process computes by itself. --tf32 lets a GPU multiply float32 in TF32.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -23,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, optimizer_class
+from recipes.common.options import Parser
 from recipes.ddp.train import options
+from scripts.launch.command import parse
 
 READY = 16
 """Batches that lie ready and are taken in turn, where there are as many."""
@@ -31,15 +32,14 @@ READY = 16
 
 def main() -> None:
     """Print the mean milliseconds of a step."""
-    own, of_recipe = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser()
+    parser = Parser("python -m scripts.bench.contenders.bare_step", (__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--alone", action="store_true")
-    own_args = parser.parse_args(own)
+    own_args = parse(parser, sys.argv[1:])
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
-    args = options(of_recipe)
+    args = options(own_args.options)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:

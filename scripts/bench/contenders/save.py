@@ -5,7 +5,6 @@ python -m scripts.bench.contenders.save FOLDER --saves 6 -- --model resnet50 --o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,7 +24,9 @@ from recipes.common.checkpoint.checkpoint import (
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
+from recipes.common.options import Parser
 from recipes.single.train import options
+from scripts.launch.command import parse
 
 
 def drop_from_memory(path: Path) -> None:
@@ -48,12 +49,11 @@ def plain_read(path: Path) -> float:
 
 def main() -> None:
     """Print the stalls of saves of both kinds, the seconds of reading back, and the file's size."""
-    own, of_recipe = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
-    parser = argparse.ArgumentParser()
+    parser = Parser("python -m scripts.bench.contenders.save", (__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--saves", type=int, default=6)
-    own_args = parser.parse_args(own)
-    args = options(of_recipe)
+    own_args = parse(parser, sys.argv[1:])
+    args = options(own_args.options)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     data = load_data(args, device, on_bad_image=print)
     model = build_model(args, data).to(device)
