@@ -43,9 +43,9 @@ class Figure:
 
     def cells(self) -> list[str]:
         """Return the figure as a row of a table below TITLES."""
-        spread = f"{number(self.low)} .. {number(self.high)}" if self.low is not None else "-"
+        between = f"{number(self.low)} .. {number(self.high)}" if self.low is not None else "-"
         met = {True: "yes", False: "no", None: ""}[self.is_met]
-        cells = [self.name, self.goal, number(self.measured), spread, met, self.peer, self.note]
+        cells = [self.name, self.goal, number(self.measured), between, met, self.peer, self.note]
         return [cell or "-" for cell in cells]
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,10 +72,14 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Ro
     return values
 
 
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the least and the largest."""
+    return median(values), min(values), max(values)
+
+
 def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]:
     """Return the median, the least and the largest ratio of two contenders of the same round."""
-    ratios = [a / b for a, b in zip(values[name], values[against], strict=True)]
-    return median(ratios), min(ratios), max(ratios)
+    return spread([a / b for a, b in zip(values[name], values[against], strict=True)])
 
 
 def speed_figure(
@@ -90,6 +94,11 @@ def speed_figure(
 def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
     """Return a figure that cannot be measured here, with the reason."""
     return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
+
+
+def of(processes: int) -> str:
+    """Return the number of processes in words."""
+    return f"{processes} process{'es' if processes > 1 else ''}"
 
 
 def cell(text: str) -> str:

@@ -10,12 +10,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from scripts.bench import jpeg, small_data
-from scripts.bench.figures import Figure, speed_figure, take_turns, unmeasured
+from scripts.bench.figures import Figure, speed_figure, spread, take_turns, unmeasured
 from scripts.bench.programs import contender, recipe, run
 
 PART = "gpu"
@@ -99,6 +98,6 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
     values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
     return [
-        Figure(PART, f"{LENET}, {how}", median(values[name]), min(values[name]), max(values[name]), goal, peer)
+        Figure(PART, f"{LENET}, {how}", *spread(values[name]), goal, peer)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

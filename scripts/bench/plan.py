@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from scripts.bench.figures import Figure, unmeasured
+from scripts.bench.figures import Figure, spread, unmeasured
 from scripts.bench.programs import in_namespaces
 from scripts.plan.check import error_of, network
 
@@ -27,10 +27,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         rate = f" at {point['mbit']:g} Mbit/s" if point["nodes"] > 1 else ""
         name = f"predicted step time, {point['nodes']} node{'s' if point['nodes'] > 1 else ''}{rate}"
         note = f"predicted {predicted:.0f} ms, real {real:.0f} ms; the larger over the smaller"
-        figures.append(Figure("plan", name, median(ratios), min(ratios), max(ratios), STEP_GOAL, "ddp", note))
+        figures.append(Figure("plan", name, *spread(ratios), STEP_GOAL, "ddp", note))
     sent = [1 / (1 + error) for point in points if point["nodes"] > 1 for error in error_of(point, "sent_bytes")]
     note = "of all points; the votes on stopping are in it"
-    figures.append(
-        Figure("plan", "bytes sent over the plan's", median(sent), min(sent), max(sent), BYTES_GOAL, "ddp", note)
-    )
-    return figures
+    return [*figures, Figure("plan", "bytes sent over the plan's", *spread(sent), BYTES_GOAL, "ddp", note)]

@@ -14,13 +14,12 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
-from scripts.bench.figures import Figure, speed_figure, take_turns
+from scripts.bench.figures import Figure, speed_figure, spread, take_turns
 from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
 from scripts.launch.command import ROOT
@@ -118,4 +117,4 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     note = f"{after[1]} at most; {after[0] - before[0]} requests"
     figures.append(Figure(PART, "reads in flight without a cache, on average", mean, note=note))
     name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
-    return [*figures, Figure(PART, name, median(opened), min(opened), max(opened), "<= 5")]
+    return [*figures, Figure(PART, name, *spread(opened), "<= 5")]

@@ -17,7 +17,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
-from scripts.bench.figures import Figure, Rounds, speed_figure, take_turns
+from scripts.bench.figures import Figure, Rounds, of, speed_figure, take_turns
 from scripts.bench.programs import contender, recipe
 
 PART = "small-data"
@@ -130,11 +130,6 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             difference(bench, f"{processes}-ours-bf16", f"bf16, {of(processes)}", ""),
         ]
     return figures
-
-
-def of(processes: int) -> str:
-    """Return the number of processes in words."""
-    return f"{processes} process{'es' if processes > 1 else ''}"
 
 
 def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:

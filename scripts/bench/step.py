@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from scripts.bench.figures import Figure, ratio, take_turns
+from scripts.bench.figures import Figure, of, ratio, take_turns
 from scripts.bench.programs import contender, recipe
 
 PART = "step"
@@ -37,7 +37,7 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
 
     values = take_turns({"ours": ours, "bare": bare}, rounds)
     times = f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms"
-    what = f"{name}, {processes} process{'es' if processes > 1 else ''}: time of a step"
+    what = f"{name}, {of(processes)}: time of a step"
     peer = "bare forward + backward + step" + (" under DDP" if processes > 1 else "")
     note = f"{times} (resnet18, batch {batch})"
     return Figure(PART, what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note)

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from scripts.bench import programs
-from scripts.bench.figures import Figure, table, unmeasured
+from scripts.bench.figures import Figure, spread, table, unmeasured
 from scripts.lab import network
 from scripts.launch.runs import read_metrics
 
@@ -183,7 +183,7 @@ def time_figure(measured: Measured, variant: Variant) -> Figure:
         return Figure("wire", name, median(measured.step_s), note=f"seconds; {note}")
     ratios = [step_s / wire_s for step_s in measured.step_s]
     note = f"{milliseconds}, the wire alone {1e3 * wire_s:.0f} ms"
-    return Figure("wire", name, median(ratios), min(ratios), max(ratios), "<= 1.15", "the wire's own time", note)
+    return Figure("wire", name, *spread(ratios), "<= 1.15", "the wire's own time", note)
 
 
 def halves_figure(nodes: int, fp16: Measured, fp32: Measured) -> Figure:
@@ -191,7 +191,7 @@ def halves_figure(nodes: int, fp16: Measured, fp32: Measured) -> Figure:
     ratios = [a / b for a, b in zip(fp16.step_s, fp32.step_s, strict=True)]
     note = f"{1e3 * median(fp16.step_s):.0f} and {1e3 * median(fp32.step_s):.0f} ms a step"
     name = f"horovod (gloo), step with fp16, {nodes} nodes"
-    return Figure("wire", name, median(ratios), min(ratios), max(ratios), "<= 1.0", "step with fp32", note)
+    return Figure("wire", name, *spread(ratios), "<= 1.0", "step with fp32", note)
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
