@@ -58,10 +58,7 @@ def take_modules(options: list[str]) -> dict[str, Any]:
 
     The recipes themselves are the image's: its folder comes before PYTHONPATH.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--model", "--data", "--task"):
-        parser.add_argument(flag, default="")
-    if not any(":" in value for value in vars(parser.parse_known_args(options)[0]).values()):
+    if not any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
         return {}
     return {
         "environment": {"PYTHONPATH": "/code"},

@@ -299,7 +299,9 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
 def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert compose.take_modules(["--model", "vit-tiny", "--data=digits", "--epochs", "2"]) == {}
-    for options in (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"]):
+    (tmp_path / "mine.yaml").write_text("model: mine:net\n")
+    given = (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"])
+    for options in (*given, ["--config", "mine.yaml"]):
         own = compose.take_modules(options)
         assert own["environment"] == {"PYTHONPATH": "/code"}
         [volume] = own["volumes"]
