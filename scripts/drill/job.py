@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -129,21 +130,17 @@ class Job:
             time.sleep(0.05)
         names = []
         for process in left:
-            try:
+            with contextlib.suppress(psutil.Error):
                 names.append(" ".join(process.cmdline())[:80])
                 process.kill()
-            except psutil.Error:
-                continue
         return names
 
     def kill(self) -> None:
         """Kill everything at once, as a power cut does."""
         self.process.kill()
         for process in self.processes():
-            try:
+            with contextlib.suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         self.process.wait()
 
 
