@@ -272,24 +272,24 @@ def check_seeds(run: Run) -> list[Finding]:
 
 def check_order(run: Run, first: Run) -> list[Finding]:
     """Return whether later epochs repeat the order of the first."""
-    trained = sorted({line["iteration"] for line in run.of("trained")[0]})
-    seen: dict[tuple[int, int], int] = {}
+    if not repeats_order(run):
+        return []
+    seen = Counter[tuple[int, int]]()
     for event in run.of("sampler")[0]:
         key = (event["sampler"], event["epoch"])
-        seen[key] = seen.get(key, 0) + 1
-        if event["shuffle"] and seen[key] > 1 and repeats(run, trained):
-            return [
-                Finding("no-set-epoch", run.world_size, f"epoch {event['epoch'] + 2}, order: that of the first")
-            ]
-    if repeats(run, trained) and not repeats(first, sorted({e["iteration"] for e in first.of("trained")[0]})):
-        return [Finding("no-set-epoch", run.world_size, "epoch 2, order: that of the first")]
-    return []
+        seen[key] += 1
+        if event["shuffle"] and seen[key] > 1:
+            what = f"epoch {event['epoch'] + 2}, order: that of the first"
+            return [Finding("no-set-epoch", run.world_size, what)]
+    if repeats_order(first):
+        return []
+    return [Finding("no-set-epoch", run.world_size, "epoch 2, order: that of the first")]
 
 
-def repeats(run: Run, iterations: list[int]) -> bool:
+def repeats_order(run: Run) -> bool:
     """Whether two successive epochs begin with the same batches, of at least 8 samples."""
     orders = []
-    for iteration in iterations:
+    for iteration in sorted({line["iteration"] for line in run.of("trained")[0]}):
         batches = [event["indices"] for event in run.of("batch")[0] if event["iteration"] == iteration]
         orders.append([index for batch in batches for index in batch])
     return any(len(a) >= 8 and len(a) == len(b) and a == b and a != sorted(a) for a, b in pairwise(orders))
@@ -475,9 +475,7 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
     reference = first
     if is_other and replay is not None and same_samples(run, replay) is None:
         reference = replay
-        padded = any(count > 1 for count in epoch_counts(run)) and not any(
-            count > 1 for count in epoch_counts(first)
-        )
+        padded = draws_twice(run) and not draws_twice(first)
         if "dropped-samples" not in causes:
             kind = "padded-training" if padded else "other-order"
             findings.append(Finding(kind, w, f"step {(i or 0) + 1}, samples: not those of 1 process"))
@@ -486,10 +484,10 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
     return findings if training else findings + check_printed(run, reference, rounding, is_proven=True)
 
 
-def epoch_counts(run: Run) -> list[int]:
-    """Return how often each sample is drawn in the first epoch, by its index."""
-    batches = next(iter(run.batches().values()), [])
-    return list(Counter(index for batch in batches for index in batch).values())
+def draws_twice(run: Run) -> bool:
+    """Whether a sample is drawn more than once in the first epoch."""
+    drawn = [index for batch in next(iter(run.batches().values()), []) for index in batch]
+    return len(set(drawn)) < len(drawn)
 
 
 def needs_replay(run: Run, first: Run) -> bool:
