@@ -20,17 +20,20 @@ if [[ ${BASH_REMATCH[1]} == debian ]]; then
     edits=(-e "s#https?://(deb|security)\.debian\.org/debian-security/?#$security#"
         -e "s#https?://(deb|ftp[a-z.]*)\.debian\.org/debian/?( |\$)#$url\2#")
 else
+    security=$url
     edits=(-e "s#https?://([a-z.]*archive|security)\.ubuntu\.com/ubuntu/?#$url#"
         -e "s#https?://ports\.ubuntu\.com/ubuntu-ports/?#$url#")
 fi
 mapfile -t files < <(find "$etc" -name '*.list' -o -name '*.sources')
 if ((${#files[@]})); then sed -Ei "${edits[@]}" "${files[@]}"; fi
-if ! grep -qsF "$url" "${files[@]}" /dev/null; then
+bare=${url#*://} # a source may have the other of http and https, and a slash at its end
+if ! grep -qsF "$bare" "${files[@]}" /dev/null; then
     echo "error: APT_SNAPSHOT '$url': no source in $etc is of that distribution's archive" >&2
     exit 2
 fi
 sed -E '/^ *#/d' "${files[@]}" | { grep -oE 'https?://[^][:space:]]+' || true; } | sort -u | while read -r source; do
-    if [[ $source != "$url" && $source != "${security:-$url}" ]]; then
+    here=${source#*://} here=${here%/}
+    if [[ $here != "$bare" && $here != "${security#*://}" ]]; then
         echo "$source is no snapshot; its packages are today's" >&2
     fi
 done

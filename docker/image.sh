@@ -64,10 +64,11 @@ revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown
 arguments=(--build-arg "REVISION=$revision")
 if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
     for variable in BASE_IMAGE BUILD_IMAGE; do
+        if [[ -n ${!variable:-} ]]; then continue; fi
         image_name=$(sed -n "s/^ARG $variable=//p" docker/apex.Dockerfile) pinned=$(sed -n "s/^$variable=//p" "$locked")
         [[ $pinned == "$image_name@"* && ${pinned#*@} =~ ^sha256:[0-9a-f]{64}$ ]] ||
             refuse "$locked has no digest of the $variable of docker/apex.Dockerfile, $image_name; make image-lock writes it anew"
-        printf -v "$variable" %s "${!variable:-$pinned}"
+        printf -v "$variable" %s "$pinned"
     done
 fi
 if [[ -n ${BASE_IMAGE:-} ]]; then

@@ -44,7 +44,7 @@ def option(name: str, default: str, words: Sequence[str]) -> str:
 
 
 def read_config(path: str) -> dict[str, str]:
-    """Return the flags of a recipe's configuration file; none of one that the recipe itself refuses."""
+    """Return the flags of a recipe's configuration file; nothing that the recipe itself refuses."""
     if not path:
         return {}
     try:
@@ -56,7 +56,11 @@ def read_config(path: str) -> dict[str, str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     flags = content.items() if isinstance(content, dict) else ()
-    return {str(key).replace("_", "-"): str(value) for key, value in flags}
+    return {
+        str(key).replace("_", "-"): str(value)
+        for key, value in flags
+        if value is not None and not isinstance(value, bool | list | dict)
+    }
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:

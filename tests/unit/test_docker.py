@@ -121,6 +121,8 @@ def test_a_lock_of_other_base_images_is_refused(checkout, lock, variable):
     assert (result.status, calls) == (2, [])
     assert result.errors[0].startswith(f"error: docker/images.lock has no digest of the {variable} of docker/")
     assert image(checkout, "build", "apex", BASE_IMAGE="mine:1")[0].status == 0
+    own = image(checkout, "build", "apex", BUILD_IMAGE="mine:1")[0].status
+    assert own == (2 if variable == "BASE_IMAGE" else 0), "a digest that is not used need not be there"
 
 
 def test_an_image_is_attested_where_a_builder_can(checkout):
@@ -204,11 +206,21 @@ DEBIAN, UBUNTU = (
             f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n"
             "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
         ),
+        (
+            UBUNTU,
+            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
+            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
+        ),
+        (
+            DEBIAN,
+            f"deb {DEBIAN.replace('http', 'https')} sid main",
+            f"deb {DEBIAN.replace('http', 'https')} sid main",
+        ),
         (UBUNTU, "deb http://deb.debian.org/debian bookworm main", None),
         ("yesterday", "deb http://deb.debian.org/debian bookworm main", None),
         ("", "deb http://deb.debian.org/debian bookworm main", "deb http://deb.debian.org/debian bookworm main"),
     ],
-    ids=["list", "security", "old security", "ubuntu", "other", "none", "unset"],
+    ids=["list", "security", "old security", "ubuntu", "slash", "https", "other", "none", "unset"],
 )
 def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp_path):
     sources = tmp_path / "etc/apt/sources.list.d/x.sources"
@@ -354,6 +366,9 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
     config.write_text("data: text\n")
     assert compose.take_folders("ddp", flags)[1] == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
     assert compose.take_folders("ddp", [*flags, "--data", "digits"])[1][-2:] == ["--data-dir", "/data"]
+    config.write_text("runs_dir: {}\ncache_dir: null\nname: true\ndata_dir: [a, b]\n")  # the recipe refuses these
+    folders, words = compose.take_folders("ddp", flags)
+    assert folders == compose.Folders(tmp_path / "runs", tmp_path / "data", tmp_path / "runs/ddp-004")
 
 
 @pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
