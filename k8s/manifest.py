@@ -337,7 +337,7 @@ Dumper.add_representer(
     ),
 )
 # kubectl takes for a number or a bool what PyYAML writes plain: 1e-3, 0o17, y. A string of that look is quoted.
-NUMBER = re.compile(r"(?=.*[0-9])[-+]?[0-9_]*[.xXoObB]?[0-9a-fA-F_]*([eE][-+]?[0-9_]+)?$")
+NUMBER = re.compile(r"(?=.*[0-9])[-+]?[0-9_]*(\.|[xXoObB][-+]?)?[0-9a-fA-F_]*([eE][-+]?[0-9_]+)?$")
 Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYnN]$"), list("yYnN"))
 

@@ -387,7 +387,7 @@ def need_kubectl():
     "words",
     [
         "12345e67 1e-3 1e+3 0e7 1_0e3 1E5 -.5 +.5e3 .5 0.1 1. 09",
-        "12 +5 0123 0o17 0O7 0x1f 0X1F 0b1 0B1 -0b1 1_000 -_1 0_x1f 1__2",
+        "12 +5 0123 0o17 0O7 0x1f 0X1F 0b1 0B1 -0b1 0b-1 0b+1 1_000 -_1 0_x1f 1__2",
         "y Y n N yes no on off true ~ null NULL .inf -.inf .NaN = <<",
         "2026-11-01 12:30 190:20:30.15 8Gi 500m --lr - . 1.2.3 nccl:cu13 a12345e67",
     ],
