@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
-from recipes.common.data.shards import INDEX, RemoteImages, pack
+from recipes.common.data.shards import INDEX, RemoteImages, open_cached, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
 from recipes.single.train import options
@@ -220,7 +220,7 @@ def test_what_a_server_does_is_one_line(shards, name):
     with serve(shards, fault=lambda *request: bool(faulty) and fault(*request)) as (url, counts):
         data = load(url)
         store = data.train.dataset.store
-        store.attempt_s, store.longest_s = 0.1, 0.6 if name in ("drip", "silent") else 60
+        store.attempt_s, store.longest_s = (0.1, 0.6) if name in ("drip", "silent") else (1, 60)
         faulty.append(True)
         before = counts.requests
         error = one_error(data, 20)
@@ -279,11 +279,14 @@ def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, has_
         spoilt = 1000
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
-        if not has_cache:
-            error = one_error(data)
-            start = f"cannot read {url}/train-000000.tar at byte 512: "
-            assert error.startswith(f"{start}the server sent other bytes than were packed, 3 times; fix this")
-            assert set(seen.values()) == {3}
+        error = one_error(data)
+        start = f"cannot read {url}/train-000000.tar at byte 512: "
+        assert error.startswith(f"{start}the server sent other bytes than were packed, 3 times; fix this")
+        assert set(seen.values()) == {3}
+        store = data.train.dataset.store
+        store.attempt_s, store.longest_s = 8, 8  # another read might take longer than anyone waits
+        assert "the server sent other bytes than were packed, 1 time; fix" in one_error(data)
+        assert not any(tmp_path.rglob("*.tar"))
 
 
 def test_a_batch_ends_at_the_first_image_that_cannot_be_read(shards):
@@ -430,12 +433,13 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
                 patch.setattr(RemoteImages, "_read_cache", lambda *_: None)
                 assert f"--cache-dir cannot keep {folder}/train-000000.tar: Too many" in one_error(data)
             assert victim.read_bytes() == b""
-            refused = (
-                r"--cache-dir: cannot use \S+ \(another user, or others too, can write to it\); give a folder"
-            )
+            refused = r"--cache-dir: cannot use \S+ \(it is a link, or another user's\); give a folder"
             folder.chmod(0o775)
-            with pytest.raises(UserError, match=refused):
+            fix = f"({re.escape(f'others, too, can write to it: chmod go-w {folder}')})"
+            with pytest.raises(UserError, match=fix):
                 load(url, *flags)
+            with pytest.raises(OSError, match=fix):
+                open_cached(folder / "train-000000.tar", os.O_RDONLY)
             folder.chmod(0o755)
             with monkeypatch.context() as patch:
                 patch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
@@ -445,6 +449,9 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
             folder.symlink_to(tmp_path / "elsewhere")
             with pytest.raises(UserError, match=refused):
                 load(url, *flags)
+            (tmp_path / "elsewhere/new.tar").write_bytes(b"")
+            with pytest.raises(OSError, match="Not a directory"):  # renamed after it was found to be the user's
+                open_cached(folder / "new.tar", os.O_WRONLY)
             folder.unlink()
             with monkeypatch.context() as patch:
                 patch.setattr(os, "access", lambda *_: False)
@@ -474,6 +481,11 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
             r"--data-dir s3://: Install s3fs .*`pip install s3fs`",
         ),
         (["--data", "shards", "--data-dir", "nope://bucket/x"], r"--data-dir nope://: Protocol not known: nope"),
+        (
+            ["--data", "shards", "--data-dir", "ftp://host/x"],
+            r"--data-dir ftp://: missing a required argument: 'host'; serve the folder by http:// or https://$",
+        ),
+        (["--data", "shards", "--data-dir", "zip://x/y"], r"--data-dir zip://: .*; serve the folder by http"),
         (
             ["--data", "imagefolder", "--data-dir", "https://host/x"],
             "of a server, only shards are read; pack images by",

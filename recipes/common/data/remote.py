@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import functools
 import http.client
+import inspect
 import os
 import re
 import threading
@@ -203,17 +204,27 @@ CONNECTIONS = Connections()
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """Return fsspec's file system for a kind of URL; raises UserError where the package for it is missing."""
+    """Return fsspec's file system for a kind of URL.
+
+    Raises:
+        UserError: the package for it is missing, or it requires more than a URL.
+    """
     try:
         import fsspec  # type: ignore[import-untyped]
 
-        return fsspec.filesystem(scheme)
-    except (ImportError, ValueError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise UserError(
-            f"--data-dir {scheme}://: {reason}; http:// and https:// need no package, "
-            "others the one that fsspec has for them (`pip install s3fs` for s3://, gcsfs for gs://)"
-        ) from None
+        kind = fsspec.get_filesystem_class(scheme)
+        # First: an ftp:// without its host prints a traceback as it is collected, too.
+        inspect.signature(kind.__init__).bind(None)
+        return kind()
+    except Exception as error:  # each package has errors of its own
+        reason = printable(str(error)).rstrip(".") or type(error).__name__
+        fix = "serve the folder by http:// or https://"
+        if isinstance(error, ImportError | ValueError):
+            fix = (
+                "http:// and https:// need no package, "
+                "others the one that fsspec has for them (`pip install s3fs` for s3://, gcsfs for gs://)"
+            )
+        raise UserError(f"--data-dir {scheme}://: {reason}; {fix}") from None
 
 
 def open_store(url: str, timeout_s: float) -> Store:

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import tarfile
 import time
 import zipfile
@@ -32,7 +33,7 @@ import torch
 
 from recipes.common.data.imagefolder import Decoded, Images, data_of, walk
 from recipes.common.data.images import read
-from recipes.common.data.remote import PART_BYTES, Store, open_store, printable, readers
+from recipes.common.data.remote import PART_BYTES, PAUSES, Store, open_store, printable, readers
 from recipes.common.data.splits import Data
 from recipes.common.data.workers import Keys
 from recipes.common.errors import UserError
@@ -47,7 +48,7 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 HALVES = ("train", "val")
 
 READS = 3
-"""Of a part, until its bytes are those that were packed."""
+"""Of a part at most, until its bytes are those that were packed."""
 
 IS_UP = "see that the server is up and has it"
 
@@ -181,10 +182,11 @@ class RemoteImages(ShardedImages):
                 raise
 
     def _read_cache(self, index: int) -> bytes | None:
+        assert self.cache
         offset, size, crc = self._of(index, "offset", "size", "crc")
-        path = f"{self.cache}/{self._shard(index)}"
+        path = self.cache / self._shard(index)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            file = open_cached(path, os.O_RDONLY)
             try:
                 content = os.pread(file, size, offset)
             finally:
@@ -198,17 +200,20 @@ class RemoteImages(ShardedImages):
     def _fetch(self, index: int, first: int, end: int) -> bytes:
         """Read the images from first to before end, which lie side by side; return one of them."""
         start, (offset, size, crc) = self._of(first, "offset")[0], self._of(index, "offset", "size", "crc")
-        for _ in range(READS):
+        # No read begins that may take longer than what waits for this one.
+        last_s = time.monotonic() + self.store.longest_s - self.store.attempt_s * (len(PAUSES) + sum(PAUSES))
+        for reads in range(1, READS + 1):
             part = self.store.read(self._shard(index), start, sum(self._of(end - 1, "offset", "size")))
             content = part[offset - start :][:size]
             if zlib.crc32(content) == crc:
                 break
-        else:
-            raise OSError(errno.EIO, f"the server sent other bytes than were packed, {READS} times")
+            if reads == READS or time.monotonic() > last_s:
+                times = f"{reads} time{'s' * (reads > 1)}"
+                raise OSError(errno.EIO, f"the server sent other bytes than were packed, {times}")
         if self.cache:
             path = self.cache / self._shard(index)
             try:
-                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                file = open_cached(path, os.O_WRONLY | os.O_CREAT)
                 try:
                     if os.pwrite(file, part, start) < len(part):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -299,6 +304,24 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
     return about, halves
 
 
+def check_own(folder: Path, about: os.stat_result) -> None:
+    """Raise an OSError unless a folder is this user's, who alone can write to it."""
+    if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode):
+        raise OSError(errno.EPERM, "it is a link, or another user's")
+    if about.st_mode & 0o022:
+        raise OSError(errno.EPERM, f"others, too, can write to it: chmod go-w {folder}")
+
+
+def open_cached(path: Path, flags: int) -> int:
+    """Open a file of the cache; no link is followed, also where others can rename the cache's folder."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        check_own(path.parent, os.fstat(folder))
+        return os.open(path.name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def open_cache(args: Options, url: str, shards: dict[str, int]) -> Path | None:
     """Return the folder of --cache-dir that is for these shards, which has room for them; None without one.
 
@@ -310,9 +333,7 @@ def open_cache(args: Options, url: str, shards: dict[str, int]) -> Path | None:
     folder = args.cache_dir / f"{url.split('/')[-1]}-{zlib.crc32(url.encode()):08x}"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        about = folder.lstat()
-        if about.st_uid != os.geteuid() or about.st_mode & 0o022:  # as every link's mode says
-            raise OSError(errno.EPERM, "another user, or others too, can write to it")
+        check_own(folder, folder.lstat())
         if not os.access(folder, os.W_OK | os.X_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         kept = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
