@@ -47,7 +47,7 @@ from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
 from scripts.launch import script
-from scripts.launch.rejoin import LOST_STATUS, options_of_later_rounds, own_address, say
+from scripts.launch.rejoin import LOST_STATUS, UnsavedStopError, options_of_later_rounds, own_address, say
 from scripts.launch.stopped_status import option
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ ERROR_GRACE_S = 2.0
 STOP_GRACE_S = 30.0
 """How long they may still write a checkpoint, once a stop signal has ended one that does not handle it."""
 
+NOTICE_S = 1.0
+"""How long a stop signal waits, where no ranks run, for the agent to have noticed how they have ended."""
+
 STOPPED_BY: set[int] = set()
 """The stop signals that this agent has passed on."""
 
@@ -78,8 +81,8 @@ SAVING = threading.Event()
 PLAIN_CONF = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=7,last_call_timeout=5"
 """torchrun's own rendezvous, set as scripts/launch/elastic.py sets it, where that cannot be used."""
 
-announce: list[Callable[[], object]] = []
-"""What an elastic job calls before a stop signal is passed on."""
+announce: list[Callable[[], bool]] = []
+"""What an elastic job calls before a stop signal is passed on; it returns whether ranks have ended well."""
 
 
 def read_node(rdzv_timeout_s: int = 300) -> Node:
@@ -123,16 +126,38 @@ def pass_signals_on(logs: str) -> None:
         except FileNotFoundError:  # all is over
             return
         if not has_begun:
+            status = 0
             if not have_run:
                 print(f"stopped by {received.name} before any process had started", flush=True)
-            shutil.rmtree(logs)
-            os._exit(0)
+            elif not have_ended_well():
+                status = UnsavedStopError.status
+                print(
+                    f"error: stopped by {received.name} while no ranks ran: this node's have ended without a "
+                    f"checkpoint; {how_to_go_on()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            shutil.rmtree(logs, ignore_errors=True)
+            os._exit(status)
         # Launchers repeat a signal; a script may save in its handler, which a second one would interrupt.
         for worker in workers:
             if (worker, received) not in sent:
                 sent.add((worker, received))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.send_signal(received)
+
+
+def have_ended_well() -> bool:
+    """Whether ranks of an elastic job's node, of which none runs, have finished or written a checkpoint."""
+    if all([tell() for tell in announce]):
+        return True
+    time.sleep(NOTICE_S)
+    return all([tell() for tell in announce])
+
+
+def how_to_go_on() -> str:
+    """Return what to say where an elastic job ends before its end."""
+    return f"to go on: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:
@@ -429,8 +454,7 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
         return status
     except RendezvousTimeoutError:
         raise MissingNodeError(
-            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; to go on later: the same "
-            f"command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
+            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; {how_to_go_on()}"
         ) from None
     except (RendezvousError, DistError, OSError) as error:
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")

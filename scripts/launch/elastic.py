@@ -181,6 +181,7 @@ class Handler(DynamicRendezvousHandler):
     round = 0
     has_stopped = False
     """Whether this node's ranks have stopped for a node that joins or leaves."""
+    has_announced_finish = False
     has_result = False
     """Whether this node's ranks have finished, or failed for the last time."""
     is_over = False
@@ -233,6 +234,7 @@ class Handler(DynamicRendezvousHandler):
         """Note that this node's ranks have finished, so that its end is no loss."""
         self.notes.set(self._finished(self._this_node), "1")
         self.notes.add(self._finished(), 1)
+        self.has_announced_finish = True
 
     def has_finished(self) -> bool:
         """Whether the ranks of all nodes of the round have finished, once those of this one have.
@@ -255,10 +257,14 @@ class Handler(DynamicRendezvousHandler):
             "to go on: the same command with RESUME=auto"
         )
 
-    def announce_stop(self) -> None:
-        """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job."""
+    def announce_stop(self) -> bool:
+        """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job.
+
+        Return whether those of this node have finished, or stopped for another one.
+        """
         if not self.has_result:
             self.notes.add(f"stopping/{self.round}", 1)
+        return self.has_announced_finish or self.has_stopped
 
     def is_stopping(self) -> bool:
         """Whether any node has noted that."""
@@ -361,7 +367,7 @@ class Job:
     """Whether the stop signal has ended failed ranks of these statuses, as where a script does not handle it."""
     stopped_by: set[int]
     """The stop signals that came to this node."""
-    announce: list[Callable[[], object]]
+    announce: list[Callable[[], bool]]
     """What is called before such a signal is passed on."""
     give_up: Callable[[], object]
     """Ends this process at once: the store does not answer."""
@@ -439,6 +445,7 @@ class Agent(LocalElasticAgent):
                 has_ended = result.state == WorkerState.SUCCEEDED
                 if self.job.stopped_by and (has_ended or self.job.is_stopped(statuses)):
                     self._leave(has_checkpoint=True)
+                self.handler.has_stopped = has_ended
             if self.job.stopped_by:
                 self._leave(has_checkpoint=False)
         super()._stop_workers(worker_group)

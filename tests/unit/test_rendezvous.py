@@ -386,20 +386,44 @@ def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("has_run", "said"), [(True, ""), (False, "stopped by SIGUSR1 before any process had started\n")]
+    ("has_run", "has_ended_well", "status", "said"),
+    [
+        (True, True, 0, ""),
+        (False, False, 0, "stopped by SIGUSR1 before any process had started\n"),
+        (True, False, 1, "error: stopped by SIGUSR1 while no ranks ran: this node's have ended without a checkpoint; "),
+    ],
 )
-def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(monkeypatch, tmp_path, capsys, has_run, said):
+def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
+    monkeypatch, tmp_path, capfd, has_run, has_ended_well, status, said
+):
+    """With status 0 only where they have finished, or written a checkpoint for a node that joins."""
     logs = tmp_path / "logs"
     (logs / "attempt_0" if has_run else logs).mkdir(parents=True)
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(agent, "STOPPED_BY", set())
-    monkeypatch.setattr(agent, "announce", [lambda: None])
+    monkeypatch.setattr(agent, "announce", [lambda: has_ended_well])
     with pytest.raises(SystemExit) as caught:
         agent.pass_signals_on(str(logs))
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == said
+    assert caught.value.code == status
+    output = "".join(capfd.readouterr())
+    assert output == said + ("to go on: the same command with --resume auto\n" if status else "")
+
+
+def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
+    """Killed for a node that is lost; finished; stopped for a node that joins, after a checkpoint."""
+    a, b = nodes(2)
+    a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False
+    join(a, b)
+    assert not a.announce_stop()
+    a.announce_finish()
+    assert a.announce_stop()
+    done = RunResult(state=WorkerState.SUCCEEDED)
+    one, _ = monitored(monkeypatch, done, b)
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
+    one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))
+    assert b.announce_stop()
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
