@@ -36,6 +36,13 @@ class MissingNodeError(UserError):
     status = 1
 
 
+class MissingStoreError(MissingNodeError):
+    """The store of an elastic job did not answer within the bound."""
+
+    status = 68
+    """EX_NOHOST of sysexits.h, of an agent; its node ends with 1, or counts as lost where it was to come back."""
+
+
 def cannot(verb: str, path: object, error: OSError) -> UserError:
     """Return the error of a path that cannot be made, read or written, and what to do where rights are missing."""
     hint = ""

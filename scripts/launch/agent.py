@@ -31,7 +31,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import (
     Node,
@@ -149,10 +149,10 @@ def pass_signals_on(logs: str) -> None:
 
 def have_ended_well() -> bool:
     """Whether ranks of an elastic job's node, of which none runs, have finished or written a checkpoint."""
-    if all([tell() for tell in announce]):
+    if all(tell() for tell in announce):
         return True
     time.sleep(NOTICE_S)
-    return all([tell() for tell in announce])
+    return all(tell() for tell in announce)
 
 
 def how_to_go_on() -> str:
@@ -465,9 +465,10 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
 def own_status(status: int) -> int:
     """Return an elastic node's status from that of its ranks.
 
-    Above 128, and LOST_STATUS, mean that the agent itself was killed or has lost the store, and runs again.
+    Above 128, and LOST_STATUS, mean that the agent itself was killed or has lost the store, and runs again; the
+    status of MissingStoreError means that it has not found it.
     """
-    return 1 if status > 128 or status == LOST_STATUS else status
+    return 1 if status > 128 or status in (LOST_STATUS, MissingStoreError.status) else status
 
 
 def failures_of(error: ChildFailedError) -> tuple[dict[int, int], dict[int, int]]:

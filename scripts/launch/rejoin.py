@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_port, read_master, read_number
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
@@ -120,8 +120,11 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         store.start()
         status, was_stopped = run([*agent, *options], {**os.environ, LAUNCHER_PID: str(os.getpid())})
         if was_stopped or (status <= 128 and status != LOST_STATUS):
-            # A refusal ends the whole job; that of a node that comes back says that it does not reach the store.
-            status = LOST_STATUS if restart and status == USAGE_STATUS else status
+            # A refusal ends the whole job; that of a node that comes back is its own.
+            if restart and status in (USAGE_STATUS, MissingStoreError.status):
+                status = LOST_STATUS
+            elif status == MissingStoreError.status:
+                status = MissingNodeError.status
             break
         how = "lost the store" if status == LOST_STATUS else f"was killed by {signal.Signals(status - 128).name}"
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")

@@ -2,16 +2,19 @@
 
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, UserError
 from recipes.common.nonfinite import NonFiniteError
+from recipes.common.process.ranks import Ranks
 from recipes.common.world.places import Place
-from recipes.common.world.world import NO_PICKLE, World
+from recipes.common.world.world import NO_PICKLE, World, connect
+from scripts.launch.local import free_port
 
 
 @pytest.fixture
@@ -61,3 +64,12 @@ def test_what_another_rank_sends_runs_no_code(world, tmp_path):
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         dist.gather_object(Order(str(tmp_path / "made")), [None], dst=0, **NO_PICKLE)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
+    """So that the next start may find it, as where agents wait for each other."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
+        connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
+    assert caught.value.status == 1

@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from recipes.common.errors import MissingNodeError, PortTakenError, UserError
+from recipes.common.errors import MissingNodeError, MissingStoreError, PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.watch.bounds import HANG_STATUS
 
@@ -95,7 +95,7 @@ def wait_for_head(node: Node, store: str = "") -> None:
 
     Raises:
         MissingNodeError: node 0 does not answer within the bound.
-        UserError: the store does not.
+        MissingStoreError: the store does not.
     """
     place = store or f"{node.master_addr}:{node.master_port}"
     host, _, port = place.rpartition(":")
@@ -107,7 +107,7 @@ def wait_for_head(node: Node, store: str = "") -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 what = "the job's store" if store else "node 0"
-                raise (UserError if store else MissingNodeError)(
+                raise (MissingStoreError if store else MissingNodeError)(
                     f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
                     f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
                 ) from None

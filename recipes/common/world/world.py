@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.node import is_port_chosen, port_taken
@@ -164,7 +164,8 @@ def connect(
         devices_per_rank: GPUs that each process takes.
 
     Raises:
-        UserError: they do not find each other in time, or not all of them can use the same kind of device.
+        MissingNodeError: they do not find each other in time.
+        UserError: the port is taken, or not all of them can use the same kind of device.
     """
     try:
         # World: rank 0 (or torchrun's agent) keeps a store there, through which processes then find each other.
@@ -189,11 +190,12 @@ def connect(
         )
         return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error) and is_port_chosen():
+        is_taken = "EADDRINUSE" in str(error)
+        if is_taken and is_port_chosen():
             raise port_taken(int(os.environ["MASTER_PORT"])) from None
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().split("\n")[0].strip()
-        raise UserError(
+        raise (UserError if is_taken else MissingNodeError)(
             f"rank {ranks.rank} cannot meet the others at {place} ({reason}); "
             "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
             on_every_node=True,
