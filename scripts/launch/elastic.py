@@ -38,6 +38,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     dynamic_rendezvous,
     rendezvous_handler_registry,
 )
@@ -199,9 +200,16 @@ class Handler(DynamicRendezvousHandler):
         return PrefixStore(f"{self.get_run_id()}/notes", self._store)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round."""
+        """Join the next round, or wait for the end of one in which ranks of a script have finished."""
         before = self.members
-        info = super().next_rendezvous()
+        while True:
+            try:
+                info = super().next_rendezvous()
+                break
+            except RendezvousTimeoutError:
+                self.round = self._state_holder.state.round
+                if not self.is_ending():
+                    raise
         state = self._state_holder.state
         self.members, self.round = frozenset(state.participants), state.round
         self.left = self.lost = frozenset()
@@ -218,7 +226,7 @@ class Handler(DynamicRendezvousHandler):
         gone = self.members - state.participants.keys()
         self.left = frozenset(node for node in gone if not self.notes.check([self._finished(node)]))
         self.lost = self.left - state.wait_list
-        if script.is_set() and not self.has_stopped and self.notes.check([self._finished()]):
+        if not self.has_stopped and self.is_ending():
             return 0  # there is no further round
         return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
 
@@ -226,6 +234,10 @@ class Handler(DynamicRendezvousHandler):
         now = time.monotonic()
         self._newcomers_since_s = self._newcomers_since_s or now
         return now > max(self._newcomers_since_s + NEWCOMER_WAIT_S, self._begun_s + ROUND_S)
+
+    def is_ending(self) -> bool:
+        """Whether ranks of a script have finished on some node, so that no further round begins."""
+        return script.is_set() and self.notes.check([self._finished()])
 
     def _finished(self, node: object = "") -> str:
         return f"finished/{self.round}/{node}"
@@ -247,8 +259,7 @@ class Handler(DynamicRendezvousHandler):
         finished = self.notes.add(self._finished(), 0)
         if finished >= len(self.members):
             return True
-        has_failed = self.left - self.lost  # they wait for a round that there will not be
-        if not (is_closed or has_failed or finished + len(self.left) >= len(self.members)):
+        if not (is_closed or finished + len(self.left) >= len(self.members)):
             return False
         self.notes.compare_set("status", "", "1")
         unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
@@ -432,6 +443,8 @@ class Agent(LocalElasticAgent):
             else:
                 count = worker_group.spec.max_restarts - self._remaining_restarts + 1
                 restart = f"restart {count} of at most {worker_group.spec.max_restarts}"
+                if self.handler.is_ending():
+                    restart = "no restart, since ranks of another node have finished"
                 say(f"{self.job.cause(statuses, pids)}; {restart}")
         return result
 

@@ -227,6 +227,9 @@ class FakeHandler:
     def leave(self):
         self.has_left = True
 
+    def is_ending(self):
+        return "finished" in self.noted
+
     def has_lost(self):
         return False
 
@@ -257,6 +260,9 @@ def test_a_failure_is_told_and_leaves_a_restart(monkeypatch, capsys):
     line = capsys.readouterr().err
     assert line.startswith("elastic: rank 1 (pid 7 on ")
     assert line.endswith(") was killed by SIGKILL; restart 2 of at most 3\n")
+    one.handler.announce_finish()
+    monitor()
+    assert capsys.readouterr().err.endswith("; no restart, since ranks of another node have finished\n")
 
 
 @pytest.mark.parametrize(("is_refusal", "restarts", "noted"), [(True, 0, "2"), (False, 2, None)])
@@ -318,12 +324,13 @@ def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
     wait_until(lambda: b._this_node not in a._state_holder.state.participants or a.num_nodes_waiting(), 10, "b")
     assert a.num_nodes_waiting() == 0
     assert not a.has_lost()
-    [c] = nodes(1, min_nodes=1)
+    [c] = nodes(1, min_nodes=1, timeout_s=1)
     with ThreadPoolExecutor(1) as pool:
         newcomer = pool.submit(c.next_rendezvous)
         wait_until(lambda: a._state_holder.sync() or a._state_holder.state.wait_list, 10, "c")
-        time.sleep(5 * BEAT_S)  # more than NEWCOMER_WAIT_S
+        time.sleep(2)  # more than NEWCOMER_WAIT_S, and than c's bound for a round
         assert a.num_nodes_waiting() == 0, "no node joins what is about to end"
+        assert not newcomer.done(), "which is no lack of nodes"
         a.has_result = True
         a.shutdown()
         with pytest.raises(RendezvousClosedError):
@@ -356,8 +363,11 @@ def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_jo
     a.announce_finish()
     with ThreadPoolExecutor(1) as pool:
         next_round = pool.submit(b.next_rendezvous)
+        wait_until(lambda: a.num_nodes_waiting() or a.left, 10, "b")
+        assert not a.has_finished(), "c may be writing the model"
+        c.announce_finish()
         with pytest.raises(UserError, match="RESUME=auto"):
-            wait_until(a.has_finished, 10, "the end")  # though c is at work: b waits for nothing
+            wait_until(a.has_finished, 10, "the end")
         a.has_result = True
         a.shutdown()
         with pytest.raises(RendezvousClosedError):
@@ -390,7 +400,12 @@ def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
     [
         (True, True, 0, ""),
         (False, False, 0, "stopped by SIGUSR1 before any process had started\n"),
-        (True, False, 1, "error: stopped by SIGUSR1 while no ranks ran: this node's have ended without a checkpoint; "),
+        (
+            True,
+            False,
+            1,
+            "error: stopped by SIGUSR1 while no ranks ran: this node's have ended without a checkpoint; ",
+        ),
     ],
 )
 def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
@@ -460,7 +475,7 @@ def test_another_torch_is_noticed(monkeypatch, owner, name):
         assert elastic.missing_parts() == [f"{owner.__name__}.{name}"]
 
 
-@pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (2, 2)])
+@pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (68, 1), (2, 2)])
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
     """Above 128, and 69, mean that the agent was killed or lost the store, and let the node come back."""
@@ -519,11 +534,13 @@ def kept(monkeypatch, tmp_path, statuses, max_restarts=3):
     [
         ("0", 0, 1),
         ("2", 2, 1),
+        ("68", 1, 1),
         ("1", 1, 1),
         ("-9 0", 0, 2),
         ("69 -9 1", 1, 3),
         ("-9 69 -9 -9 0", 69, 4),
         ("-9 2", 69, 2),
+        ("-9 68", 69, 2),
     ],
 )
 def test_an_agent_that_is_lost_runs_again(monkeypatch, tmp_path, statuses, status, starts):
