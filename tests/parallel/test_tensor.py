@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
+from recipes.tensor.plans import packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
 from scripts.plan.__main__ import make_plan
 from tests import observe
@@ -161,6 +162,15 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
     assert row["sent_in_replica_bytes"] + row["sent_to_replicas_bytes"] == pytest.approx(expected)
     for sent in sent_per_step(tmp_path, replicas * ranks):
         assert expected <= sent <= 1.05 * expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ranks_packed_rows_lie_where_the_whole_model_has_them(ranks):
+    whole = torch.arange(3 * 4 * 5)
+    for rank, rows in enumerate(swap(whole, 3, ranks).chunk(ranks)):
+        box = (len(rows) * rank, len(rows) * (rank + 1))
+        boxes = packed_boxes({"qkv"}, ranks, "qkv", (box,))
+        assert torch.equal(torch.cat([whole[first:end] for ((first, end),) in boxes]), rows)
 
 
 # ---- what the plan says of memory and of checkpoints

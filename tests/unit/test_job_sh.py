@@ -90,6 +90,10 @@ def test_an_elastic_store_that_loses_its_port_takes_another(job, tmp_path):
     done = job(then=then, STATUS="3", **own)
     assert done.returncode == 1
     assert re.search(r"error: job \d+: its store did not start on n1:\d+ \(status 3\)\n$", done.stderr)
+    done = job(then=then.replace("echo 7", "echo $HELD"), **own)
+    assert done.returncode == 1, "three ports in a row"
+    assert done.stderr.count("has been taken") == 3
+    assert done.stderr.endswith(" (status 75)\n")
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,14 @@ def send_more(handler, number):
     return True
 
 
+def send_next(handler, number):
+    """As many bytes as were asked for, of another place."""
+    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+    part = f"bytes {start + 1}-{end + 1}/{10**6}"
+    handler.answer(206, b"x" * (end - start + 1), Content_Range=part)
+    return True
+
+
 def drip(handler, number):
     """A byte now and then: each comes in time, and all of them never do."""
     start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
@@ -206,6 +214,11 @@ FAULTS = {
     "longer": (
         send_more,
         r"the server sent bytes \d+-\d+/100000 in 100000 bytes, in place of bytes \d+-\d+, 4 times",
+        4,
+    ),
+    "next": (
+        send_next,
+        r"the server sent bytes \d+-\d+/1000000 in \d+ bytes, in place of bytes \d+-\d+, 4 times",
         4,
     ),
     "drip": (drip, r"the server took longer than 0.1 s, 4 times|not there after 0.6 s", 4),

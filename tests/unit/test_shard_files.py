@@ -251,13 +251,14 @@ def test_what_rank_0_cannot_add_all_raise_and_the_next_write_clears_it(folder, m
     assert len(shards(folder)) == 2 * RANKS
 
 
-def test_a_rank_that_writes_elsewhere_is_noticed(folder):
+@pytest.mark.parametrize("spoil", [os.unlink, lambda path: path.write_bytes(b"stale")], ids=["missing", "other"])
+def test_a_rank_that_writes_elsewhere_is_noticed(folder, spoil):
     def elsewhere(sharded, content):
         write_part = sharded._write_part
 
         def lose(path, parts):
             entry = write_part(path, parts)
-            path.unlink()
+            spoil(path)
             return entry
 
         sharded._write_part = lose

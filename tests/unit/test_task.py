@@ -55,6 +55,7 @@ class TestText:
         _, test = split_files(files, folder)
         other = split_files([(path, content.upper()) for path, content in files], folder)[1]
         assert other == [content.upper() for content in test]
+        assert [(len(content) - 100) // 10 for content in test] == [0, 9]  # on every machine, in every process
 
     def test_windows_follow_one_another_and_targets_are_one_byte_further(self):
         text = torch.arange(50, dtype=torch.uint8)
