@@ -2,7 +2,7 @@
 
 A column-wise layer holds some of the rows of its weight, and so computes some of its outputs from all inputs; a
 row-wise layer takes just those as inputs, and the sum over the ranks is its output. What is not split, each rank
-holds and computes whole.
+holds and computes whole. With sequence parallelism, what is between these pairs is computed for some tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from recipes.common.checkpoint.shard_files import Box
@@ -41,11 +49,27 @@ PLANS: dict[type[nn.Module], dict[str, str]] = {
 }
 
 
-def parallelize(model: nn.Module, name: str, mesh: DeviceMesh) -> set[str]:
+SEQUENCE = {"embedding": "cut", "blocks.*.norm?": "tokens", "head": "gather"}
+"""What --sequence-parallel adds to the plan of a model with blocks."""
+VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
+"""What --loss-parallel adds to the plan of a GPT."""
+
+
+def parallelize(
+    model: nn.Module, name: str, mesh: DeviceMesh, sequence: bool = False, vocabulary: bool = False
+) -> set[str]:
     """Split the model in place; return the names of its packed parameters.
 
+    Args:
+        model: one of PLANS.
+        name: what --model calls it.
+        mesh: the ranks of a replica.
+        sequence: between the layers that are split, a rank has some of the tokens, of a DTensor (B, T, width).
+        vocabulary: a rank has some rows of the embedding; in training the logits are a DTensor that it has some
+            columns of.
+
     Raises:
-        UserError: the model has no plan, or a layer does not divide.
+        UserError: the model has no plan, nothing that an option splits, or a layer that does not divide.
     """
     ranks = mesh.size()
     if ranks == 1:
@@ -53,21 +77,67 @@ def parallelize(model: nn.Module, name: str, mesh: DeviceMesh) -> set[str]:
     if type(model) not in PLANS:
         known = ", ".join([*OWN_MODELS, *GPTS])
         raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
+    layers = dict(PLANS[type(model)])
+    if sequence:
+        if not hasattr(model, "blocks"):
+            fix = f"drop it, or use vit-tiny, {' or '.join(GPTS)}"
+            raise UserError(f"--sequence-parallel: --model {name} has no sequence of tokens; {fix}")
+        layers.update(SEQUENCE)
+    if vocabulary:
+        if not isinstance(model, GPT):
+            fix = f"drop it, or use {' or '.join(GPTS)}"
+            raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
+        layers.update(VOCABULARY)
     packed: set[str] = set()
     torch.backends.mha.set_fastpath_enabled(False)  # evaluation's fused layer reads whole weights
     for path, module in model.named_modules():
         if isinstance(module, Attention | nn.MultiheadAttention):
             packed.update(split_heads(module, path, name, mesh))
-    # Tensor: a column-wise layer sends nothing forward, and all-reduces its inputs' gradient; a row-wise one
-    # all-reduces its output forward, and sends nothing back. Of N ranks each sends 2 (N-1)/N of these bytes:
-    # 4 x batch x places x width in fp32.
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    plan = {path: styles[style]() for path, style in PLANS[type(model)].items()}
     for path, style in PLANS[type(model)].items():
         check_layers(model, path, style, name, ranks)
+    styles = make_styles(sequence)
+    plan = {path: styles[style] for path, style in layers.items()}
     # Tensor: every rank has drawn the same weights and cuts its shards out of them: nothing crosses the wire.
     parallelize_module(model, mesh, plan, src_data_rank=None)
+    if vocabulary and isinstance(model, GPT):
+        model.head.weight = model.embedding.weight  # one matrix again
+        model.head.register_forward_hook(whole_logits)
     return packed
+
+
+def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
+    """Return what to do with a layer, by the words of the plans; bytes are those that each of N ranks sends.
+
+    A full activation has S = 4 x batch x places x width bytes in fp32.
+    """
+    whole, tokens = Replicate(), Shard(1)
+    between = tokens if sequence else whole
+    return {
+        # Tensor: a column-wise layer sends nothing forward, and all-reduces its inputs' gradient: 2 (N-1)/N S.
+        # With a sequence, it all-gathers its inputs, and reduce-scatters their gradient: (N-1)/N S each.
+        "column": ColwiseParallel(input_layouts=between),
+        # Tensor: a row-wise layer all-reduces its output, 2 (N-1)/N S, and sends nothing back. With a sequence, it
+        # reduce-scatters its output, and all-gathers the gradient: (N-1)/N S each.
+        "row": RowwiseParallel(output_layouts=between, use_local_output=not sequence),
+        # Tensor: a norm sends nothing. Its weights' gradient is that of a rank's own tokens: train.py sums it.
+        "tokens": SequenceParallel(),
+        # Tensor: each rank keeps some of the tokens that all have embedded; all-gathers their gradient: (N-1)/N S.
+        "cut": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
+        # Tensor: all-gathers the tokens, (N-1)/N S; each rank cuts its part out of their gradient.
+        "gather": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole, use_local_output=True),
+        # Tensor: of the tokens, each rank looks up those whose rows it has, and the others are zeros: all-reduces
+        # the sum, 2 (N-1)/N S. With a sequence, reduce-scatters it, and all-gathers the gradient: (N-1)/N S each.
+        "vocabulary": RowwiseParallel(input_layouts=whole, output_layouts=between, use_local_output=not sequence),
+        # Tensor: each rank computes the logits of its rows of the vocabulary from all numbers, as a column-wise
+        # layer does: all-reduces their gradient, 2 (N-1)/N S.
+        "copy": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=whole, use_local_output=False),
+    }
+
+
+def whole_logits(head: nn.Module, _: Any, logits: DTensor) -> Tensor:
+    """Return what a GPT's head returns: in training the shards of the logits."""
+    # Tensor: evaluation all-gathers the logits: (N-1)/N x 4 x batch x places x vocabulary bytes.
+    return logits if head.training else logits.full_tensor()
 
 
 def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:
@@ -105,8 +175,11 @@ def attend(
     attention: nn.MultiheadAttention, heads: int, mesh: DeviceMesh, tokens: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
     """Be the forward() of self-attention over this rank's heads."""
-    # Tensor: a column-wise layer that is no module of its own: its inputs' gradient is all-reduced.
-    everywhere = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
+    # Tensor: a column-wise layer that is no module of its own: see make_styles().
+    if isinstance(tokens, DTensor):
+        everywhere = tokens.redistribute(placements=[Replicate()])
+    else:
+        everywhere = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
     packed = cast(DTensor, linear(everywhere, attention.in_proj_weight, attention.in_proj_bias)).to_local()
     # (B, T, 3 * heads * size) -> three of (B, heads, T, size)
     q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)

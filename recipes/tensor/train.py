@@ -10,6 +10,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -17,14 +18,15 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, option, parse, positive_int
+from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
@@ -43,6 +45,8 @@ class TensorOptions(Options):
 
     has_shards = True
     tensor_parallel: int = option(2, positive_int, "ranks that each layer is split over", "N")
+    sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
+    loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
 
     def check(self) -> None:
         """Raise UserError where options do not combine."""
@@ -51,6 +55,11 @@ class TensorOptions(Options):
             raise UserError("--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: each replica normalises its own share; use --batchnorm-group")
+        if self.tensor_parallel == 1 and (self.sequence_parallel or self.loss_parallel):
+            flag = "--sequence-parallel" if self.sequence_parallel else "--loss-parallel"
+            raise UserError(f"{flag}: --tensor-parallel 1 splits nothing; drop one of the two")
+        if self.loss_parallel and self.task not in ("auto", "language-model"):
+            raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 
 
 def options(argv: Sequence[str] | None = None) -> TensorOptions:
@@ -68,35 +77,43 @@ def check_replicas(world_size: int, tensor_parallel: int) -> None:
 class GradientSum:
     """Sums gradients over the replicas while backward goes on; each rank has those of its own shards."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self.group, self.is_last = group, True
-        self.bucket: list[Tensor] = []
+    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
+        self.replicas, self.everyone, self.is_last = replicas, everyone, True
+        self.buckets: dict[dist.ProcessGroup, list[Tensor]] = {replicas: [], everyone: []}
         self.sums: list[tuple[list[Tensor], Tensor, dist.Work]] = []
-        if group.size() > 1:
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(self.add)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.add)
 
     def add(self, parameter: Tensor) -> None:
         """Take a gradient that is complete after the last pass of a step, and send a bucket that is full."""
-        if self.is_last:
-            gradient = cast(Tensor, parameter.grad)
-            self.bucket.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
-            if sum(gradient.nbytes for gradient in self.bucket) >= BUCKET_BYTES:
-                self.send()
+        if not self.is_last:
+            return
+        gradient, group = cast(Tensor, parameter.grad), self.replicas
+        if isinstance(gradient, DTensor):
+            own = gradient.to_local()
+            if gradient.placements == (Partial(),):  # a norm's, of this rank's tokens: the sum will be whole
+                group = self.everyone
+                parameter.grad = DTensor.from_local(own, gradient.device_mesh, [Replicate()], run_check=False)
+            gradient = own
+        if group.size() > 1:
+            self.buckets[group].append(gradient)
+            if sum(gradient.nbytes for gradient in self.buckets[group]) >= BUCKET_BYTES:
+                self.send(group)
 
-    def send(self) -> None:
-        """Begin to sum the gradients in the bucket."""
-        flat = torch.cat([gradient.flatten() for gradient in self.bucket])
+    def send(self, group: dist.ProcessGroup) -> None:
+        """Begin to sum the gradients in a bucket."""
+        flat = torch.cat([gradient.flatten() for gradient in self.buckets[group]])
         # Tensor: replicas have other samples: the ranks that hold the same shards all-reduce their gradients. Of D
-        # replicas, each rank sends 2 (D-1)/D of a bucket's bytes, while backward goes on.
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.sums.append((self.bucket, flat, work))
-        self.bucket = []
+        # replicas, each rank sends 2 (D-1)/D of a bucket's bytes, while backward goes on. With a sequence, the
+        # norms' gradients are sums over the ranks of a replica too: 2 (DN-1)/DN of their bytes.
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        self.sums.append((self.buckets[group], flat, work))
+        self.buckets[group] = []
 
     def finish(self) -> None:
         """Put the sums in place of all gradients that were taken."""
-        if self.bucket:
-            self.send()
+        for group in [group for group, bucket in self.buckets.items() if bucket]:
+            self.send(group)
         for gradients, flat, work in self.sums:
             work.wait()
             for gradient, total in zip(gradients, flat.split([part.numel() for part in gradients]), strict=True):
@@ -119,10 +136,11 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     with world.watch("model", computes=True):
-        packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp), world)
+        split = args.sequence_parallel, args.loss_parallel
+        packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
         if args.compile:
             model.compile(mode=args.compile_mode)
-    gradients = GradientSum(model, dp.get_group())
+    gradients = GradientSum(model, dp.get_group(), cast(dist.ProcessGroup, dist.group.WORLD))
     optimizer = build_optimizer(args, model.parameters())
     scaler, parts = build_scaler(args, world.device), replicas * args.accumulate_steps
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, batch_parts=parts)
@@ -130,13 +148,16 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
         gradients.is_last = is_last
-        with world.watch("gradients", computes=True):
+        # Tensor: from logits in shards, ranks all-reduce each place's maximum, its sum of exponentials and its
+        # target's logit: 3 x 2 (N-1)/N x 4 bytes for each place.
+        shards = loss_parallel() if args.loss_parallel else nullcontext()
+        with world.watch("gradients", computes=True), shards:
             with autocast(args, world.device):
                 loss = job.loss(model(inputs), targets)
             loss.backward()
             gradients.finish()
         # Tensor: all ranks of a replica have its loss: each gives a part of it to the sum that is logged.
-        return loss.detach() / tp.size()
+        return sharding.whole(loss.detach()) / tp.size()
 
     def predict(inputs: Tensor) -> Tensor | None:
         # Tensor: evaluation sums activations too; the first rank of a replica counts its samples.

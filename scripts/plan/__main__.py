@@ -350,7 +350,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         )
     if ranks % args.gpus and args.gpus % ranks:
         raise UserError(f"--tensor-parallel {ranks} and GPUS={args.gpus}: neither divides the other")
-    for name in ("activation_checkpointing", "cpu_offload"):
+    for name in ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel"):
         if getattr(options, name, False):
             raise UserError(f"--{name.replace('_', '-')}: the plan does not know what it saves and costs; drop it")
     kind = kind_of(options, args.num_classes, args.samples)

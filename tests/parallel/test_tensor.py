@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, read_checkpoint
 from recipes.common.data import load_data
+from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.tensor.plans import packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
@@ -35,6 +36,7 @@ from tests.support import (
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
 GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
+SEQUENCE, LOSS = "--sequence-parallel", "--loss-parallel"
 MODELS = {
     "lenet": (),
     "vit-tiny": ("--model", "vit-tiny", "--optimizer", "adamw", "--lr", "0.001"),
@@ -68,6 +70,42 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
     run = train("tensor", tmp_path, replicas * ranks, *argv, "--tensor-parallel", str(ranks))
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert_same_end(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("single", "replicas", "ranks", "switches"),
+    [
+        ("gpt-tiny", 1, 2, (SEQUENCE, LOSS)),
+        *slow(
+            ("gpt-tiny", 1, 2, (SEQUENCE,)),
+            ("gpt-tiny", 2, 2, (SEQUENCE, "--accumulate-steps", "2")),
+            ("gpt-tiny", 1, 4, (SEQUENCE, LOSS)),
+            ("gpt-tiny", 2, 2, (LOSS,)),
+            ("vit-tiny", 1, 2, (SEQUENCE,)),
+            ("vit-tiny", 2, 2, (SEQUENCE, "--accumulate-steps", "2")),
+            ("vit-tiny", 1, 4, (SEQUENCE,)),
+        ),
+    ],
+    indirect=["single"],
+)
+def test_tokens_and_vocabulary_in_shards_have_the_losses_of_single(single, tmp_path, replicas, ranks, switches):
+    argv, whole = single
+    words = ("--tensor-parallel", str(ranks), *switches)
+    run = train("tensor", tmp_path, replicas * ranks, *argv, *words)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+@pytest.mark.slow
+def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
+    """4 ranks of a replica have 2, 2, 1 and 0 of 5 places; single goes on from their shards."""
+    argv = (*MODELS["gpt-tiny"], *STEPS, "--seq-len", "5", "--global-batch-size", "6")
+    words = ("--tensor-parallel", "4", SEQUENCE, LOSS, "--sharded-checkpoints")
+    whole, run = train("single", tmp_path, 1, *argv), train("tensor", tmp_path, 4, *argv, *words)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    checkpoint = str(run / "checkpoints" / "step-000000002.pt")
+    later = train("single", tmp_path / "later", 1, *argv, "--resume", checkpoint)
+    assert_same_end(later, whole)
 
 
 def test_a_checkpoint_of_single_goes_on_in_shards(single, tmp_path):
@@ -107,6 +145,16 @@ def test_bf16_stays_close(tmp_path):
         ),
         (2, ("--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet, vit-tiny, "),
         (2, ("--amp", "fp16"), "--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16"),
+        (
+            2,
+            (SEQUENCE,),
+            "--sequence-parallel: --model lenet has no sequence of tokens; drop it, or use vit-tiny, ",
+        ),
+        (
+            2,
+            (LOSS, "--model", "vit-tiny"),
+            "--loss-parallel: --model vit-tiny has no vocabulary; drop it, or use gpt",
+        ),
     ],
 )
 def test_refusals(tmp_path, world_size, argv, message):
@@ -114,6 +162,13 @@ def test_refusals(tmp_path, world_size, argv, message):
     outcome = Ranks("tensor", words, world_size, tmp_path / "out").wait(60)
     assert outcome.statuses == [2] * world_size, outcome.text
     assert f"error: {message}" in outcome.text
+
+
+def test_switches_that_would_do_nothing_or_harm_are_refused():
+    with pytest.raises(UserError, match="--sequence-parallel: --tensor-parallel 1 splits nothing; drop one"):
+        options(["--tensor-parallel", "1", SEQUENCE])
+    with pytest.raises(UserError, match="--loss-parallel: --task my:Task may read all logits; drop it"):
+        options([*GPT, "--task", "my:Task", LOSS])
 
 
 # ---- bytes on the wire
@@ -132,13 +187,16 @@ def planned(recipe, world_size, *argv):
     return make_plan([recipe, *words, *argv])[0]["rows"][-1]
 
 
-def gradient_bytes(ranks):
-    """Return the bytes of the gradients that a rank holds of gpt-tiny, whose matrices but one are split."""
+def gradient_bytes(ranks, switches=()):
+    """Return the bytes of gpt-tiny's gradients that a rank sums over the replicas, and over all ranks."""
     args = options([*GPT, "--device", "cpu"])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    split = sum(size for name, size in sizes.items() if "attention" in name or "mlp" in name)
-    return 4 * (sum(sizes.values()) - split + split // ranks)
+    sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
+    kinds = ("attention", "mlp", "embedding" if LOSS in switches else "attention")
+    split = sum(size for name, size in sizes.items() if any(kind in name for kind in kinds))
+    norms = sum(size for name, size in sizes.items() if ".norm" in name and "head" not in name)
+    everywhere = norms if SEQUENCE in switches else 0
+    return sum(sizes.values()) - split + split / ranks - everywhere, everywhere
 
 
 @pytest.mark.slow
@@ -156,7 +214,7 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
     outcome = Ranks("tensor", words, replicas * ranks, tmp_path, setup=setup).wait()
     assert not any(outcome.statuses), outcome.text
     activations = 4 * 4 * (8 // replicas * 16 * 64 * (4 if amp == "none" else 3))
-    expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)
+    expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)[0]
     row = planned("tensor", replicas * ranks, *own, "--algorithm", "ring")
     assert row["sent_bytes_per_node"] == pytest.approx(expected)
     assert row["sent_in_replica_bytes"] + row["sent_to_replicas_bytes"] == pytest.approx(expected)
@@ -173,6 +231,33 @@ def test_a_ranks_packed_rows_lie_where_the_whole_model_has_them(ranks):
         assert torch.equal(torch.cat([whole[first:end] for ((first, end),) in boxes]), rows)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "switches"),
+    [(2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))],
+)
+def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ranks, switches):
+    """An activation is b samples of 16 places and 64 numbers: units of (N-1)/N of its bytes.
+
+    A reduce-scatter should send one of them; gloo's is an all-reduce of which it keeps a part, and sends two.
+    """
+    words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")
+    words += ["--tensor-parallel", str(ranks), *switches]
+    setup = functools.partial(observe.observe_steps, tmp_path)
+    outcome = Ranks("tensor", words, replicas * ranks, tmp_path, setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    places, n = 8 // replicas * 16, replicas * ranks
+    units = 4 * 8  # of each of 4 blocks: 4 all-reduces, or as many all-gathers and reduce-scatters
+    units += 2 if SEQUENCE in switches else 0  # the tokens before the head, their gradient after the embedding
+    units += (3 if SEQUENCE in switches else 4) if LOSS in switches else 0
+    units += 4 * 4 + (LOSS in switches) if SEQUENCE in switches else 0  # gloo's second ones
+    activations = units * places * 64 * 4 + (6 * places * 4 if LOSS in switches else 0)
+    own, norms = gradient_bytes(ranks, switches)
+    expected = (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * own + 2 * (n - 1) / n * norms
+    for sent in sent_per_step(tmp_path, replicas * ranks):
+        assert expected <= sent <= 1.05 * expected
+
+
 # ---- what the plan says of memory and of checkpoints
 
 
@@ -182,7 +267,7 @@ def note_held(folder):
     finish, begin = GradientSum.finish, CheckpointWriter.begin
 
     def noting_finish(self):
-        pending = [flat for _, flat, _ in self.sums] + self.bucket
+        pending = [flat for _, flat, _ in self.sums] + self.buckets[self.replicas]
         (folder / f"sums{os.environ['RANK']}").write_text(str(allocated(pending)))
         finish(self)
 

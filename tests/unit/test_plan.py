@@ -507,6 +507,10 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("fsdp", "--cpu-offload"), "--cpu-offload: the plan does not know what it saves and costs; drop it"),
         (
+            ("tensor", "--sequence-parallel"),
+            "--sequence-parallel: the plan does not know what it saves and costs; drop it",
+        ),
+        (
             ("tensor", "--measure", "--data", "digits"),
             "--measure computes the whole model on one device; give the",
         ),

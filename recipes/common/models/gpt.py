@@ -92,9 +92,8 @@ class Attention(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         """Mix each place of (B, T, width) with the places before it."""
-        batch, length, _ = stream.shape
         # (B, T, 3 * width) -> three of (B, heads, T, width / heads)
-        q, k, v = self.qkv(stream).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(stream).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotate(q), rotate(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.project(mixed.transpose(1, 2).flatten(2))
