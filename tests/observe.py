@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
+import statistics
 import struct
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,10 @@ def observe_steps(folder: Path) -> None:
         file.write(json.dumps(line) + "\n")
 
     Job.count_step = observed  # type: ignore[method-assign]
+
+
+def sent_per_step(folder: Path, world_size: int) -> list[float]:
+    """Return the median of the bytes that each rank sends in a step."""
+    files = [folder / f"steps{rank}.jsonl" for rank in range(world_size)]
+    counts = [[json.loads(line)["sent_bytes"] for line in file.read_text().splitlines()] for file in files]
+    return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]

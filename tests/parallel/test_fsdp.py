@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -22,8 +23,10 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.task import LanguageModel
 from recipes.common.watch.watch import Watch
 from recipes.common.world.world import connected_world
+from recipes.fsdp import train as fsdp
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, options, wrap
+from tests import observe
 from tests.conftest import slow
 from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
 
@@ -57,6 +60,57 @@ def test_bf16_gathers_half_and_stays_close(single, tmp_path):
     assert losses(run) == pytest.approx(losses(single), rel=2.0**-8)
     assert losses(run) != pytest.approx(losses(single), rel=1e-6)
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
+    """Two gathers and one sum of gradients, which gloo sends twice: 2 + 2 in fp32, 1 + 2 in bf16; NCCL 2 of 3."""
+    sent = {}
+    for amp in ("none", "bf16"):
+        words = words_for(tmp_path, amp, *TEXT, "--amp", amp, "--device", "cpu")
+        (tmp_path / f"of-{amp}").mkdir()
+        setup = functools.partial(observe.observe_steps, tmp_path / f"of-{amp}")
+        outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup).wait()
+        assert outcome.statuses == [0, 0], outcome.text
+        sent[amp] = sum(observe.sent_per_step(tmp_path / f"of-{amp}", 2))
+    assert 0.64 < sent["bf16"] / sent["none"] < 0.78
+
+
+def spoil_own_shards(step):
+    """Let what rank 1 holds of the gradients be infinite in a step: of other ranks' shards nothing is."""
+    update = fsdp.update
+
+    def spoilt(job, check):
+        if os.environ["RANK"] == "1" and job.position.step + 1 == step:
+            for parameter in job.model.parameters():
+                parameter.grad.to_local().fill_(float("inf"))
+        update(job, check)
+
+    fsdp.update = spoilt
+
+
+def leave_out(step):
+    """Let a step change nothing."""
+    update = fsdp.update
+
+    def leaving_out(job, check):
+        update(job, check) if job.position.step + 1 != step else job.optimizer.zero_grad()
+
+    fsdp.update = leaving_out
+
+
+def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
+    """A rank that looked at its own shards alone would step by itself."""
+    runs = []
+    for fault in (spoil_own_shards, leave_out):
+        words = ("--max-steps", "4", "--device", "cpu", "--on-nonfinite", "skip", "--optimizer", "adamw")
+        words = words_for(tmp_path, fault.__name__, *words)
+        outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=functools.partial(fault, 3)).wait()
+        assert outcome.statuses == [0, 0], outcome.text
+        assert ("warning: left step 3 out: " in outcome.outputs[0]) == (fault is spoil_own_shards)
+        runs.append(tmp_path / fault.__name__)
+    assert losses(runs[0]) == losses(runs[1])
+    assert largest_difference(*map(weights, runs)) == 0
 
 
 def show_sampling(run):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import json
 import os
-import statistics
 
 import pytest
 import torch
@@ -174,13 +171,6 @@ def test_switches_that_would_do_nothing_or_harm_are_refused():
 # ---- bytes on the wire
 
 
-def sent_per_step(folder, world_size):
-    """Return the median of the bytes that each rank sends in a step."""
-    files = [folder / f"steps{rank}.jsonl" for rank in range(world_size)]
-    counts = [[json.loads(line)["sent_bytes"] for line in file.read_text().splitlines()] for file in files]
-    return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]
-
-
 def planned(recipe, world_size, *argv):
     """Return what the plan says of a job, each rank a node."""
     words = ["--nodes", str(world_size), "--gpus", "1", "--compute-ms", "1", "--samples", "1000000"]
@@ -218,7 +208,7 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
     row = planned("tensor", replicas * ranks, *own, "--algorithm", "ring")
     assert row["sent_bytes_per_node"] == pytest.approx(expected)
     assert row["sent_in_replica_bytes"] + row["sent_to_replicas_bytes"] == pytest.approx(expected)
-    for sent in sent_per_step(tmp_path, replicas * ranks):
+    for sent in observe.sent_per_step(tmp_path, replicas * ranks):
         assert expected <= sent <= 1.05 * expected
 
 
@@ -254,7 +244,7 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
     activations = units * places * 64 * 4 + (6 * places * 4 if LOSS in switches else 0)
     own, norms = gradient_bytes(ranks, switches)
     expected = (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * own + 2 * (n - 1) / n * norms
-    for sent in sent_per_step(tmp_path, replicas * ranks):
+    for sent in observe.sent_per_step(tmp_path, replicas * ranks):
         assert expected <= sent <= 1.05 * expected
 
 
