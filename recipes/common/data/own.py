@@ -36,10 +36,9 @@ class Numbers:
     are_inputs: bool
     """Whether inputs are tokens, too."""
 
-    def wrong(self, inputs: Any, targets: Any) -> str:
+    def wrong(self, inputs: Tensor, targets: Tensor) -> str:
         """Return which number of a sample, or of many, there is not; empty if there is none."""
-        for what, given in (("input", inputs), ("target", targets))[not self.are_inputs :]:
-            values = torch.as_tensor(given)
+        for what, values in (("input", inputs), ("target", targets))[not self.are_inputs :]:
             outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (what == "input")))
             if outside.any():
                 return f"{what} {values[outside][0].item()} is none of 0 to {self.count - 1}"
@@ -55,7 +54,7 @@ class OwnTensors(Split):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
-        self.specs = _specs((inputs[0], targets[0]))
+        self.specs = _specs(inputs[0], targets[0])
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -89,7 +88,7 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, samples: Any, stand_in: Any, what: str, seed: int, is_train: bool) -> None:
         self.samples, self.stand_in, self.what = samples, stand_in, what
         self.seed, self.is_train = seed, is_train
-        self.specs = _specs(stand_in)
+        self.specs = _specs(*map(torch.as_tensor, stand_in))
         self.numbers: Numbers | None = None
 
     def __len__(self) -> int:
@@ -106,7 +105,8 @@ class SeededSamples(Dataset[Any]):
             fix = "fix it, then add --resume auto"
             try:
                 sample = self.samples[index]
-                specs, wrong = _specs(sample), self.numbers and self.numbers.wrong(*sample)
+                inputs, targets = map(torch.as_tensor, sample)
+                specs, wrong = _specs(inputs, targets), self.numbers and self.numbers.wrong(inputs, targets)
             except Exception as error:
                 return self.stand_in, str(refusal(f"{self.what}[{index}] failed", error, fix))
         if specs != self.specs:
@@ -234,10 +234,9 @@ def _split(
     return OwnSamples(dataset, args, device, on_fault)
 
 
-def _specs(sample: Sequence[Any]) -> tuple[Spec, Spec]:
+def _specs(inputs: Tensor, targets: Tensor) -> tuple[Spec, Spec]:
     """Return what the input and the target of a sample are."""
-    first, second = (torch.as_tensor(value) for value in sample)
-    return Spec(tuple(first.shape), first.dtype), Spec(tuple(second.shape), second.dtype)
+    return Spec(tuple(inputs.shape), inputs.dtype), Spec(tuple(targets.shape), targets.dtype)
 
 
 def describe(specs: tuple[Spec, Spec]) -> str:

@@ -36,7 +36,7 @@ _log: Path | None = None
 def log_nccl() -> None:
     """Let NCCL write down how it starts; call it before this process's first communicator."""
     global _log
-    if any(os.environ.get(name) for name in VARIABLES):
+    if _is_users_log():
         return
     try:
         descriptor, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
@@ -44,7 +44,17 @@ def log_nccl() -> None:
         return
     os.close(descriptor)
     _log = Path(path)
-    os.environ.update(zip(VARIABLES, ("INFO", "INIT", path.replace("%", "%%")), strict=True))
+    _log_to(path.replace("%", "%%"))
+
+
+def _is_users_log() -> bool:
+    """Whether the user has set what NCCL logs, or where."""
+    return any(os.environ.get(name) for name in VARIABLES)
+
+
+def _log_to(pattern: str) -> None:
+    """Let NCCL log how it starts: to a file in whose name %p is the process, and %% a percent sign."""
+    os.environ.update(zip(VARIABLES, ("INFO", "INIT", pattern), strict=True))
 
 
 def read_network() -> str | None:
@@ -67,10 +77,9 @@ def read_network() -> str | None:
 
 def log_processes(folder: str) -> bool:
     """Let NCCL write down how it starts in each process that this one starts; return False where the user does."""
-    if any(os.environ.get(name) for name in VARIABLES):
+    if _is_users_log():
         return False
-    path = f"{folder.replace('%', '%%')}/nccl-%p.log"
-    os.environ.update(zip(VARIABLES, ("INFO", "INIT", path), strict=True))
+    _log_to(f"{folder.replace('%', '%%')}/nccl-%p.log")
     return True
 
 
