@@ -47,7 +47,14 @@ from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
 from scripts.launch import script
-from scripts.launch.rejoin import LOST_STATUS, UnsavedStopError, options_of_later_rounds, own_address, say
+from scripts.launch.rejoin import (
+    LOST_STATUS,
+    UnsavedStopError,
+    how_to_go_on,
+    options_of_later_rounds,
+    own_address,
+    say,
+)
 from scripts.launch.stopped_status import option
 
 if TYPE_CHECKING:
@@ -153,11 +160,6 @@ def have_ended_well() -> bool:
         return True
     time.sleep(NOTICE_S)
     return all(tell() for tell in announce)
-
-
-def how_to_go_on() -> str:
-    """Return what to say where an elastic job ends before its end."""
-    return f"to go on: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:

@@ -52,7 +52,7 @@ from recipes.common.process.node import port_taken
 from recipes.common.process.parent import end_with_launcher
 from scripts.launch import script
 from scripts.launch.command import command
-from scripts.launch.rejoin import UnsavedStopError, say
+from scripts.launch.rejoin import UnsavedStopError, how_to_go_on, say
 
 BACKEND = "elastic"
 """The name of the handler in torch's registry."""
@@ -264,8 +264,7 @@ class Handler(DynamicRendezvousHandler):
         self.notes.compare_set("status", "", "1")
         unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
         raise UnfinishedError(
-            f"ranks of this node have finished, and those of {names_of(unfinished)} have not; "
-            "to go on: the same command with RESUME=auto"
+            f"ranks of this node have finished, and those of {names_of(unfinished)} have not; {how_to_go_on()}"
         )
 
     def announce_stop(self) -> bool:

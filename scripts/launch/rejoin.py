@@ -43,6 +43,11 @@ def say(text: str) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
+def how_to_go_on() -> str:
+    """Return what to say where an elastic job ends before its end."""
+    return f"to go on: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
+
+
 def own_address(endpoint: str, master_addr: str) -> str:
     """Return the address at which other nodes reach this one: that which the store sees.
 
