@@ -25,6 +25,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
+from scripts.doctor.rules import HOT_FIELDS
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.interface import interface_to, local_end, resolve
@@ -225,13 +226,7 @@ def code_digest() -> str:
 
 
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "temperature.gpu")
-GPU_HEALTH = (
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown",
-    "clocks_throttle_reasons.hw_thermal_slowdown",
-    "clocks_throttle_reasons.hw_power_brake_slowdown",
-    "clocks_throttle_reasons.sw_thermal_slowdown",
-)
+GPU_HEALTH = ("ecc.errors.uncorrected.volatile.total", *HOT_FIELDS)
 
 
 def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:

@@ -132,35 +132,26 @@ Findings = Iterator[Finding]
 def attendance(case: Case) -> Findings:
     """Nodes that never came, were turned away, or were lost on the way."""
     for rank, line in case.refused:
-        yield case.error(
-            (rank,),
-            f"node 0 has turned away node {rank} at {line}",
-            "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK",
-        )
+        what = f"node 0 has turned away node {rank} at {line}"
+        fix = "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK"
+        yield case.error((rank,), what, fix)
     for rank in range(1, case.nnodes):
         if rank in case.facts or rank in case.lost or rank in dict(case.refused):
             continue
         own = case.words.get(rank)
         if own:
-            yield case.error(
-                (rank,), f"node {rank} never came to {case.master}; it says: {own}", "its own log has more"
-            )
+            what = f"node {rank} never came to {case.master}; it says: {own}"
+            yield case.error((rank,), what, "its own log has more")
         else:
-            yield case.error(
-                (rank,),
-                f"node {rank} never came to {case.master} within {case.wait_s:.0f} s",
-                "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port",
-            )
+            what = f"node {rank} never came to {case.master} within {case.wait_s:.0f} s"
+            fix = "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port"
+            yield case.error((rank,), what, fix)
     for order in case.skipped:
-        yield case.error(
-            (), f"there was no time left to ask for {order}", "fix what took so long, and run it again"
-        )
+        what = f"there was no time left to ask for {order}"
+        yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
-        yield case.error(
-            (rank,),
-            f"{case.name(rank)} came and was lost while it was asked for {order}: {why}",
-            "see its own log; was it stopped, or has it no memory left",
-        )
+        what = f"{case.name(rank)} came and was lost while it was asked for {order}: {why}"
+        yield case.error((rank,), what, "see its own log; was it stopped, or has it no memory left")
 
 
 def node_errors(case: Case) -> Findings:
@@ -194,11 +185,8 @@ def names(case: Case) -> Findings:
                 else:
                     unknown.setdefault((int(other), f"{name} ({result})"), []).append(viewer)
     for (rank, name), viewers in unknown.items():
-        yield case.error(
-            (rank, *viewers),
-            f"{case.names(viewers)} cannot resolve the name of {case.name(rank)}: {name}",
-            "add it to DNS or to /etc/hosts of every node",
-        )
+        what = f"{case.names(viewers)} cannot resolve the name of {case.name(rank)}: {name}"
+        yield case.error((rank, *viewers), what, "add it to DNS or to /etc/hosts of every node")
     for (rank, name, addresses), viewers in wrong.items():
         yield case.error(
             (rank, *viewers),
@@ -221,11 +209,9 @@ def links_up(case: Case) -> Findings:
     for mtu, ranks in sorted(mtus.items()):
         if mtu != usual:
             interface = case.network(ranks[0])["interface"]
-            yield case.error(
-                ranks,
-                f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(mtus[usual])} {usual}",
-                f"ip link set {interface} mtu {usual} there, and the same on the switch's ports",
-            )
+            what = f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(mtus[usual])} {usual}"
+            fix = f"ip link set {interface} mtu {usual} there, and the same on the switch's ports"
+            yield case.error(ranks, what, fix)
 
 
 def ports(case: Case) -> Findings:
@@ -287,18 +273,14 @@ def limits(case: Case) -> Findings:
     for rank, found in case.each("limits"):
         files, locked = found["open_files"], found["locked_bytes"]
         if 0 <= files < OPEN_FILES:
-            yield case.error(
-                rank,
-                f"a process may open {files} files only",
-                f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}",
-            )
+            what = f"a process may open {files} files only"
+            fix = f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}"
+            yield case.error(rank, what, fix)
         rdma = case.facts[rank].get("rdma")
         if rdma and 0 <= locked < LOCKED_BYTES:
-            yield case.error(
-                rank,
-                f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}",
-                "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)",
-            )
+            what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"
+            fix = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)"
+            yield case.error(rank, what, fix)
 
 
 def disks(case: Case) -> Findings:
@@ -306,11 +288,9 @@ def disks(case: Case) -> Findings:
     for rank, disk in case.each("disk"):
         shm = disk["shm_bytes"]
         if shm is not None and shm < SHM_BYTES:
-            yield case.error(
-                rank,
-                f"/dev/shm has {shm // MIB} MiB",
-                "docker run --shm-size 8g; in Kubernetes a Memory emptyDir; mount -o remount,size=8G /dev/shm",
-            )
+            what = f"/dev/shm has {shm // MIB} MiB"
+            fix = "docker run --shm-size 8g; in Kubernetes a Memory emptyDir; mount -o remount,size=8G /dev/shm"
+            yield case.error(rank, what, fix)
         for place, what in (("runs", "where records and checkpoints go"), ("tmp", "for temporary files")):
             free = disk[f"{place}_free_bytes"]
             if free < FREE_BYTES[place]:
@@ -336,11 +316,9 @@ def shared_folder(case: Case) -> Findings:
     for rank, seen in sorted(case.seen.items()):
         missing = [writer for writer in writers if writer not in seen and writer < rank]
         if missing:
-            yield case.error(
-                (rank, *missing),
-                f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}",
-                "mount the same file system there on every node, or choose a --runs-dir on one",
-            )
+            what = f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}"
+            fix = "mount the same file system there on every node, or choose a --runs-dir on one"
+            yield case.error((rank, *missing), what, fix)
 
 
 def versions(case: Case) -> Findings:
@@ -391,20 +369,17 @@ def torch_works(case: Case) -> Findings:
         for device in torch["devices"]:
             if not device["is_right"]:
                 why = device.get("error") or "a product of matrices is wrong"
-                yield case.error(
-                    rank, f"{device['device']} ({device['name']}): {why}", "take the device out of service"
-                )
+                what = f"{device['device']} ({device['name']}): {why}"
+                yield case.error(rank, what, "take the device out of service")
             elif device["tflops"]:
                 speeds.setdefault(device["name"], []).append((device["tflops"], rank, device["device"]))
     for name, found in speeds.items():
         usual = median(speed for speed, _, _ in found)
         for speed, rank, device in found:
             if speed < SLOW_GPU * usual:
-                yield case.error(
-                    rank,
-                    f"{device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}",
-                    "see its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and who else uses it",
-                )
+                what = f"{device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}"
+                fix = "see its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and who else uses it"
+                yield case.error(rank, what, fix)
 
 
 def too_old(driver: str, cuda: str | None) -> str:
@@ -434,11 +409,8 @@ def gpus_visible(case: Case) -> Findings:
                 too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty",
             )
         elif devices and len(devices) < nproc:
-            yield case.error(
-                rank,
-                f"{nproc} processes for {len(devices)} GPUs: all would use the CPU",
-                f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs",
-            )
+            what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"
+            yield case.error(rank, what, f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs")
     if len(counts) > 1:
         usual = max(counts, key=lambda one: (len(counts[one]), one))
         for (count, names_), ranks in counts.items():
@@ -491,11 +463,9 @@ def collectives(case: Case) -> Findings:
                 stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
     for (stage, why), nodes in stuck.items():
         count = f"{len(nodes)} ranks" if len(nodes) > 1 else "a rank"
-        yield case.error(
-            sorted(set(nodes)),
-            f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}",
-            "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails",
-        )
+        what = f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}"
+        fix = "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails"
+        yield case.error(sorted(set(nodes)), what, fix)
 
 
 def sums(case: Case) -> Findings:
@@ -505,18 +475,14 @@ def sums(case: Case) -> Findings:
     }
     everywhere = len(wrong) > 1 and all(wrong.values())
     if everywhere:
-        yield case.error(
-            sorted(wrong),
-            "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values",
-            "run the doctor on halves of the nodes until one is left, and take that out",
-        )
+        what = "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values"
+        fix = "run the doctor on halves of the nodes until one is left, and take that out"
+        yield case.error(sorted(wrong), what, fix)
     for node, ranks in sorted(wrong.items()):
         if ranks and not everywhere:
-            yield case.error(
-                node,
-                f"rank {', '.join(map(str, ranks))} received an incorrect sum from the all-reduce",
-                "its memory, GPU or link is broken, or its torch is not that of the others: take it out",
-            )
+            what = f"rank {', '.join(map(str, ranks))} received an incorrect sum from the all-reduce"
+            fix = "its memory, GPU or link is broken, or its torch is not that of the others: take it out"
+            yield case.error(node, what, fix)
     maps = [rank["map"] for found in case.ranks.values() for rank in found["ranks"] if rank.get("map")]
     for size, total in sorted({(one["world_size"], one["sum"]) for one in maps}):
         if total != size * (size + 1) // 2:
@@ -556,19 +522,14 @@ def bandwidth(case: Case) -> Findings:
     usual = median(best.values())
     slow = {node for node, speed in best.items() if speed < SLOW_LINK * usual}
     for node in sorted(slow):
-        yield case.error(
-            (node,),
-            f"{case.name(node)} is slow: at best {best[node]:.2f} Gbit/s to another node, the others {usual:.2f}",
-            "see its cable, port, duplex (ethtool), the interface chosen, and what else sends there",
-        )
+        speeds = f"at best {best[node]:.2f} Gbit/s to another node, the others {usual:.2f}"
+        fix = "see its cable, port, duplex (ethtool), the interface chosen, and what else sends there"
+        yield case.error((node,), f"{case.name(node)} is slow: {speeds}", fix)
     usual = median(found.values())
     for (a, b), speed in sorted(found.items()):
         if not slow & {a, b} and speed < SLOW_LINK * usual:
-            yield case.warning(
-                (a, b),
-                f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}",
-                "see the switches and routes between these two",
-            )
+            what = f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}"
+            yield case.warning((a, b), what, "see the switches and routes between these two")
 
 
 RULES: tuple[Callable[[Case], Findings], ...] = (
