@@ -119,7 +119,7 @@ def plan() -> Command:
     if value("CHECK") == "mlperf":
         return module("scripts.plan.published", args())
     if is_on("CHECK"):
-        return module("scripts.plan.check", [*flags("ROUNDS"), *args()])
+        return module("scripts.bench.plan", [*flags("ROUNDS"), *args()])
     if value("REHEARSE"):
         return module("scripts.plan.thousand", [*flags("RECIPE", world_size="REHEARSE"), "--", *args()])
     return module("scripts.plan", [recipe(), *flags("NODES", "GPUS", "FABRIC", "MODEL"), *args()])

@@ -20,7 +20,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,8 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int
 from recipes.common.process.signals import vote_interval
 from scripts.launch.command import ROOT, Column, CommandParser, check_recipe, command, next_folder, table
+from scripts.plan import model
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
-from scripts.plan.model import (
-    ALGORITHMS,
-    Cluster,
-    Compute,
-    Method,
-    daly_interval_s,
-    flat_ring_s,
-    ring_bytes,
-    split_compute,
-    step,
-    useful_share,
-)
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
 RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
@@ -90,7 +79,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
         ("--ports", positive_int, None, "N", "of a node (the fabric's usual number)"),
         ("--efficiency", positive_float, None, "X", "share of the rate that arrives"),
         ("--intra", one_of(*INTRA), "nvlink", "NAME", f"in a node: {', '.join(INTRA)}"),
-        ("--algorithm", one_of("auto", *ALGORITHMS), "auto", "NAME", f"auto, {', '.join(ALGORITHMS)}"),
+        ("--algorithm", one_of("auto", *model.ALGORITHMS), "auto", "NAME", f"auto, {', '.join(model.ALGORITHMS)}"),
     ],
     "what a rank computes": [
         ("--local-batch-size", positive_int, 128, "N", "samples of a rank and step; what --compute-ms is for"),
@@ -117,8 +106,15 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
 """By group: flag, type, default, what stands for the value, help."""
 
 
-def build_own_parser() -> CommandParser:
-    """Return the parser of the plan's own options."""
+def refuse(*cases: tuple[Any, str]) -> None:
+    """Raise UserError with the text of the first case that holds."""
+    for is_wrong, text in cases:
+        if is_wrong:
+            raise UserError(text)
+
+
+def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
+    """Return the plan's own options and the recipe's; raises UserError."""
     parser = CommandParser("python -m scripts.plan", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     parser.add_argument("--measure", action="store_true", help="measure what a rank computes here, on one device")
@@ -126,79 +122,69 @@ def build_own_parser() -> CommandParser:
         group = parser.add_argument_group(title)
         for flag, convert, default, metavar, text in own:
             group.add_argument(flag, type=convert, default=default, metavar=metavar, help=text)
-    return parser
-
-
-def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
-    """Return the plan's own options and the recipe's; raises UserError."""
-    parser = build_own_parser()
     args, words = parser.parse_known_args(list(argv))
-    recipe = check_recipe(args.recipe)
-    if recipe not in RECIPES:
-        raise UserError(f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can")
-    if args.nodes > MOST_NODES:
-        raise UserError(f"NODES: at most {MOST_NODES}, got {args.nodes}")
-    if args.nodes > 1 and recipe in ONE_NODE:
-        raise UserError(f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp")
-    if recipe == "single" and args.gpus > 1:
-        raise UserError("RECIPE single has one process; use GPUS=1, or RECIPE=ddp")
-    if args.compute_ms and args.measure:
-        raise UserError("--compute-ms and --measure both say how long a step computes; give one")
-    if args.fixed_ms > (args.compute_ms or 0.0):
-        raise UserError("--fixed-ms is a part of --compute-ms; give both, and no more of it than that")
-    if args.fabric is None and not (args.gbit and args.alpha_us is not None):
-        if args.gbit or args.alpha_us is not None:
-            raise UserError("--gbit and --alpha-us belong together where there is no FABRIC")
-        args.fabric = "ib-400"
+    both = "--compute-ms and --measure both say how long a step computes; give one"
+    fixed = "--fixed-ms is a part of --compute-ms; give both, and no more of it than that"
+    recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
+    refuse(
+        (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
+        (args.nodes > MOST_NODES, f"NODES: at most {MOST_NODES}, got {args.nodes}"),
+        (args.nodes > 1 and recipe in ONE_NODE, f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp"),
+        (recipe == "single" and args.gpus > 1, "RECIPE single has one process; use GPUS=1, or RECIPE=ddp"),
+        (args.compute_ms and args.measure, both),
+        (args.fixed_ms > (args.compute_ms or 0.0), fixed),
+        (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
+    )
+    if not args.gbit:
+        args.fabric = args.fabric or "ib-400"
     if not any(word.split("=")[0] == "--data" for word in words):
         words = ["--data", "imagefolder", *words]
     try:
         options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
     except UserError as error:
-        flag = re.match(r"unknown option (\S+?);", str(error))
-        if flag and (hint := nearest(flag[1], parser.flags(), cutoff=0.7)):
-            raise UserError(f"unknown option {flag[1]}{hint}; --help lists all") from None
+        match = re.match(r"unknown option (\S+?);", str(error))
+        if match and (hint := nearest(match[1], parser.flags(), cutoff=0.7)):
+            raise UserError(f"unknown option {match[1]}{hint}; --help lists all") from None
         raise
     args.is_fixed_batch = any(word.split("=")[0] == "--global-batch-size" for word in words)
+    check_layout(args, options)
     return args, options
 
 
-def cluster_of(args: Namespace, nodes: int) -> Cluster:
+def check_layout(args: Namespace, options: Options) -> None:
+    """Raise UserError where GPUs make up no replicas, or where the plan does not know an option."""
+    ranks, gpus = getattr(options, "tensor_parallel", 1), args.gpus
+    whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
+    few = f"--tensor-parallel {ranks}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"
+    names = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel")
+    unknown = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, False)]
+    refuse(
+        (ranks > 1 and args.measure, whole),
+        (ranks > args.nodes * gpus, few),
+        (ranks % gpus and gpus % ranks, f"--tensor-parallel {ranks} and GPUS={gpus}: neither divides the other"),
+        (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
+    )
+
+
+def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
     """Return a cluster of so many nodes."""
     fabric = FABRICS[args.fabric] if args.fabric else Fabric(args.alpha_us, args.gbit, False, 1.0)
     given = {"alpha_us": args.alpha_us, "gbit": args.gbit, "share": args.efficiency}
     fabric = replace(fabric, **{name: value for name, value in given.items() if value is not None})
-    return Cluster(nodes, args.gpus, network(fabric, args.gpus, args.ports), INTRA[args.intra])
+    return model.Cluster(nodes, args.gpus, network(fabric, args.gpus, args.ports), INTRA[args.intra])
 
 
-def method_of(args: Namespace, options: Options) -> Method:
+def method_of(args: Namespace, options: Options, sums: tuple[float, ...] = ()) -> model.Method:
     """Return how the recipe exchanges gradients under its options."""
-    compression = getattr(options, "grad_compression", getattr(options, "compression", "none"))
-    is_cpu = options.device == "cpu"
-    cap_mb = getattr(options, "bucket_cap_mb", None)  # without one, as the recipe's wrap() has it
-    return Method(
-        args.recipe,
-        compression,
-        powersgd_rank=getattr(options, "powersgd_rank", 4),
-        bucket_bytes=(cap_mb or (4 if is_cpu else 25)) * 2**20,
-        first_bucket_bytes=None if cap_mb or is_cpu else 2**20,
-        waits=is_cpu and compression == "powersgd",
-        allreduce=getattr(options, "allreduce", "ring"),
-        piece_bytes=getattr(options, "piece_kib", 1024) * 1024,
-        zero=getattr(options, "zero", False),
-        gathers=1 + getattr(options, "reshard_after_forward", True),
-        gathered_share=0.5 if options.amp == "bf16" else 1.0,
-        replicas=getattr(options, "replicas", 1),
-        tensor_parallel=getattr(options, "tensor_parallel", 1),
-        passes=getattr(options, "accumulate_steps", 1),
-        algorithm=args.algorithm,
-    )
+    known: dict[str, Any] = {"grad_compression": getattr(options, "compression", "none")} | options.as_dict()
+    names = {one.name for one in fields(model.Method)} & set(known)
+    return model.Method(args.recipe, args.algorithm, sums, **{name: known[name] for name in names})
 
 
-def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[Compute, str]:
+def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[model.Compute, str]:
     """Return what a rank computes in a step of --local-batch-size, and how that is known."""
     if args.compute_ms:
-        compute = split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3)
+        compute = model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3)
         return compute, f"given: --compute-ms {args.compute_ms:g}"
     if args.measure:
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
@@ -207,17 +193,17 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
     tflops = GPUS[args.gpu_type].tflops[options.amp]
     seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
     text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:g} TFLOP/s of a {args.gpu_type}; better measure it"
-    return split_compute(seconds), text
+    return model.split_compute(seconds), text
 
 
 def plan_row(
-    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
+    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: model.Compute
 ) -> Row | None:
     """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
-    cluster, method = cluster_of(args, nodes), method_of(args, options)
-    parts = cluster.ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
+    cluster, tensor_parallel = cluster_of(args, nodes), getattr(options, "tensor_parallel", 1)
+    parts = cluster.ranks // tensor_parallel  # the ranks of tensor's replicas have the same samples
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
-    if cluster.ranks % method.tensor_parallel or global_batch < parts or global_batch > kind.num_samples:
+    if cluster.ranks % tensor_parallel or global_batch < parts or global_batch > kind.num_samples:
         return None
     local = math.ceil(global_batch / parts)  # the largest share is what all wait for
     own = compute.scaled(local / args.local_batch_size)
@@ -225,16 +211,18 @@ def plan_row(
     read_s = local * cluster.ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
     control = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_NODE, "horovod") else 0.0
     sums = workload.sums_bytes(options, local)
-    in_replica = ring_bytes(sum(sums), method.tensor_parallel)
-    apart = ring_bytes(workload.parameter_bytes, parts)
-    method = replace(method, sums=sums)
-    found = step(workload.gradients, own, cluster, method, control, input_s=max(decode_s, read_s))
+    method = method_of(args, options, sums)
+    found = model.step(workload.gradients, own, cluster, method, control, input_s=max(decode_s, read_s))
     alone_s = compute.scaled(global_batch / parts / args.local_batch_size).total_s
     steps = options.epochs * (kind.num_samples // global_batch)
     steps = min(steps, options.max_steps or steps)
     failures = failure_figures(args, options, workload, cluster)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, local, cluster.ranks)
+    sent = {
+        "sent_in_replica_bytes": model.ring_bytes(sum(sums), tensor_parallel),
+        "sent_to_replicas_bytes": model.ring_bytes(workload.parameter_bytes, parts),
+    }
     return {
         "nodes": nodes,
         "ranks": cluster.ranks,
@@ -248,43 +236,40 @@ def plan_row(
         "hours": hours,
         "cost": hours * cluster.ranks * args.price,
         "memory_bytes": {**memory, "sum": sum(memory.values())},
-    } | ({"sent_in_replica_bytes": in_replica, "sent_to_replicas_bytes": apart} if sums else {})
+    } | (sent if sums else {})
 
 
-def checkpoint_figures(
-    args: Namespace, options: Options, workload: Workload, cluster: Cluster
+def failure_figures(
+    args: Namespace, options: Options, workload: Workload, cluster: model.Cluster
 ) -> dict[str, float]:
-    """Return what a checkpoint takes: of the time, and of rank 0's main memory."""
-    is_sharded, whole = options.sharded_checkpoints, workload.checkpoint_bytes(options)
+    """Return what a checkpoint takes of the time and of rank 0's memory, and what failures leave of the time."""
+    is_sharded, whole = options.sharded_checkpoints, (workload.whole or workload).checkpoint_bytes(options)
     shards = max(1, cluster.ranks // getattr(options, "replicas", cluster.ranks))  # of fsdp
     group, _ = cluster.split(max(shards, getattr(options, "tensor_parallel", 1)))  # ranks that hold the model once
-    own = workload.part_bytes(options, shards) if is_sharded else whole
+    own = workload.checkpoint_bytes(options, shards) if is_sharded else whole
     is_gathered = group.ranks > 1 and not is_sharded
-    gather_s = flat_ring_s(whole, group) / 2 if is_gathered else 0.0
+    gather_s = model.all_reduce(whole, group, "ring", part=0.5).seconds if is_gathered else 0.0
     rate = args.checkpoint_gb_s * 1e9
     write_s = own * (group.gpus if is_sharded else 1) / rate  # its nodes side by side
     copied = own if options.async_checkpoints else 0.0
+    cost_s = gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s)
     # Rank 0 reads all, to check it. Then each rank reads its part, or gets it of what rank 0 broadcasts.
-    spread_s = write_s if is_sharded else flat_ring_s(whole, cluster) / 2
+    spread_s = write_s if is_sharded else model.all_reduce(whole, cluster, "ring", part=0.5).seconds
+    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
+    later_s = write_s if options.async_checkpoints else 0.0
+    mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
+    interval_s = max(model.daly_interval_s(cost_s, mtbf_s), later_s)
     return {
+        "mtbf_s": mtbf_s,
         "checkpoint_bytes": whole,
         "checkpoint_file_bytes": own,
         "checkpoint_host_bytes": copied + (whole if is_gathered else 0.0),
-        "checkpoint_cost_s": gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s),
+        "checkpoint_cost_s": cost_s,
         "checkpoint_write_s": write_s,
         "checkpoint_restore_s": whole / rate + spread_s,
+        "interval_s": interval_s,
+        "useful_share": model.useful_share(interval_s, cost_s, mtbf_s, args.restart_s + later_s),
     }
-
-
-def failure_figures(args: Namespace, options: Options, workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Return the mean time between failures, the best interval of checkpoints, and what is left of the time."""
-    mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
-    saved = checkpoint_figures(args, options, workload, cluster)
-    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
-    later_s = saved["checkpoint_write_s"] if options.async_checkpoints else 0.0
-    interval_s = max(daly_interval_s(saved["checkpoint_cost_s"], mtbf_s), later_s)
-    share = useful_share(interval_s, saved["checkpoint_cost_s"], mtbf_s, args.restart_s + later_s)
-    return {"mtbf_s": mtbf_s, **saved, "interval_s": interval_s, "useful_share": share}
 
 
 def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]:
@@ -341,18 +326,6 @@ def checkpoint_line(row: Row, options: Options) -> str:
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the plan, the lines that tell it, and where it shall go; raises UserError."""
     args, options = parse_args(argv)
-    ranks = getattr(options, "tensor_parallel", 1)
-    if ranks > 1 and args.measure:
-        raise UserError("--measure computes the whole model on one device; give the --compute-ms of a rank's part")
-    if ranks > args.nodes * args.gpus:
-        raise UserError(
-            f"--tensor-parallel {ranks}: NODES={args.nodes} of {args.gpus} GPUs are no replica; raise NODES"
-        )
-    if ranks % args.gpus and args.gpus % ranks:
-        raise UserError(f"--tensor-parallel {ranks} and GPUS={args.gpus}: neither divides the other")
-    for name in ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel"):
-        if getattr(options, name, False):
-            raise UserError(f"--{name.replace('_', '-')}: the plan does not know what it saves and costs; drop it")
     kind = kind_of(options, args.num_classes, args.samples)
     workload = look_at(options, kind)
     whole = workload.whole or workload

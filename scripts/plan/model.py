@@ -9,9 +9,11 @@ https://doi.org/10.1016/j.future.2004.11.016. docs/plan.md says what all this le
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from recipes.common.process.signals import vote_interval
 
@@ -23,6 +25,8 @@ CYCLE_S = 0.001
 
 FORWARD_SHARE = 1 / 3
 """Of forward and backward: backward computes the gradients of inputs and weights, twice forward's arithmetic."""
+
+ALGORITHMS = ("ring", "tree", "hierarchical")
 
 
 # ---- the network
@@ -49,6 +53,7 @@ class Cluster:
     network: Link  # between nodes: all ports of a node together
     intra: Link | None = None  # from one GPU of a node to the next; None: they reach each other as other nodes'
     loaded: Link | None = None  # between nodes while ranks compute, where the same cores also move the bytes
+    groups: int = 1  # of such ranks on the same nodes, which share their network
 
     @property
     def ranks(self) -> int:
@@ -56,26 +61,11 @@ class Cluster:
         return self.nodes * self.gpus
 
     def split(self, size: int) -> tuple[Cluster, Cluster]:
-        """Return a group of `size` neighbouring ranks, and the ranks that have the same place in each group.
-
-        The groups of such ranks on a node share its network.
-        """
+        """Return a group of `size` neighbouring ranks, and the ranks that have the same place in each group."""
         gpus = min(self.gpus, size)
-        within = replace(self, nodes=max(1, size // gpus), gpus=gpus)
-        link = self.network.share(gpus)
-        return within, replace(self, nodes=self.nodes // within.nodes, gpus=self.gpus // gpus, network=link)
-
-    def path_s(self, nbytes: float, between: int, within: int) -> float:
-        """Return the time of so many hops between and within nodes, and of bytes over the slowest link."""
-        intra = self.intra or self.network
-        rates = [self.network.bytes_per_s] * (self.nodes > 1) + [intra.bytes_per_s] * (self.gpus > 1)
-        return between * self.network.alpha_s + within * intra.alpha_s + (nbytes / min(rates) if rates else 0.0)
-
-    def linked(self) -> Cluster:
-        """Return the cluster with each GPU a node of its own, where those of a node have no link."""
-        return (
-            self if self.intra else replace(self, nodes=self.ranks, gpus=1, network=self.network.share(self.gpus))
-        )
+        nodes = max(1, size // gpus)
+        across = replace(self, nodes=self.nodes // nodes, gpus=self.gpus // gpus, groups=gpus)
+        return replace(self, nodes=nodes, gpus=gpus), replace(across, network=self.network.share(gpus))
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
@@ -83,62 +73,44 @@ def ring_bytes(nbytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def ring_s(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the time of a ring all-reduce: 2 (p-1) hops, 2 (p-1)/p of the bytes over each link."""
-    return 2 * (ranks - 1) * link.alpha_s + ring_bytes(nbytes, ranks) / link.bytes_per_s
+class Exchange(NamedTuple):
+    """An exchange by itself: its time, and the bytes that a node sends to others, the busiest if they differ."""
+
+    seconds: float
+    sent_bytes: float
 
 
-def flat_ring_s(nbytes: float, cluster: Cluster) -> float:
-    """Return the time of one ring through all GPUs, node by node: it enters and leaves each node once."""
-    cluster = cluster.linked()
-    hops, between = 2 * (cluster.ranks - 1), 2 * (cluster.nodes - 1)
-    return cluster.path_s(ring_bytes(nbytes, cluster.ranks), between, hops - between)
+def add_up(exchanges: Sequence[Exchange]) -> Exchange:
+    """Return exchanges one after another as one."""
+    return Exchange(sum(one.seconds for one in exchanges), sum(one.sent_bytes for one in exchanges))
 
 
-def tree_s(nbytes: float, cluster: Cluster) -> float:
-    """Return the time of an all-reduce up and down two binary trees of nodes, a chain of GPUs in each node.
+def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: float = 1.0) -> Exchange:
+    """Return an all-reduce by one of ALGORITHMS; an all-gather or a reduce-scatter is half of one.
 
-    Each half of the bytes goes through its own tree, so that all links are busy: 2 n in all, and log2 of the nodes
-    hops each way.
+    ring: one through all GPUs, node by node; it enters and leaves each node once.
+    tree: up and down two binary trees of nodes, a chain of GPUs in each; each half of the bytes goes through its
+    own tree, so that all links are busy.
+    hierarchical: reduce-scatter in each node, rings between the nodes, all-gather in each node; of g GPUs each
+    exchanges 1/g of the bytes with its like on other nodes: a node's link carries what it does in a ring of nodes.
+    auto: the faster of ring and tree, which NCCL takes.
     """
-    cluster = cluster.linked()
-    return cluster.path_s(2 * nbytes, 2 * math.ceil(math.log2(cluster.nodes)), 2 * (cluster.gpus - 1))
-
-
-def hierarchical_s(nbytes: float, cluster: Cluster) -> float:
-    """Return the time of reduce-scatter in each node, rings between the nodes, all-gather in each node.
-
-    Of g GPUs each exchanges 1/g of the bytes with its like on other nodes: a node's link carries what it does in
-    a ring of nodes.
-    """
-    cluster = cluster.linked()
-    within_s = ring_s(nbytes, cluster.gpus, cluster.intra or cluster.network)
-    return within_s + ring_s(nbytes, cluster.nodes, cluster.network)
-
-
-ALGORITHMS: dict[str, Callable[[float, Cluster], float]] = {
-    "ring": flat_ring_s,
-    "tree": tree_s,
-    "hierarchical": hierarchical_s,
-}
-
-
-def fastest(nbytes: float, cluster: Cluster) -> str:
-    """Return the faster of ring and tree for a message, which NCCL takes."""
-    return min(("ring", "tree"), key=lambda name: ALGORITHMS[name](nbytes, cluster))
-
-
-def all_reduce_s(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
-    """Return the time of an all-reduce; auto takes the fastest()."""
-    return ALGORITHMS[fastest(nbytes, cluster) if algorithm == "auto" else algorithm](nbytes, cluster)
-
-
-def sent_per_node(nbytes: float, cluster: Cluster, algorithm: str = "auto") -> float:
-    """Return the bytes that a node sends to others in an all-reduce (an average over nodes for the tree)."""
-    if cluster.nodes == 1:
-        return 0.0
-    is_ring = (fastest(nbytes, cluster) if algorithm == "auto" else algorithm) == "ring"
-    return ring_bytes(nbytes, cluster.ranks if is_ring else cluster.nodes)
+    if algorithm == "auto":
+        return min(all_reduce(nbytes, cluster, name, part) for name in ("ring", "tree"))
+    sent = cluster.groups * ring_bytes(nbytes, cluster.ranks if algorithm == "ring" else cluster.nodes)
+    sent *= cluster.nodes > 1  # of the tree an average over nodes
+    if not cluster.intra:  # each GPU is a node of its own
+        cluster = replace(cluster, nodes=cluster.ranks, gpus=1, network=cluster.network.share(cluster.gpus))
+    nodes, gpus, network, intra = cluster.nodes, cluster.gpus, cluster.network, cluster.intra or cluster.network
+    if algorithm == "hierarchical":
+        rings = (all_reduce(nbytes, one, "ring") for one in (replace(cluster, nodes=1), replace(cluster, gpus=1)))
+        return Exchange(part * sum(ring.seconds for ring in rings), part * sent)
+    between, within, over_link = 2 * (nodes - 1), 2 * nodes * (gpus - 1), ring_bytes(nbytes, nodes * gpus)
+    if algorithm == "tree":
+        between, within, over_link = 2 * math.ceil(math.log2(nodes)), 2 * (gpus - 1), 2 * nbytes
+    rates = [network.bytes_per_s] * (nodes > 1) + [intra.bytes_per_s] * (gpus > 1)
+    seconds = between * network.alpha_s + within * intra.alpha_s + (over_link / min(rates) if rates else 0.0)
+    return Exchange(part * seconds, part * sent)
 
 
 # ---- what travels
@@ -163,38 +135,32 @@ class Gradient:
         return self.numel * self.itemsize
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Gradients that travel together."""
 
     ready: float  # the share of backward after which the last of them is there
     nbytes: float  # what is exchanged, compressed if they are
 
 
-def in_buckets(
-    gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float | None = None
-) -> list[list[Gradient]]:
-    """Return DDP's buckets: filled in the order in which gradients come, closed once they have the size.
+def ddp_messages(
+    gradients: Sequence[Gradient],
+    cap_bytes: float,
+    first_bytes: float | None = None,
+    factor: float = 1.0,
+    powersgd_rank: int = 0,
+) -> list[Message]:
+    """Return what DDP exchanges: buckets, filled in the order in which gradients come, closed once they are full.
 
-    The first one may have a size of its own.
+    The first one may have a size of its own. Half precision has the factor 0.5; powersgd sends several messages.
     """
     buckets: list[list[Gradient]] = [[]]
     for gradient in gradients:
         limit = first_bytes if len(buckets) == 1 and first_bytes is not None else cap_bytes
-        if sum(one.nbytes for one in buckets[-1]) >= limit:
+        if buckets[-1] and sum(one.nbytes for one in buckets[-1]) >= limit:
             buckets.append([])
         buckets[-1].append(gradient)
-    return [bucket for bucket in buckets if bucket]
-
-
-def ddp_buckets(
-    gradients: Sequence[Gradient], cap_bytes: float, factor: float = 1.0, first_bytes: float | None = None
-) -> list[Message]:
-    """Return what DDP exchanges: a message for each bucket.
-
-    factor is that of the compression: 0.5 for half precision.
-    """
-    buckets = in_buckets(gradients, cap_bytes, first_bytes)
+    if powersgd_rank:
+        return [message for bucket in buckets for message in powersgd_messages(bucket, powersgd_rank)]
     return [Message(bucket[-1].ready, factor * sum(one.nbytes for one in bucket)) for bucket in buckets]
 
 
@@ -262,56 +228,46 @@ def exchanges_end_s(
         loaded_cost: the time of an exchange while backward goes on, where that is another.
         fuse_bytes: what has come up meanwhile goes together, up to so much; 0: each message by itself.
     """
-    backward_s = compute.backward_s
-    waiting = [(min(1.0, message.ready) * backward_s, message.nbytes) for message in messages]
-    now, work = compute.forward_s, 0.0  # the time, and backward's seconds done
-    left = nbytes = 0.0  # the share that is left of the exchange under way, and its bytes
-    while work < backward_s or waiting or left:
-        if not left and waiting and waiting[0][0] <= work + 1e-12:
-            left, nbytes = 1.0, waiting.pop(0)[1]
-            while waiting and waiting[0][0] <= work + 1e-12 and nbytes + waiting[0][1] <= fuse_bytes:
-                nbytes += waiting.pop(0)[1]
-        is_computing = work < backward_s
-        own_s = (loaded_cost or cost)(nbytes) if is_computing else cost(nbytes)
-        rate = 1 - compute.load if left else 1.0
-        # Backward goes on until the next gradients are there, or until it ends.
-        target = waiting[0][0] if waiting and waiting[0][0] > work else backward_s
-        end_s = left * own_s if left else math.inf
-        ready_s = (target - work) / rate if is_computing else math.inf
-        passed = min(end_s, ready_s)
-        now += passed
-        if is_computing:
-            work = target if passed == ready_s else work + passed * rate
-        if left:
-            left = 0.0 if passed == end_s else left - passed / own_s
-    return now
+    now, work, backward_s = compute.forward_s, 0.0, compute.backward_s  # the time, and backward's seconds done
+    waiting = [(message.ready * backward_s, message.nbytes) for message in messages]
+    while waiting:
+        ready_s, nbytes = waiting.pop(0)
+        now, work = now + max(0.0, ready_s - work), max(ready_s, work)
+        while waiting and waiting[0][0] <= work + 1e-12 and nbytes + waiting[0][1] <= fuse_bytes:
+            nbytes += waiting.pop(0)[1]
+        # As much of the exchange as backward lasts, and then the rest of it.
+        loaded_s = (loaded_cost or cost)(nbytes)
+        beside_s = min(loaded_s, (backward_s - work) / (1 - compute.load))
+        now, work = now + beside_s, work + beside_s * (1 - compute.load)
+        now += (1 - beside_s / loaded_s) * cost(nbytes) if loaded_s else 0.0
+    return now + backward_s - work
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a recipe exchanges gradients."""
+    """How a recipe exchanges gradients; what follows `sums` are its options, where it has them."""
 
     recipe: str
-    compression: str = "none"  # fp16, bf16 or powersgd
-    powersgd_rank: int = 4
-    bucket_bytes: float = 25 * 2**20
-    first_bucket_bytes: float | None = None  # None: as the others
-    waits: bool = False  # whether backward waits for each bucket's exchange, as PowerSGD's does over gloo
-    allreduce: str = "ring"  # of scratch: ring or naive
-    piece_bytes: int = 2**20
-    zero: bool = False
-    gathers: int = 2  # all-gathers of the weights that fsdp makes in a pass
-    passes: int = 1  # of fsdp in a step: gradients are scattered after the last alone
-    gathered_share: float = 1.0  # of the fp32 weights' bytes: 0.5 for bf16
-    replicas: int = 1  # of fsdp: copies of the model, each in shards
-    tensor_parallel: int = 1  # ranks of a replica of tensor
-    sums: tuple[float, ...] = ()  # bytes of the all-reduces that its layers wait for, the first half forward
     algorithm: str = "auto"
+    sums: tuple[float, ...] = ()  # bytes of the all-reduces that tensor's layers wait for, the first half forward
+    device: str = "auto"
+    amp: str = "none"
+    accumulate_steps: int = 1
+    grad_compression: str = "none"
+    powersgd_rank: int = 4
+    bucket_cap_mb: float | None = None
+    zero: bool = False
+    replicas: int = 1
+    reshard_after_forward: bool = True
+    tensor_parallel: int = 1
+    allreduce: str = "ring"
+    piece_kib: int = 1024
 
     @property
-    def factor(self) -> float:
-        """What half precision leaves of the bytes."""
-        return 0.5 if self.compression in ("fp16", "bf16") else 1.0
+    def bucket_bytes(self) -> tuple[float, float | None]:
+        """What fills a bucket, and the first one where that is another: as the recipes' wrap() has it."""
+        is_torchs = not self.bucket_cap_mb and self.device != "cpu" and self.recipe != "tensor"
+        return (self.bucket_cap_mb or (4 if self.device == "cpu" else 25)) * 2**20, 2**20 if is_torchs else None
 
 
 @dataclass(frozen=True)
@@ -344,13 +300,11 @@ def step(
         control_alpha_s: a hop of the vote on stopping, which goes around a ring of all ranks beside backward.
         input_s: the time in which a step's samples can be read and decoded, beside everything else.
     """
-    end_s, exchange_s, sent = _exchange(gradients, compute, cluster, method)
-    if method.zero:
-        # Each rank hands out its share of the new weights: an all-gather, half an all-reduce.
-        weights = sum(gradient.nbytes for gradient in gradients)
-        gather_s = flat_ring_s(weights, cluster) / 2
-        end_s, exchange_s = end_s + gather_s, exchange_s + gather_s
-        sent += sent_per_node(weights, cluster, "ring") / 2
+    end_s, exchanges = _exchange(gradients, compute, cluster, method)
+    if method.zero:  # each rank hands out its share of the new weights
+        exchanges.append(all_reduce(sum(one.nbytes for one in gradients), cluster, "ring", part=0.5))
+        end_s += exchanges[-1].seconds
+    exchange_s, sent = add_up(exchanges)
     exposed_s = end_s - compute.forward_s - compute.backward_s
     vote_s = 2 * (cluster.ranks - 1) * control_alpha_s
     vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks)
@@ -366,106 +320,76 @@ def step(
 
 def _exchange(
     gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
-) -> tuple[float, float, float]:
-    """Return when a recipe's exchange is done, its time by itself, and the bytes that a node sends."""
-
-    def cost(nbytes: float) -> float:
-        return all_reduce_s(nbytes, cluster, method.algorithm)
-
-    def loaded_cost(nbytes: float) -> float:
-        busy = replace(cluster, network=cluster.loaded or cluster.network)
-        return all_reduce_s(nbytes, busy, method.algorithm)
-
-    loaded = loaded_cost if cluster.loaded else None
+) -> tuple[float, list[Exchange]]:
+    """Return when a recipe's exchanges are done, and each by itself."""
     computed_s = compute.forward_s + compute.backward_s
-    whole = sum(gradient.nbytes for gradient in gradients)
     if cluster.ranks == 1 or method.recipe == "single":
-        return computed_s, 0.0, 0.0
-    if method.recipe == "dataparallel":
-        # The first GPU hands the weights out to each of the others and collects their gradients.
-        link = cluster.intra or cluster.network
-        exchange_s = 2 * (cluster.gpus - 1) * (link.alpha_s + whole / link.bytes_per_s)
-        return computed_s + exchange_s, exchange_s, 0.0
-    if method.recipe == "scratch":
-        exchange_s, sent = _by_hand(whole, cluster, method)
-        return computed_s + exchange_s, exchange_s, sent
+        return computed_s, []
+    if method.recipe in ("dataparallel", "scratch"):  # begin when backward is done
+        exchange = _by_hand(sum(one.nbytes for one in gradients), cluster, method)
+        return computed_s + exchange.seconds, [exchange]
     if method.recipe == "fsdp":
         return _by_shards(gradients, compute, cluster, method)
-    if method.recipe == "tensor":
-        return _by_layers(gradients, compute, cluster, method)
-    if method.recipe == "horovod":
-        messages = ddp_buckets(gradients, FUSION_BYTES, method.factor)
-        single = [Message(gradient.ready, gradient.nbytes * method.factor) for gradient in gradients]
-        end_s = exchanges_end_s(single, lambda n: cost(n) + CYCLE_S, compute, loaded, FUSION_BYTES)
-    else:
-        sizes = method.bucket_bytes, method.first_bucket_bytes
-        messages = ddp_buckets(gradients, sizes[0], method.factor, sizes[1])
-        if method.compression == "powersgd":
-            buckets = in_buckets(gradients, *sizes)
-            messages = [one for bucket in buckets for one in powersgd_messages(bucket, method.powersgd_rank)]
-        end_s = exchanges_end_s(messages, cost, compute, loaded)
-        if method.waits:
-            end_s = computed_s + sum(cost(message.nbytes) for message in messages)
-    sent = sum(sent_per_node(message.nbytes, cluster, method.algorithm) for message in messages)
-    return end_s, sum(cost(message.nbytes) for message in messages), sent
+    # Of tensor, layers wait for sums within a replica; beside backward, replicas do what other recipes' ranks do.
+    within, across = cluster.split(method.tensor_parallel)
+    sums = [all_reduce(nbytes, within, method.algorithm) for nbytes in method.sums]
+    forward_s, backward_s = (add_up(half).seconds for half in (sums[: len(sums) // 2], sums[len(sums) // 2 :]))
+    busy = replace(compute, forward_s=compute.forward_s + forward_s, backward_s=compute.backward_s + backward_s)
+    factor = 0.5 if method.grad_compression in ("fp16", "bf16") else 1.0
+    is_powersgd, lag_s, fuse_bytes = method.grad_compression == "powersgd", 0.0, 0.0
+    sent = messages = ddp_messages(gradients, *method.bucket_bytes, factor, method.powersgd_rank * is_powersgd)
+    if method.recipe == "horovod":  # sends what has come up since it last looked
+        lag_s, fuse_bytes = CYCLE_S, FUSION_BYTES
+        sent, messages = (ddp_messages(gradients, cap, factor=factor) for cap in (FUSION_BYTES, 0))
+    exchanges = [all_reduce(message.nbytes, across, method.algorithm) for message in sent]
+    if is_powersgd and method.device == "cpu":  # over gloo, backward waits for each bucket
+        return computed_s + add_up(exchanges).seconds, exchanges
+
+    def cost(nbytes: float, link: Link = across.network) -> float:
+        return lag_s + all_reduce(nbytes, replace(across, network=link), method.algorithm).seconds
+
+    loaded_cost = functools.partial(cost, link=across.loaded) if across.loaded else None
+    return exchanges_end_s(messages, cost, busy, loaded_cost, fuse_bytes), sums + exchanges
 
 
 def _by_shards(
     gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
-) -> tuple[float, float, float]:
-    """Return the same for fsdp: half an all-reduce for each gather and reduce-scatter of a block.
+) -> tuple[float, list[Exchange]]:
+    """Return the same for fsdp: it gathers a block's weights in each pass, and scatters gradients after the last.
 
     Blocks are taken to be as large as DDP's buckets. The next block's weights arrive while one computes; the first
     block's are waited for, and the last block's gradients.
     """
     within, across = cluster.split(cluster.ranks // min(method.replicas, cluster.ranks))
-    sizes = [message.nbytes for message in ddp_buckets(gradients, method.bucket_bytes)]
-    gathers = [flat_ring_s(method.gathered_share * size, within) / 2 for size in sizes]
-    scatters = [flat_ring_s(size, within) / 2 for size in sizes]
+    sizes = [message.nbytes for message in ddp_messages(gradients, method.bucket_bytes[0])]
+    share = 0.5 if method.amp == "bf16" else 1.0  # of the fp32 weights' bytes
+    gathers, scatters = ([all_reduce(x * size, within, "ring", 0.5) for size in sizes] for x in (share, 1.0))
     # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
-    shard = sum(sizes) / within.ranks
-    copies_s = all_reduce_s(shard, across, method.algorithm)
-    count = method.passes * method.gathers
-    sent = (count * method.gathered_share + 1) * sent_per_node(sum(sizes), within, "ring") / 2
-    sent += within.gpus * sent_per_node(shard, across, method.algorithm)
-    exchange_s = count * sum(gathers) + sum(scatters) + copies_s
-    forward_s = max(compute.forward_s, method.passes * sum(gathers))
-    backward_s = max(compute.backward_s, (count - method.passes) * sum(gathers) + sum(scatters) + copies_s)
-    return gathers[-1] + forward_s + backward_s + scatters[-1], exchange_s, sent
+    copies = all_reduce(sum(sizes) / within.ranks, across, method.algorithm)
+    forward, backward = method.accumulate_steps * gathers, [*scatters, copies]
+    if method.reshard_after_forward:
+        backward += forward
+    forward_s = max(compute.forward_s, add_up(forward).seconds)
+    backward_s = max(compute.backward_s, add_up(backward).seconds)
+    return gathers[-1].seconds + forward_s + backward_s + scatters[-1].seconds, forward + backward
 
 
-def _by_layers(
-    gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
-) -> tuple[float, float, float]:
-    """Return the same for tensor: layers wait for sums within a replica; gradients travel beside backward."""
-    within, across = cluster.split(method.tensor_parallel)
-    times = [all_reduce_s(nbytes, within, method.algorithm) for nbytes in method.sums]
-    forward_s, backward_s = sum(times[: len(times) // 2]), sum(times[len(times) // 2 :])
-    busy = replace(compute, forward_s=compute.forward_s + forward_s, backward_s=compute.backward_s + backward_s)
-    messages = ddp_buckets(gradients, method.bucket_bytes)
-
-    def cost(nbytes: float) -> float:
-        return all_reduce_s(nbytes, across, method.algorithm)
-
-    sent = sum(sent_per_node(nbytes, within, method.algorithm) for nbytes in method.sums)
-    sent += within.gpus * sum(sent_per_node(one.nbytes, across, method.algorithm) for one in messages)
-    exchange_s = forward_s + backward_s + sum(cost(message.nbytes) for message in messages)
-    return exchanges_end_s(messages, cost, busy), exchange_s, sent
-
-
-def _by_hand(whole: float, cluster: Cluster, method: Method) -> tuple[float, float]:
-    """Return time and bytes sent per node of the scratch recipe, which begins when backward is done."""
+def _by_hand(whole: float, cluster: Cluster, method: Method) -> Exchange:
+    """Return the exchange of dataparallel or scratch."""
+    intra, piece_bytes = cluster.intra or cluster.network, method.piece_kib * 1024
+    if method.recipe == "dataparallel":
+        # The first GPU hands the weights out to each of the others and collects their gradients.
+        return Exchange(2 * (cluster.gpus - 1) * (intra.alpha_s + whole / intra.bytes_per_s), 0.0)
     if method.allreduce == "naive":
         # All gradients go to rank 0 one after another, and the sum back to all: its node sends the most.
-        pieces = math.ceil(whole / method.piece_bytes)
-        far, near = (cluster.nodes - 1) * cluster.gpus, cluster.gpus - 1
-        links = ((far, cluster.network), (near, cluster.intra or cluster.network))
-        seconds = sum(times * (pieces * link.alpha_s + whole / link.bytes_per_s) for times, link in links)
-        return 2 * seconds, far * whole
+        pieces, far = math.ceil(whole / piece_bytes), (cluster.nodes - 1) * cluster.gpus
+        links = (far, cluster.network), (cluster.gpus - 1, intra)
+        seconds = sum(ranks * (pieces * link.alpha_s + whole / link.bytes_per_s) for ranks, link in links)
+        return Exchange(2 * seconds, far * whole)
     # A ring like any other, but each hop is several messages: pieces of a chunk, two at the least.
-    pieces = max(2, math.ceil(whole / cluster.ranks / method.piece_bytes))
-    seconds = flat_ring_s(whole, cluster) + (pieces - 1) * flat_ring_s(0, cluster)
-    return seconds, sent_per_node(whole, cluster, "ring")
+    pieces = max(2, math.ceil(whole / cluster.ranks / piece_bytes))
+    seconds, sent = all_reduce(whole, cluster, "ring")
+    return Exchange(seconds + (pieces - 1) * all_reduce(0, cluster, "ring").seconds, sent)
 
 
 # ---- failures

@@ -14,12 +14,11 @@ Exit status 0; 2: bad usage.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
 
 from recipes.common.errors import UserError
 from scripts.launch.command import Column, command, table
 from scripts.plan.fabrics import FABRICS, INTRA, network
-from scripts.plan.model import Cluster, all_reduce_s, split_compute
+from scripts.plan.model import Cluster, all_reduce, split_compute
 
 GRADIENT_BYTES = 2 * 25_557_032
 """ResNet-50's parameters in fp16."""
@@ -35,44 +34,36 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """A published run on nodes of 8 GPUs."""
-
-    gpus: int
-    batch: int  # of a GPU
-    rate: int  # images/s of a GPU
-
-    @property
-    def exchange_s(self) -> float:
-        """The plan's time of the gradients' exchange."""
-        fabric = network(FABRICS["ib-400"], 8, None)
-        return all_reduce_s(GRADIENT_BYTES, Cluster(self.gpus // 8, 8, fabric, INTRA["nvlink"]))
-
-    @property
-    def compute_s(self) -> float:
-        """What the exchange leaves of the published step."""
-        return self.batch / self.rate - self.exchange_s
+RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
+"""Runs on nodes of 8 GPUs: their number, the batch of a GPU, and images/s of a GPU."""
 
 
-RUNS = (Run(8, 408, 7150), Run(64, 50, 4910), Run(2528, 16, 2730))
+def exchange_s(gpus: int) -> float:
+    """Return the plan's time of the gradients' exchange."""
+    fabric = network(FABRICS["ib-400"], 8, None)
+    return all_reduce(GRADIENT_BYTES, Cluster(gpus // 8, 8, fabric, INTRA["nvlink"])).seconds
 
 
-def fixed_s(large: Run, small: Run) -> float:
-    """Return the part of a step's computing that does not depend on the batch, from two batches."""
-    return large.compute_s - large.batch * (large.compute_s - small.compute_s) / (large.batch - small.batch)
+COMPUTE_S = [batch / rate - exchange_s(gpus) for gpus, batch, rate in RUNS]
+"""What the exchange leaves of the published steps."""
+
+
+def fixed_s() -> float:
+    """Return the part of a step's computing that does not depend on the batch, from the batches of two runs."""
+    (_, large, _), (_, small, _) = RUNS[:2]
+    return COMPUTE_S[0] - large * (COMPUTE_S[0] - COMPUTE_S[1]) / (large - small)
 
 
 def rows() -> list[dict[str, float | None]]:
     """Return the table: each run, and what predictions from the first run and from the first two make of it."""
-    first, second, _ = RUNS
-    found: list[dict[str, float | None]] = [asdict(run) for run in RUNS]
-    for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s(first, second))):
-        for i, run in enumerate(RUNS):
-            compute = split_compute(first.compute_s, fixed).scaled(run.batch / first.batch)
-            rate = run.batch / (compute.total_s + run.exchange_s)
-            figures = (rate, rate / run.rate - 1) if i >= known else (None, None)
-            found[i] |= zip((name, f"{name}_error"), figures, strict=True)
+    found: list[dict[str, float | None]] = []
+    for i, (gpus, batch, rate) in enumerate(RUNS):
+        row: dict[str, float | None] = {"gpus": gpus, "batch": batch, "rate": rate}
+        for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s())):
+            step_s = split_compute(COMPUTE_S[0], fixed).scaled(batch / RUNS[0][1]).total_s + exchange_s(gpus)
+            row |= {name: batch / step_s, f"{name}_error": batch / step_s / rate - 1}
+            row |= dict.fromkeys((name, f"{name}_error")) if i < known else {}
+        found.append(row)
     return found
 
 
@@ -82,7 +73,7 @@ def main(argv: list[str]) -> None:
     if argv:
         raise UserError(f"CHECK=mlperf takes no ARGS, got {' '.join(argv)}")
     print(table(COLUMNS, rows()))
-    print(f"\nfixed part of a step, from 8 and 64 GPUs: {1e3 * fixed_s(*RUNS[:2]):.1f} ms")
+    print(f"\nfixed part of a step, from 8 and 64 GPUs: {1e3 * fixed_s():.1f} ms")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ import contextlib
 import functools
 import io
 import itertools
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from recipes.common.watch.watch import Watch
 from recipes.common.world import world
 from recipes.common.world.places import Place
 from recipes.ddp import train
-from scripts.launch.command import ROOT, Column, CommandParser, command, parse, table
+from scripts.launch.command import Column, CommandParser, command, parse, table
 from scripts.launch.processes import rank_environment
 
 LOCAL_BATCH = 2
@@ -129,20 +129,19 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
         yield
 
 
-def words_for(world_size: int, folder: Path) -> list[str]:
-    """Return the recipe's options: as many samples as no epoch ends within the steps, the same at 1 and 1,024."""
+def rehearse(world_size: int, extra: Sequence[str]) -> dict[str, Any]:
+    """Return what is seen of a run at a world size; a process can be rank 0 once."""
+    torch.set_num_threads(1)  # a LeNet's step on two images is too short for more
+    trace, said = Trace(), io.StringIO()
+    # As many samples as no epoch ends within the steps, the same at 1 and 1,024.
     samples = (STEPS + 1) * LOCAL_BATCH * max(world_size, 1024)
     words = ["--data", "synthetic", "--image-size", "12", "--num-samples", str(samples)]
     words += ["--global-batch-size", str(LOCAL_BATCH * world_size), "--max-steps", str(STEPS), "--epochs", "100"]
-    words += ["--device", "cpu", "--no-tensorboard", "--log-every", "1000"]
-    return [*words, "--runs-dir", str(folder), "--name", "run"]
-
-
-def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return what is seen of a run at a world size."""
-    trace, said = Trace(), io.StringIO()
-    with stand_ins(world_size, trace), contextlib.redirect_stdout(said), trace:
-        train.main([*words_for(world_size, folder), *extra])
+    words += ["--device", "cpu", "--no-tensorboard", "--log-every", "1000", "--name", "run"]
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        with stand_ins(world_size, trace), contextlib.redirect_stdout(said), trace:
+            train.main([*words, "--runs-dir", folder, *extra])
+        config_bytes = (Path(folder) / "run" / "config.json").stat().st_size
     step = trace.a_step()
     others = trace.seen - Counter({key: STEPS * number for key, number in step.items()})
     figures: dict[str, Any] = {"world_size": world_size, "votes": others.pop(VOTE)}
@@ -153,9 +152,16 @@ def rehearse(world_size: int, extra: Sequence[str], folder: Path) -> dict[str, A
         "step_kinds": sorted([name, nbytes, number] for (name, nbytes), number in step.items()),
         "step_s": min(after - before for (before, _), (after, _) in itertools.pairwise(trace.steps[1:])),
         "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
-        "config_bytes": (folder / "run" / "config.json").stat().st_size,
+        "config_bytes": config_bytes,
         "printed_lines": len(said.getvalue().splitlines()),
     }
+
+
+def rehearse_all(world_sizes: Sequence[int], extra: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what is seen at each world size, from a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        return list(pool.map(functools.partial(rehearse, extra=extra), world_sizes))
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
@@ -163,7 +169,6 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser = CommandParser("python -m scripts.plan.thousand", (__doc__ or "").split("\n")[0])
     parser.add_argument("--world-size", type=positive_int, default=1024, metavar="N", help="the largest one")
     parser.add_argument("--recipe", type=one_of("ddp"), default="ddp", help="ddp is the one that can be")
-    parser.add_argument("--only", action="store_true", help="that one alone, in this process, as JSON")
     args = parse(parser, argv)
     if args.world_size > MOST_RANKS:
         raise UserError(f"REHEARSE: at most {MOST_RANKS} ranks, got {args.world_size}")
@@ -187,26 +192,13 @@ COLUMNS = (
 
 
 @command
-def main(argv: list[str]) -> int:
-    """Rehearse at 1, 64 and the largest world size, a process for each; print what is seen."""
+def main(argv: list[str]) -> None:
+    """Rehearse at 1, 64 and the largest world size; print what is seen."""
     args = parse_args(argv)
-    if args.only:
-        torch.set_num_threads(1)  # a LeNet's step on two images is too short for more
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-            print(json.dumps(rehearse(args.world_size, args.options, Path(folder))))
-        return 0
-    found = []
-    for world_size in sorted({size for size in (1, 64) if size < args.world_size} | {args.world_size}):
-        command = [sys.executable, "-m", "scripts.plan.thousand", "--only", "--world-size", str(world_size)]
-        done = subprocess.run([*command, "--", *args.options], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            print(f"error: world size {world_size} ended with status {done.returncode}", file=sys.stderr)
-            return 1
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+    found = rehearse_all(sorted({min(size, args.world_size) for size in (1, 64, MOST_RANKS)}), args.options)
     print(table(COLUMNS, found))
     kinds = ", ".join(f"{number} x {name} of {nbytes:,} bytes" for name, nbytes, number in found[-1]["step_kinds"])
     print(f"a step of {found[-1]['world_size']:,} ranks: {kinds}")
-    return 0
 
 
 if __name__ == "__main__":

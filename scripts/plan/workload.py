@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
@@ -89,12 +91,11 @@ class Workload:
             return 8 * self.parameters + 4 * len(self.gradients)
         return 4 * self.parameters if args.momentum else 0
 
-    def checkpoint_bytes(self, args: Options) -> int:
-        """Return the bytes of a checkpoint's tensors: weights, buffers, optimizer."""
-        return (self.whole or self).part_bytes(args, 1)
+    def checkpoint_bytes(self, args: Options, shards: int = 1) -> int:
+        """Return the bytes of a checkpoint's tensors: weights, buffers, optimizer.
 
-    def part_bytes(self, args: Options, shards: int) -> int:
-        """Return the bytes of these that rank 0 holds where fsdp cuts the rows of each parameter into shards."""
+        Where fsdp cuts the rows of each parameter into shards, those that rank 0 holds.
+        """
         shapes = [(-(-one.shape[0] // shards), *one.shape[1:]) if one.shape else () for one in self.gradients]
         own = [replace(one, shape=shape) for one, shape in zip(self.gradients, shapes, strict=True)]
         part = replace(self, gradients=tuple(own))
@@ -219,35 +220,35 @@ def gradients_of(model: nn.Module, flops: dict[str, int]) -> list[Gradient]:
     return [gradient for parameter, gradient in found.items() if parameter.requires_grad]
 
 
-class TimedStep:
-    """A step of one process on random numbers, without data or exchange."""
+def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
+    """Return a step of one process on random numbers, without data or exchange.
 
-    def __init__(self, args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> None:
-        self.args, self.device, self.task = args, device, kind.data.task
-        self.model = build_model(args, kind.data).to(device).train()
-        self.optimizer = build_optimizer(args, self.model.parameters())
-        spec = kind.data.input
-        inputs = torch.rand((local_batch_size, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
-        self.inputs = inputs.contiguous(memory_format=torch.channels_last) if args.channels_last else inputs
-        self.targets = kind.data.target.zeros(local_batch_size, device)
+    It returns the seconds of forward, backward and optimizer.
+    """
+    model = build_model(args, kind.data).to(device).train()
+    optimizer = build_optimizer(args, model.parameters())
+    spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
+    inputs = torch.rand((samples, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
+    inputs = inputs.contiguous(memory_format=torch.channels_last) if args.channels_last else inputs
 
-    def now(self) -> float:
-        """Return the time, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def __call__(self) -> tuple[float, float, float]:
-        """Do a step; return the seconds of forward, backward and optimizer."""
-        begin = self.now()
-        with autocast(self.args, self.device):
-            loss = self.task.loss_sum(self.model(self.inputs), self.targets) / len(self.targets)
-        computed = self.now()
+    def do_step() -> list[float]:
+        times = [now()]
+        with autocast(args, device):
+            loss = kind.data.task.loss_sum(model(inputs), targets) / samples
+        times.append(now())
         loss.backward()
-        ready = self.now()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return computed - begin, ready - computed, self.now() - ready
+        times.append(now())
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(now())
+        return [end - begin for begin, end in itertools.pairwise(times)]
+
+    return do_step
 
 
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
@@ -257,11 +258,10 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
     """
 
     def measure(samples: int) -> Compute:
-        step = TimedStep(args, kind, samples, device)
-        times: list[tuple[float, float, float]] = []
-        end = time.perf_counter() + 10
+        times: list[list[float]] = []
+        do_step, end = timed_step(args, kind, samples, device), time.perf_counter() + 10
         while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
-            times.append(step())
+            times.append(do_step())
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # caches warm up
 
     whole, less = measure(local_batch_size), local_batch_size // 2

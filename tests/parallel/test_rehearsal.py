@@ -1,43 +1,23 @@
 """The recipe as one of a thousand ranks, and the plan's bytes against the counters of real links."""
 
 import json
-import multiprocessing
 import sys
 
 import pytest
 
 from recipes.ddp import train
+from scripts.bench.plan import error_of
 from scripts.plan import thousand
-from scripts.plan.check import error_of
 from scripts.plan.workload import kind_of, look_at
 from tests.conftest import need_namespaces
 from tests.support import Command
 
 pytestmark = pytest.mark.slow
 
-_context = multiprocessing.get_context("forkserver")
-
-
-def _rehearse(world_size, words, folder, queue):
-    queue.put(thousand.rehearse(world_size, words, folder))
-
-
-def rehearsed(tmp_path, words, *world_sizes):
-    """Return the figures of each world size, from processes of their own."""
-    found = []
-    for world_size in world_sizes:
-        queue = _context.SimpleQueue()
-        process = _context.Process(target=_rehearse, args=(world_size, words, tmp_path / str(world_size), queue))
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0
-        found.append(queue.get())
-    return found
-
 
 @pytest.mark.parametrize("words", [(), ("--grad-compression", "fp16")], ids=["plain", "fp16"])
-def test_a_step_is_the_same_at_two_ranks_and_at_1024(tmp_path, words):
-    few, many = rehearsed(tmp_path, [*words], 2, 1024)
+def test_a_step_is_the_same_at_two_ranks_and_at_1024(words):
+    few, many = thousand.rehearse_all([2, 1024], words)
     # The gradients, one bucket: those of LeNet for three channels of 12 pixels.
     args = train.options(["--data", "synthetic", "--image-size", "12"])
     gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
@@ -73,7 +53,7 @@ def test_the_plans_bytes_are_those_that_leave_a_node(tmp_path):
     need_namespaces()
     output = tmp_path / "points.json"
     words = ("--nodes", "2", "--mbit", "0", "--rounds", "1", "--steps", "6", "--compression", "none", "fp16")
-    command = ("-m", "scripts.plan.check", *words, "--model", "vit-tiny", "--result", str(output))
+    command = ("-m", "scripts.bench.plan", *words, "--model", "vit-tiny", "--result", str(output))
     result = Command(sys.executable, *command).wait(120)
     assert result.status == 0, result.stdout + result.stderr
     points = json.loads(output.read_text())

@@ -211,7 +211,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
                 "--model=resnet50",
             ),
         ),
-        ("plan", {"CHECK": "1", "ROUNDS": "2"}, (*RUN[:2], "scripts.plan.check", "--rounds=2")),
+        ("plan", {"CHECK": "1", "ROUNDS": "2"}, (*RUN[:2], "scripts.bench.plan", "--rounds=2")),
         ("plan", {"CHECK": "mlperf"}, (*RUN[:2], "scripts.plan.published")),
         (
             "plan",

@@ -24,18 +24,14 @@ from scripts.plan.model import (
     Gradient,
     Link,
     Method,
-    all_reduce_s,
+    all_reduce,
     daly_interval_s,
-    ddp_buckets,
+    ddp_messages,
     exchanges_end_s,
-    flat_ring_s,
-    hierarchical_s,
     powersgd_messages,
-    ring_s,
-    sent_per_node,
+    ring_bytes,
     split_compute,
     step,
-    tree_s,
     useful_share,
 )
 from scripts.plan.workload import kind_of, look_at
@@ -48,28 +44,33 @@ GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
 
 def test_the_ring_is_the_formula():
     """Four ranks, 8 MB over 1 MB/s: six hops of 1 ms, and 2 x 3/4 of the bytes over each link."""
-    assert ring_s(8e6, 4, LINK) == pytest.approx(6 * 1e-3 + 12)
-    assert ring_s(8e6, 1, LINK) == 0
-    assert flat_ring_s(8e6, Cluster(4, 1, LINK)) == pytest.approx(6 * 1e-3 + 12)
+    assert all_reduce(8e6, Cluster(4, 1, LINK), "ring") == (pytest.approx(6 * 1e-3 + 12), 12e6)
+    assert all_reduce(8e6, Cluster(1, 4, LINK), "ring").seconds == pytest.approx(6 * 1e-3 + 4 * 12)
+    assert all_reduce(8e6, Cluster(1, 1, LINK), "ring") == (0, 0)
+    assert ring_bytes(8e6, 4) == 12e6
 
 
 def test_within_and_between_nodes():
     """Two nodes of four GPUs: of the ring's 14 hops 2 leave the node, of the tree's 8 two do."""
     fast = Link(1e-5, 1e7)
     cluster = Cluster(2, 4, LINK, fast)
-    assert flat_ring_s(8e6, cluster) == pytest.approx(2e-3 + 12e-5 + 14)
-    assert tree_s(8e6, cluster) == pytest.approx(2e-3 + 6e-5 + 16)
+    assert all_reduce(8e6, cluster, "ring").seconds == pytest.approx(2e-3 + 12e-5 + 14)
+    assert all_reduce(8e6, cluster, "tree").seconds == pytest.approx(2e-3 + 6e-5 + 16)
     # 2 x 3/4 of 8 MB at 10 MB/s within, then 8 MB between two nodes.
-    assert hierarchical_s(8e6, cluster) == pytest.approx(6e-5 + 1.2 + 2e-3 + 8)
-    assert all_reduce_s(8e6, cluster, "auto") == flat_ring_s(8e6, cluster)
-    assert all_reduce_s(8, Cluster(256, 4, LINK, fast), "auto") == tree_s(8, Cluster(256, 4, LINK, fast))
+    assert all_reduce(8e6, cluster, "hierarchical").seconds == pytest.approx(6e-5 + 1.2 + 2e-3 + 8)
+    assert all_reduce(8e6, cluster) == all_reduce(8e6, cluster, "ring")
+    many = Cluster(256, 4, LINK, fast)
+    assert all_reduce(8, many) == all_reduce(8, many, "tree")
 
 
 def test_what_a_node_sends():
     cluster = Cluster(2, 4, LINK, LINK)
-    assert sent_per_node(8e6, cluster, "ring") == pytest.approx(14e6)  # 2 x 7/8: the ring leaves each node once
-    assert sent_per_node(8e6, cluster, "hierarchical") == pytest.approx(8e6)
-    assert sent_per_node(8e6, Cluster(1, 4, LINK, LINK), "ring") == 0
+    assert all_reduce(8e6, cluster, "ring").sent_bytes == pytest.approx(
+        14e6
+    )  # 2 x 7/8: the ring leaves a node once
+    assert all_reduce(8e6, cluster, "hierarchical").sent_bytes == pytest.approx(8e6)
+    assert all_reduce(8e6, cluster, "hierarchical", part=0.5).sent_bytes == pytest.approx(4e6)
+    assert all_reduce(8e6, Cluster(1, 4, LINK, LINK), "ring").sent_bytes == 0
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "auto"])
@@ -78,33 +79,35 @@ def test_more_nodes_more_bytes_and_slower_links_take_no_less_time(algorithm, int
     slow, fast = (network(FABRICS[name], 8, None) for name in ("tcp-10", "ib-400"))
     last = 0.0
     for nodes in (1, 2, 4, 16, 64, 512):
-        seconds = all_reduce_s(1e8, Cluster(nodes, 8, slow, INTRA[intra]), algorithm)
+        seconds, _ = all_reduce(1e8, Cluster(nodes, 8, slow, INTRA[intra]), algorithm)
         assert seconds >= last
-        assert seconds >= all_reduce_s(1e8, Cluster(nodes, 8, fast, INTRA[intra]), algorithm)
-        assert seconds >= all_reduce_s(1e7, Cluster(nodes, 8, slow, INTRA[intra]), algorithm)
+        assert seconds >= all_reduce(1e8, Cluster(nodes, 8, fast, INTRA[intra]), algorithm).seconds
+        assert seconds >= all_reduce(1e7, Cluster(nodes, 8, slow, INTRA[intra]), algorithm).seconds
         last = seconds
 
 
 def test_buckets_close_once_they_are_full():
-    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1.5e6)] == [2e6, 2e6]
-    assert [m.ready for m in ddp_buckets(GRADIENTS, 1.5e6)] == [0.5, 1.0]
-    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 2.5e6, factor=0.5)] == [1.5e6, 0.5e6]
-    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1e9)] == [4e6]
-    assert [m.nbytes for m in ddp_buckets(GRADIENTS, 1e9, first_bytes=1e6)] == [1e6, 3e6]
+    assert [m.nbytes for m in ddp_messages(GRADIENTS, 1.5e6)] == [2e6, 2e6]
+    assert [m.ready for m in ddp_messages(GRADIENTS, 1.5e6)] == [0.5, 1.0]
+    assert [m.nbytes for m in ddp_messages(GRADIENTS, 2.5e6, factor=0.5)] == [1.5e6, 0.5e6]
+    assert [m.nbytes for m in ddp_messages(GRADIENTS, 1e9)] == [4e6]
+    assert [m.nbytes for m in ddp_messages(GRADIENTS, 1e9, first_bytes=1e6)] == [1e6, 3e6]
 
 
 def test_exchanges_overlap_with_backward():
     """Forward 1 s, backward 4 s; an exchange of 1 MB takes 0.5 s, then 2 s."""
-    compute, buckets = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
+    compute, buckets = Compute(1.0, 4.0), ddp_messages(GRADIENTS, 1e6)
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 0.5e-6, compute) == pytest.approx(5.5)
     # The first can begin after 2 s; then the link is always busy.
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(10)
-    assert exchanges_end_s(ddp_buckets(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(13)
+    assert exchanges_end_s(ddp_messages(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(
+        13
+    )
 
 
 def test_an_exchange_that_needs_the_same_cores_slows_backward_down():
     """Half of the cores are away from 2 s on, for all that is left: 3 s of backward take 6 s."""
-    compute, buckets = Compute(1.0, 4.0, load=0.5), ddp_buckets(GRADIENTS, 1e6)
+    compute, buckets = Compute(1.0, 4.0, load=0.5), ddp_messages(GRADIENTS, 1e6)
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 10e-6, compute) == pytest.approx(42)
     assert exchanges_end_s(buckets[:1], lambda nbytes: 100.0, compute) == pytest.approx(102)
     # 2 s of exchange cost 1 s of computing.
@@ -113,14 +116,14 @@ def test_an_exchange_that_needs_the_same_cores_slows_backward_down():
 
 def test_backward_slows_an_exchange_down_that_needs_the_same_cores():
     """The one of 2 s begins at 2 s; until backward ends at 5 s it comes as far as 0.6 s would: 1.4 s are left."""
-    compute, [first, *_] = Compute(1.0, 4.0), ddp_buckets(GRADIENTS, 1e6)
+    compute, [first, *_] = Compute(1.0, 4.0), ddp_messages(GRADIENTS, 1e6)
     end_s = exchanges_end_s([first], lambda nbytes: 2.0, compute, loaded_cost=lambda nbytes: 10.0)
     assert end_s == pytest.approx(5 + 1.4)
 
 
 def test_horovod_sends_together_what_has_come_up_meanwhile():
     """The first megabyte alone, from 2 s to 4 s; two more have come up by then and go together."""
-    messages = ddp_buckets(GRADIENTS, 1e6)
+    messages = ddp_messages(GRADIENTS, 1e6)
 
     def cost(nbytes):
         return 0.5 + nbytes * 1.5e-6
@@ -147,9 +150,9 @@ def test_powersgd_agrees_with_torch_on_what_is_worth_it():
 @pytest.mark.parametrize(
     ("method", "exchange_s"),
     [
-        (Method("ddp", bucket_bytes=1e9), 4.0 + 2e-3),
-        (Method("ddp", "fp16", bucket_bytes=1e9), 2.0 + 2e-3),
-        (Method("ddp", "powersgd", powersgd_rank=4, waits=True), 0.08 + 4e-3),  # 5,000 numbers of each gradient
+        (Method("ddp", bucket_cap_mb=1e3), 4.0 + 2e-3),
+        (Method("ddp", grad_compression="fp16", bucket_cap_mb=1e3), 2.0 + 2e-3),
+        (Method("ddp", grad_compression="powersgd", device="cpu"), 0.08 + 4e-3),  # 5,000 numbers of each gradient
         (Method("scratch"), 4.0 + 4e-3),  # two pieces to a chunk of 2 MB
         (Method("scratch", allreduce="naive"), 2 * (4.0 + 4e-3)),
         (Method("single"), 0.0),
@@ -175,10 +178,10 @@ def test_a_sharded_optimizer_hands_the_weights_out():
     ("method", "sent"),
     [
         (Method("fsdp"), 3 * 3 / 4),
-        (Method("fsdp", gathers=1), 2 * 3 / 4),
-        (Method("fsdp", gathered_share=0.5), 2 * 3 / 4),
+        (Method("fsdp", reshard_after_forward=False), 2 * 3 / 4),
+        (Method("fsdp", amp="bf16"), 2 * 3 / 4),
         (Method("fsdp", replicas=2), 3 * 1 / 2 + 2 * 1 / 2 / 2),
-        (Method("fsdp", passes=4), (4 * 2 + 1) * 3 / 4),
+        (Method("fsdp", accumulate_steps=4), (4 * 2 + 1) * 3 / 4),
     ],
     ids=["default", "no reshard", "bf16", "replicas", "accumulation"],
 )
@@ -192,7 +195,7 @@ def test_shards_are_gathered_and_gradients_scattered(method, sent):
 
 def test_layers_wait_for_sums_and_replicas_sum_gradients():
     """Four ranks, replicas of two, sums of 1 MB forward and backward: a second and two hops each."""
-    method = Method("tensor", bucket_bytes=1e9, tensor_parallel=2, sums=(1e6, 1e6))
+    method = Method("tensor", bucket_cap_mb=1e3, tensor_parallel=2, sums=(1e6, 1e6))
     apart = step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), method)
     assert apart.exchange_s == pytest.approx(2 * 1.002 + 4.002)
     assert apart.step_s == pytest.approx(3 + 2 * 1.002 + 4.002)
@@ -298,7 +301,7 @@ def test_published_runs():
     assert abs(third["from_two_error"]) < 0.15
     text = (ROOT / "docs" / "plan.md").read_text()
     assert table(published.COLUMNS, [first, second, third]) in text
-    assert f"{1e3 * published.fixed_s(*published.RUNS[:2]):.1f} ms" in text
+    assert f"{1e3 * published.fixed_s():.1f} ms" in text
 
 
 # ---- failures
@@ -451,8 +454,30 @@ def test_buckets_are_the_recipes():
     for words in ((), ("--device", "cpu"), ("--bucket-cap-mb", "7")):
         args, options = command.parse_args(["ddp", "--grad-compression", "powersgd", *words])
         method = command.method_of(args, options)
-        sizes.append((method.bucket_bytes, method.first_bucket_bytes, method.waits))
-    assert sizes == [(25 * 2**20, 2**20, False), (4 * 2**20, None, True), (7 * 2**20, None, False)]
+        assert (method.grad_compression, method.device) == ("powersgd", options.device)
+        sizes.append(method.bucket_bytes)
+    assert sizes == [(25 * 2**20, 2**20), (4 * 2**20, None), (7 * 2**20, None)]
+    assert command.method_of(*command.parse_args(["tensor"])).bucket_bytes == (25 * 2**20, None)
+
+
+def test_over_gloo_backward_waits_for_powersgd():
+    steps = [
+        step(
+            GRADIENTS,
+            Compute(1.0, 2.0),
+            Cluster(2, 1, LINK),
+            Method("ddp", "auto", (), device, bucket_cap_mb=1, grad_compression="powersgd"),
+        )
+        for device in ("cpu", "auto")
+    ]
+    assert steps[0].step_s == pytest.approx(3 + steps[0].exchange_s)
+    assert steps[1].step_s < steps[0].step_s
+
+
+def test_horovods_compression_is_that_of_its_option():
+    args, options = command.parse_args(["horovod"])
+    assert command.method_of(args, options).grad_compression == options.compression == "fp16"
+    assert command.method_of(*command.parse_args(["horovod", "--compression", "none"])).grad_compression == "none"
 
 
 def test_a_fixed_global_batch_is_shared_out(tmp_path):
