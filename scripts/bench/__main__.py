@@ -29,7 +29,19 @@ from scripts.bench.figures import Figure, table
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, parse
 from scripts.launch.runs import measured_on
 
-PARTS = ("small-data", "jpeg", "remote", "step", "overlap", "wire", "launch", "checkpoint", "gpu", "plan")
+PARTS = (
+    "small-data",
+    "jpeg",
+    "remote",
+    "step",
+    "overlap",
+    "scaling",
+    "wire",
+    "launch",
+    "checkpoint",
+    "gpu",
+    "plan",
+)
 """Each is a module of this package with `measure(rounds, folder) -> list[Figure]`."""
 
 PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate", "simplejpeg")

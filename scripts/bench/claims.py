@@ -171,11 +171,12 @@ def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
 def benchmark_row(figure: Figure, facts: Mapping[str, Any]) -> list[str]:
     """Return the cells of a figure of README.md's table, which `make report` writes."""
     spread = f" ({number(figure.low)} .. {number(figure.high)})" if figure.low is not None else ""
-    met = "goal met" if figure.is_met else "goal not met"
-    text = f"{figure.name}, against {figure.peer}: {number(figure.measured)}, goal {figure.goal}"
+    met = {True: ", goal met", False: ", goal not met", None: ""}[figure.is_met]
+    goal = f", goal {figure.goal}" if figure.goal else ""
+    text = f"{figure.name}, against {figure.peer}: {number(figure.measured)}{goal}"
     command = f"`make bench PARTS={figure.part}`"
     where = [facts["revision"], facts["date"], machine(facts)]
-    return [f"bench {figure.part}", text, command, *where, f"{number(figure.measured)}{spread}, {met}"]
+    return [f"bench {figure.part}", text, command, *where, f"{number(figure.measured)}{spread}{met}"]
 
 
 def page(

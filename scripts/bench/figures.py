@@ -11,6 +11,8 @@ from typing import Any
 from scripts.launch.command import markdown
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
+AGAIN = "not measured in this run"
+NO_SPEED = "a difference, not a speed"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,23 @@ class Figure:
     """What it was measured against."""
     note: str = ""
     """The figures behind a ratio, with their units."""
+    is_limit: bool = False
+    """Whether the peer is the limit, what the machine allows at most; it is that of all figures of the name."""
+    no_limit: str = ""
+    """Why there is none."""
+
+    @property
+    def values(self) -> tuple[float, float, float]:
+        """What was measured, with the least and the largest."""
+        assert self.measured is not None
+        low, high = (self.measured if value is None else value for value in (self.low, self.high))
+        return self.measured, low, high
+
+    @property
+    def share(self) -> tuple[float, float, float]:
+        """The speed over the peer's, with the least and the largest; a goal from above is one for times."""
+        middle, low, high = self.values
+        return (1 / middle, 1 / high, 1 / low) if self.goal.startswith("<=") else self.values
 
     @property
     def is_met(self) -> bool | None:
@@ -45,7 +64,9 @@ class Figure:
         """Return the figure as a row of a table below TITLES."""
         between = f"{number(self.low)} .. {number(self.high)}" if self.low is not None else "-"
         met = {True: "yes", False: "no", None: ""}[self.is_met]
-        cells = [self.name, self.goal, number(self.measured), between, met, self.peer, self.note]
+        peer = f"**limit:** {self.peer}" if self.is_limit else self.peer
+        note = f"{self.note}; no limit: {self.no_limit}".removeprefix("; ") if self.no_limit else self.note
+        cells = [self.name, self.goal, number(self.measured), between, met, peer, note]
         return [cell or "-" for cell in cells]
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,12 +104,19 @@ def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]
 
 
 def speed_figure(
-    part: str, name: str, values: Rounds, ours: str, against: str, goal: str, peer: str, unit: str = "samples/s"
+    part: str,
+    name: str,
+    values: Rounds,
+    ours: str,
+    against: str,
+    goal: str,
+    peer: str,
+    unit: str = "samples/s",
+    is_limit: bool = False,
 ) -> Figure:
-    """Return the ratio of two speeds; of their times, where the goal is an upper bound."""
-    pair = (against, ours) if goal.startswith("<=") else (ours, against)
+    """Return the ratio of two speeds."""
     note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} {unit}"
-    return Figure(part, name, *ratio(values, *pair), goal, peer, note)
+    return Figure(part, name, *ratio(values, ours, against), goal, peer, note, is_limit)
 
 
 def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:

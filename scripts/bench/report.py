@@ -2,9 +2,9 @@
 
     make report
 
-Reads docs/benchmarks/*.json; writes docs/benchmarks/README.md, a picture beside each of them, and what stands
-between the two markers in README.md; and docs/evidence.md, from docs/claims.toml and docs/evidence.json. The same
-files give the same text, which a test holds.
+Reads docs/benchmarks/*.json and the tables of docs/drill.md; writes docs/benchmarks/README.md, a picture for each
+question, and what stands between the two markers in README.md and README.zh-CN.md; and docs/evidence.md, from
+docs/claims.toml and docs/evidence.json. The same files give the same text, which a test holds.
 Exit status 0; 2: there is nothing to render, or a file that is no benchmark's.
 """
 
@@ -20,11 +20,13 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from scripts.bench import claims
-from scripts.bench.figures import TITLES, Figure, cell, describe, number
+from scripts.bench.figures import AGAIN, TITLES, Figure, cell, describe, number
+from scripts.bench.questions import QUESTIONS, Question, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
 FOLDER = ROOT / "docs" / "benchmarks"
-README = ROOT / "README.md"
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+DRILL = ROOT / "docs" / "drill.md"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 HEAD = """# Benchmarks
@@ -32,6 +34,10 @@ HEAD = """# Benchmarks
 Written by `make report` from the files that `make bench` leaves beside it; the newest run comes first. A figure is
 measured side by side with what it is held against: contenders take turns in each round, and the median over the
 rounds stands with the least and the largest. A goal that is not met says "no", and stays one.
+
+In the pictures, a row is a figure over its limit: the most that this machine allows, measured in the same rounds.
+The band goes from the least to the largest; the axis of a ratio is logarithmic. What has no limit, or whose limit
+the run did not measure, is in the tables only.
 """
 
 
@@ -72,64 +78,74 @@ def read_runs(folder: Path) -> list[Run]:
     return runs
 
 
-def parts_of(run: Run) -> dict[str, list[Figure]]:
-    """Return a run's figures by part, in the order of the file."""
-    parts: dict[str, list[Figure]] = {}
-    for figure in run.figures:
-        parts.setdefault(figure.part, []).append(figure)
-    return parts
+def score(figures: Sequence[Figure]) -> str:
+    """Return how many goals are met, in words."""
+    met = [figure.is_met for figure in figures if figure.goal]
+    missing = f", {met.count(None)} not measured" if None in met else ""
+    return f"{met.count(True)} of {len(met)} goals met{missing}"
 
 
-def rows_of(figures: Sequence[Figure]) -> list[str]:
-    """Return the lines of a part's table."""
-    rows = [f"| {' | '.join(map(cell, figure.cells()))} |" for figure in figures]
-    return [f"| {' | '.join(TITLES)} |", "| --- " * len(TITLES) + "|", *rows]
-
-
-def section(run: Run) -> list[str]:
-    """Return a run's part of the page."""
-    versions = ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())
-    goals = [figure.is_met for figure in run.figures if figure.is_met is not None]
-    lines = [
-        f"## {run.date}, {run.path.stem.removeprefix(run.date).strip('-') or 'run'}",
-        "",
-        f"{run.device}. {versions}. Revision {run.facts['revision']}, {run.facts['rounds']} rounds; "
-        f"{sum(goals)} of {len(goals)} goals met ([figures]({run.path.name})).",
-        "",
-    ]
-    if goals:
-        lines += [f"![Figures of the run over their goals]({run.path.stem}.png)", ""]
-    for part, figures in parts_of(run).items():
-        lines += [f"### {part}", "", *rows_of(figures), ""]
+def sections(figures: Sequence[Figure], stem: str) -> list[str]:
+    """Return for each question its answer, the picture, and a table of all its figures."""
+    lines = []
+    for question in QUESTIONS:
+        own = [figure for figure in figures if figure.part in question.parts]
+        if not own:
+            continue
+        said = question.said(own)
+        picture = [f"![{question.text} {said}]({stem}{question.name}.png)", ""] if question.rows(own) else []
+        lines += [f"### {question.text}", "", f"{said}.", "", *picture]
+        if missing := [part for part in question.parts if part not in {figure.part for figure in own}]:
+            lines += [f"{AGAIN[0].upper()}{AGAIN[1:]}: {', '.join(missing)}.", ""]
+        lines += [f"<details><summary>{len(own)} figures; {score(own)}</summary>", ""]
+        lines += [f"| {' | '.join(TITLES)} |", "| --- " * len(TITLES) + "|"]
+        lines += [*(f"| {' | '.join(map(cell, figure.cells()))} |" for figure in own), "", "</details>", ""]
     return lines
 
 
-def page(runs: Sequence[Run], others: Sequence[str]) -> str:
+def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) -> str:
     """Return docs/benchmarks/README.md; others are pages of the same folder that people have written."""
     lines = [HEAD]
     if others:
         lines += ["Beside it: " + ", ".join(f"[{name}]({name})" for name in others) + ".", ""]
     for run in runs:
-        lines += section(run)
+        versions = ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())
+        lines += [
+            f"## {run.date}, {run.path.stem.removeprefix(run.date).strip('-') or 'run'}",
+            "",
+            f"{run.device}. {versions}. Revision {run.facts['revision']}, {run.facts['rounds']} rounds; "
+            f"{score(run.figures)} ([figures]({run.path.name})). {run.facts.get('remark', '')}".rstrip(),
+            "",
+            *sections(run.figures, f"{run.path.stem}-"),
+        ]
+    lines += [
+        "## The drill",
+        "",
+        "Of [docs/drill.md](../drill.md), which says when and where.",
+        "",
+        *sections(drill, ""),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def short_figures(run: Run) -> list[Figure]:
-    """Return the first figure with a goal of each part."""
-    judged = [[figure for figure in figures if figure.is_met is not None] for figures in parts_of(run).values()]
-    return [figures[0] for figures in judged if figures]
+def short_figures(figures: Sequence[Figure]) -> list[tuple[Question, Figure | None]]:
+    """Return the figures that a user chooses by: the questions of README.md, and what answers each."""
+    return [(question, question.figure(figures)) for question in QUESTIONS if question.chinese]
 
 
-def short_table(runs: Sequence[Run]) -> str:
-    """Return README.md's table: of the newest run, the first figure with a goal of each part."""
-    run = runs[0]
-    lines = ["| what | goal | measured | against |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| {one.part}: {cell(one.name)} | {one.goal} | {number(one.measured)} | {cell(one.peer)} |"
-        for one in short_figures(run)
-    ]
-    where = f"{run.date}, {run.device}; [all figures](docs/benchmarks/README.md), `make bench` measures yours."
-    return "\n".join([*lines, "", where])
+def short_table(runs: Sequence[Run], drill: Sequence[Figure], chinese: bool = False) -> str:
+    """Return README.md's table, of the newest run and the drill; or that of README.zh-CN.md."""
+    figures = [*runs[0].figures, *drill]
+    titles = ("问题", "实测", "对照", "极限") if chinese else ("question", "measured", "against", "limit")
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    for question, one in short_figures(figures):
+        measured = f"{cell(one.name)}: {number(one.measured)}{' s' * question.is_time}" if one else "-"
+        asked = question.chinese if chinese else question.text
+        against = cell(one.peer) if one and not one.is_limit else "-"
+        lines.append(f"| {asked} | {measured} | {against} | {cell(question.limit(figures))} |")
+    more = "[全部数字](docs/benchmarks/README.md); `make bench` 测量你的机器。"
+    more = more if chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
+    return "\n".join([*lines, "", f"{runs[0].date}, {runs[0].device}; {more}"])
 
 
 def between_markers(text: str, content: str) -> str:
@@ -140,67 +156,43 @@ def between_markers(text: str, content: str) -> str:
     return pattern.sub(lambda _: f"{BEGIN}\n{content}\n{END}" if content else f"{BEGIN}\n{END}", text)
 
 
-def render(folder: Path, readme: str) -> tuple[str, str]:
-    """Return the page and README.md for the files of a folder; raises UserError."""
+def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -> tuple[str, list[str]]:
+    """Return the page and the READMEs, English and Chinese, for the files of a folder; raises UserError."""
     runs = read_runs(folder)
     if not runs:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")
     others = sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
-    return page(runs, others), between_markers(readme, short_table(runs))
+    tables = [short_table(runs, drill, chinese) for chinese in (False, True)]
+    return page(runs, others, drill), [between_markers(*pair) for pair in zip(readmes, tables, strict=False)]
+
+
+def read_drill() -> list[Figure]:
+    """Return the figures of docs/drill.md."""
+    return drill_figures(DRILL.read_text(encoding="utf-8"))
 
 
 def evidence() -> str:
     """Return docs/evidence.md: the claims of the documents, and the figures of README.md's table."""
     newest = read_runs(FOLDER)[:1]
-    benchmark = [(figure, run.facts) for run in newest for figure in short_figures(run)]
+    benchmark = [(one, run.facts) for run in newest for _, one in short_figures(run.figures) if one]
     return claims.page(claims.read_claims(), claims.read_outcomes(), benchmark)
-
-
-def gain(figure: Figure) -> float:
-    """Return by how much a figure is better than its goal; below 1 it is worse."""
-    sign, value = figure.goal.split()
-    assert figure.measured is not None
-    if sign == ">=":
-        return figure.measured / float(value)
-    return float(value) / figure.measured if figure.measured > 0 else float("inf")
-
-
-def plot(run: Run, path: Path) -> None:
-    """Draw how far each figure with a goal is from it."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shown = [figure for figure in run.figures if figure.is_met is not None]
-    if not shown:
-        return
-    gains = [min(gain(figure), 10.0) for figure in shown]
-    figure, axis = plt.subplots(figsize=(11, 1.2 + 0.32 * len(shown)), layout="constrained")
-    colors = ["C2" if one.is_met else "C3" for one in shown]
-    bars = axis.barh([f"{one.part}: {one.name}"[:80] for one in shown], gains, color=colors, height=0.6)
-    axis.bar_label(
-        bars, labels=[f"{number(one.measured)}  (goal {one.goal})" for one in shown], padding=3, fontsize=8
-    )
-    axis.axvline(1.0, color="black", linewidth=1)
-    axis.invert_yaxis()
-    axis.tick_params(axis="y", labelsize=8)
-    axis.set_xlim(0, 1.35 * max([1.0, *gains]))
-    axis.set(xlabel="better than the goal by this factor", title=f"{run.date}, {run.device}"[:110])
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 @command
 def main(argv: list[str]) -> None:
-    """Write the page, the pictures and README.md's table."""
-    text, readme = render(FOLDER, README.read_text(encoding="utf-8"))
-    for run in read_runs(FOLDER):
-        plot(run, run.path.with_suffix(".png"))
-    (FOLDER / "README.md").write_text(text, encoding="utf-8")
-    README.write_text(readme, encoding="utf-8")
+    """Write the page, its pictures and the READMEs' tables."""
+    drill = read_drill()
+    text, readmes = render(FOLDER, [path.read_text(encoding="utf-8") for path in READMES], drill)
+    for picture in FOLDER.glob("*.png"):
+        picture.unlink()
+    for question in QUESTIONS:
+        draw(question, drill, FOLDER / f"{question.name}.png")
+        for run in read_runs(FOLDER):
+            draw(question, run.figures, FOLDER / f"{run.path.stem}-{question.name}.png")
+    for path, content in zip((FOLDER / "README.md", *READMES), (text, *readmes), strict=True):
+        path.write_text(content, encoding="utf-8")
     claims.PAGE.write_text(evidence(), encoding="utf-8")
-    print("wrote docs/benchmarks/README.md, its pictures, the table in README.md, and docs/evidence.md")
+    print("wrote docs/benchmarks/README.md, its pictures, the tables in the READMEs, and docs/evidence.md")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
-from scripts.bench.figures import Figure, Rounds, of, speed_figure, take_turns
+from scripts.bench.figures import NO_SPEED, Figure, Rounds, of, speed_figure, take_turns
 from scripts.bench.programs import contender, recipe
 
 PART = "small-data"
@@ -88,9 +88,9 @@ class Bench:
         self.losses[name] = result["losses"][LOG_EVERY - 1 :: LOG_EVERY]
         return result["samples_per_s"]
 
-    def bare(self, processes: int, *more: str, amp: str = "none") -> float:
-        """Run the recipe's own model on ready tensors and nothing else; return its samples/s."""
-        words = ["--steps", str(STEPS), *more, "--", *recipe_words(self.data_dir), "--amp", amp]
+    def bare(self, processes: int, amp: str = "none") -> float:
+        """Run the recipe's own model on ready tensors, several under DDP, and no more; return its samples/s."""
+        words = ["--steps", str(STEPS), "--", *recipe_words(self.data_dir), "--amp", amp]
         return 1000 * BATCH_SIZE / contender("bare_step", words, processes)["step_ms"]
 
     def best_workers(self, processes: int) -> int:
@@ -104,16 +104,14 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
     """Return by name what runs each contender and returns its samples/s."""
     loading = ("--workers", str(workers))
     name = f"{processes}-"
-    exchange = {"bare and DDP": lambda: bench.bare(processes)}
     return {
         "ours": lambda: bench.ours(f"{name}ours", processes),
         "ours bf16": lambda: bench.ours(f"{name}ours-bf16", processes, "--amp", "bf16"),
         "plain": lambda: bench.other(f"{name}plain", "plain", processes, *loading),
         "lightning": lambda: bench.other("lightning", "with_lightning", processes, *loading),
         "accelerate": lambda: bench.other("accelerate", "with_accelerate", processes, *loading),
-        "bare": lambda: bench.bare(processes, "--alone"),
-        "bare bf16": lambda: bench.bare(processes, "--alone", amp="bf16"),
-        **(exchange if processes > 1 else {}),
+        "bare": lambda: bench.bare(processes),
+        "bare bf16": lambda: bench.bare(processes, amp="bf16"),
     }
 
 
@@ -133,21 +131,25 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
-    """Return the ratios of speed."""
+    """Return the ratios of speed.
 
-    def figure(name: str, ours: str, against: str, goal: str, peer: str) -> Figure:
-        return speed_figure(PART, f"{name}, {of(processes)}", values, ours, against, goal, peer)
+    Two processes on two cores wait for whichever was disturbed last: only DDP on ready tensors is held to a goal.
+    """
+
+    def figure(precision: str, ours: str, against: str, goal: str, peer: str, is_limit: bool = False) -> Figure:
+        name = f"LeNet {precision}, {of(processes)}"
+        return speed_figure(PART, name, values, ours, against, goal, peer, is_limit=is_limit)
 
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{' and DDP' if processes > 1 else ''}"
-    bare, exchange = "bare compute on ready tensors", "bare compute and DDP on ready tensors"
+    bare = f"bare compute{' and DDP' if processes > 1 else ''} on ready tensors"
+    goals = {"fp32": ">= 1.8", "bf16": ">= 2.6"} if processes == 1 else {"fp32": "", "bf16": ""}
     return [
-        figure("LeNet fp32: samples/s", "ours", "plain", ">= 1.8", loop),
-        figure("LeNet bf16: samples/s", "ours bf16", "plain", ">= 2.6", loop),
-        figure("LeNet fp32: samples/s", "ours", "lightning", "", "Lightning"),
-        figure("LeNet fp32: samples/s", "ours", "accelerate", "", "accelerate"),
-        figure("LeNet fp32: time", "ours", "bare", "<= 1.05", bare),
-        figure("LeNet bf16: time", "ours bf16", "bare bf16", "<= 1.05", bare),
-        *([figure("LeNet fp32: samples/s", "ours", "bare and DDP", "", exchange)] if processes > 1 else []),
+        figure("fp32", "ours", "plain", goals["fp32"], loop),
+        figure("bf16", "ours bf16", "plain", goals["bf16"], loop),
+        figure("fp32", "ours", "lightning", "", "Lightning"),
+        figure("fp32", "ours", "accelerate", "", "accelerate"),
+        figure("fp32", "ours", "bare", ">= 0.95", bare, True),
+        figure("bf16", "ours bf16", "bare bf16", ">= 0.95", bare, True),
     ]
 
 
@@ -158,4 +160,4 @@ def difference(bench: Bench, name: str, what: str, goal: str) -> Figure:
     largest = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     note = f"of every {LOG_EVERY}th of the first {COMPARED} steps"
     name = f"LeNet {what}: largest relative difference of the loss"
-    return Figure(PART, name, largest, goal=goal, peer="usual loop", note=note)
+    return Figure(PART, name, largest, goal=goal, peer="usual loop", note=note, no_limit=NO_SPEED)

@@ -40,7 +40,7 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
     what = f"{name}, {of(processes)}: time of a step"
     peer = "bare forward + backward + step" + (" under DDP" if processes > 1 else "")
     note = f"{times} (resnet18, batch {batch})"
-    return Figure(PART, what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note)
+    return Figure(PART, what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note, is_limit=True)
 
 
 def _batch_for(options: list[str], processes: int) -> int:

@@ -119,8 +119,8 @@ class Network:
         """Return a command that runs in a node's network."""
         return ["nsenter", f"--net=/run/netns/{self.names[node]}", "--", *command]
 
-    def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> None:
-        """Run a command as one rank on each of so many nodes until all have ended.
+    def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> list[str]:
+        """Run a command as one rank on each of so many nodes until all have ended; return what each has printed.
 
         Raises:
             RuntimeError: one has failed, or not ended within the bound; the message has its last lines.
@@ -135,10 +135,12 @@ class Network:
             }
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            for rank, ended in enumerate(run_side_by_side(commands, Path(folder), timeout_s)):
-                if ended.status:
-                    said = ended.output.strip()[-600:]
-                    raise RuntimeError(f"rank {rank} of {nodes} ended with status {ended.status}: {said}")
+            done = run_side_by_side(commands, Path(folder), timeout_s)
+        for rank, ended in enumerate(done):
+            if ended.status:
+                said = ended.output.strip()[-600:]
+                raise RuntimeError(f"rank {rank} of {nodes} ended with status {ended.status}: {said}")
+        return [ended.output for ended in done]
 
     def sent_bytes(self, node: int) -> int:
         """Return what a node has sent by its link so far, as its interface counts it."""

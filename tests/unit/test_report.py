@@ -1,13 +1,17 @@
 """The page of the benchmarks: what stands in the tree is what the files beside it give."""
 
 import json
+import re
 
 import pytest
+from matplotlib.axes import Axes
+from PIL import Image
 
 from recipes.common.errors import UserError
 from scripts.bench import report
+from scripts.bench.__main__ import PARTS
 from scripts.bench.figures import Figure
-from tests.support import ROOT
+from scripts.bench.questions import QUESTIONS, draw, drill_figures
 
 
 def write(folder, name, date, *figures, gpus=()):
@@ -23,78 +27,128 @@ def write(folder, name, date, *figures, gpus=()):
     return path
 
 
-FAST = Figure("step", "overhead", 1.01, 1.0, 1.02, "<= 1.02", "bare loop", "5 ms | 6 ms")
-SLOW = Figure("wire", "bytes", 1.2, 1.1, 1.3, "<= 1.01", "ring")
-TOLD = Figure("step", "told", 3.0)
-MISSED = Figure("wire", "nccl", None, goal="<= 1", note="not measured: no GPU")
+LOOP = Figure(
+    "small-data", "LeNet fp32, 1 process", 2.0, 1.9, 2.2, ">= 1.8", "usual eager loop | workers", "4 | 2"
+)
+LIMIT = Figure("small-data", LOOP.name, 0.8, 0.7, 0.9, ">= 0.95", "bare compute", is_limit=True)
+SLOW = Figure("wire", "step at 1 Gbit/s, ddp-fp32, 2 nodes", 1.25, 1.2, 1.3, "<= 1.15", "wire", is_limit=True)
+BYTES = Figure("wire", "bytes sent", 1.0, goal="<= 1.01", peer="ring limit", is_limit=True)
+MISSED = Figure("gpu", "nccl", None, goal="<= 1", note="not measured: no GPU")
+LOST = Figure("drill", "lose-node, until it trains again", 24.1, goal="<= 30", peer="its bound", is_limit=True)
 
 README = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 
 
 def test_the_page_in_the_tree_is_the_one_of_its_files():
-    """Run `make report` after `make bench`."""
-    path = ROOT / "docs/benchmarks/README.md"
-    readme = (ROOT / "README.md").read_text()
-    if not list(report.FOLDER.glob("*.json")):
-        assert not path.exists(), "a page without files"
-        assert report.between_markers(readme, "") == readme, "a table without files"
-        return
-    text, expected = report.render(report.FOLDER, readme)
-    assert path.read_text() == text
-    assert readme == expected
+    """Run `make report` after `make bench`; the figures of the READMEs are those of the newest file."""
+    page, *readmes = [path.read_text() for path in (report.FOLDER / "README.md", *report.READMES)]
+    assert report.render(report.FOLDER, readmes, report.read_drill()) == (page, readmes)
+
+
+def test_the_pictures_in_the_tree_are_small_and_each_is_shown():
+    pictures = sorted(report.FOLDER.glob("*.png"))
+    assert re.findall(r"\]\((.*?\.png)\)", (report.FOLDER / "README.md").read_text()) == sorted(
+        (path.name for path in pictures), key=lambda name: (name == "failure.png", order(name))
+    )
+    for path in pictures:
+        with Image.open(path) as image:
+            assert image.width == 700
+        assert path.stat().st_size <= 60_000, path
+
+
+def order(name):
+    return [question.name for question in QUESTIONS].index(name.removesuffix(".png").split("-")[-1])
+
+
+def test_every_part_answers_one_question_and_every_figure_has_a_limit_or_a_reason():
+    assert sorted(part for question in QUESTIONS for part in question.parts) == sorted([*PARTS, "drill"])
+    figures = [figure for run in report.read_runs(report.FOLDER) for figure in run.figures] + report.read_drill()
+    held = {(figure.part, figure.name) for figure in figures if figure.is_limit}
+    assert len(held) > 40
+    for figure in figures:
+        is_held = (figure.part, figure.name) in held
+        assert figure.measured is None or is_held != bool(figure.no_limit), figure
 
 
 def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
-    write(tmp_path, "2026-01-02-cpu.json", "2026-01-02", TOLD, FAST, SLOW, MISSED)
-    write(tmp_path, "2026-02-01-gpu.json", "2026-02-01", FAST, gpus=["H200", "H200"])
+    write(tmp_path, "2026-01-02-cpu.json", "2026-01-02", LOOP, LIMIT, SLOW, BYTES, MISSED)
+    write(tmp_path, "2026-02-01-gpu.json", "2026-02-01", SLOW, gpus=["H200", "H200"])
     (tmp_path / "compare.md").touch()
-    text, readme = report.render(tmp_path, README)
-    assert text.index("## 2026-02-01, gpu") < text.index("## 2026-01-02, cpu")
+    text, [readme, chinese] = report.render(tmp_path, [README] * 2, [LOST])
+    assert text.index("## 2026-02-01, gpu") < text.index("## 2026-01-02, cpu") < text.index("## The drill")
     assert (
-        "2 cores of A | B, 24 GB, 2 x H200. python 3.11.7, torch 2.14.1. Revision abc, 5 rounds; 1 of 1 " in text
+        "2 cores of A | B, 24 GB, 2 x H200. python 3.11.7, torch 2.14.1. Revision abc, 5 rounds; 0 of 1 " in text
     )
-    assert "| overhead | <= 1.02 | 1.01 | 1.00 .. 1.02 | yes | bare loop | 5 ms \\| 6 ms |" in text
-    assert "| bytes | <= 1.01 | 1.20 | 1.10 .. 1.30 | no | ring | - |" in text
-    assert "| told | - | 3.00 | - | - | - | - |" in text
+    assert (
+        "| LeNet fp32, 1 process | >= 1.8 | 2.00 | 1.90 .. 2.20 | yes | usual eager loop \\| workers | 4 \\| 2 |"
+        in text
+    )
+    assert (
+        "| LeNet fp32, 1 process | >= 0.95 | 0.800 | 0.700 .. 0.900 | no | **limit:** bare compute | - |" in text
+    )
     assert "| nccl | <= 1 | - | - | - | - | not measured: no GPU |" in text
-    assert "1 of 2 goals met" in text
+    assert "2 of 5 goals met, 1 not measured (" in text
+    assert "![How fast is my loop? 2.00 times the samples/s of the usual loop; 0.800 of bare compute]" in text
+    assert "(2026-01-02-cpu-loop.png)" in text
+    assert "2026-02-01-gpu-loop.png" not in text
+    assert "Not measured in this run: step." in text
     assert "[compare.md](compare.md)" in text
-    assert report.render(tmp_path, README) == (text, readme), "the same files give the same text"
-    # The short table is that of the newest run; what stands around it stays.
-    assert readme.startswith(f"before\n\n{report.BEGIN}\n| what |")
+    # The short table is that of the newest run, which has one of the figures; what stands around it stays.
+    assert readme.startswith(f"before\n\n{report.BEGIN}\n| question |")
     assert readme.endswith(f"{report.END}\n\nafter\n")
-    assert "| step: overhead | <= 1.02 | 1.01 | bare loop |" in readme
-    assert "wire" not in readme
-    assert report.render(tmp_path, readme)[1] == readme
+    assert "| How fast is my loop? | - | - | limit not measured in this run |" in readme
+    assert (
+        "| What does a second node cost? | step at 1 Gbit/s, ddp-fp32, 2 nodes: 1.25 | - | 0.800 of wire |"
+        in readme
+    )
+    assert "| How long does a failure take? | lose-node, until it trains again: 24.1 s | - | <= 30 s |" in readme
+    assert len(re.findall(r"^\| .*: (?:1.25|24.1 s) \|", chinese, re.MULTILINE)) == 2
+    assert chinese.count("\n| ") == readme.count("\n| ")
+    assert report.render(tmp_path, [readme, chinese], [LOST]) == (text, [readme, chinese]), "and it stays"
 
 
-def test_the_short_table_has_a_line_for_each_part_with_a_goal(tmp_path):
-    write(tmp_path, "a.json", "2026-01-02", TOLD, FAST, Figure("step", "second", 1.0, goal=">= 1"), SLOW, MISSED)
-    readme = report.render(tmp_path, README)[1]
-    assert [line.split(" | ")[0] for line in readme.splitlines() if line.startswith("| ")][2:] == [
-        "| step: overhead",
-        "| wire: bytes",
+def test_a_goal_from_above_is_one_for_times():
+    assert LOOP.share == (2.0, 1.9, 2.2)
+    assert SLOW.share == (1 / 1.25, 1 / 1.3, 1 / 1.2)
+    assert BYTES.share == (1.0, 1.0, 1.0)
+
+
+def test_the_tables_of_the_drill_are_read():
+    text = """fault  at step  noticed s  again s  lost
+kill-rank    83        0.6         4.9       3      equal
+cut-10s      50        -           13.2      0      equal
+kill-rank    90        0.8         5.9       3      equal
+lose-rank    86        0.3         13.9      6      equal
+| kill-agent | KILL to a node's agent |
+"""
+    assert [(one.name, one.values, one.goal) for one in drill_figures(text)] == [
+        ("kill-rank, until it has ended", (0.7, 0.6, 0.8), "<= 15"),
+        ("lose-rank, until it trains again", (13.9, 13.9, 13.9), "<= 30"),
     ]
 
 
-def test_the_picture_is_drawn(tmp_path):
-    path = write(tmp_path, "a.json", "2026-01-02", FAST, SLOW, MISSED, Figure("step", "none", 0.0, goal="<= 1"))
-    [run] = report.read_runs(tmp_path)
-    report.plot(run, path.with_suffix(".png"))
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_how_much_better_than_the_goal():
-    assert report.gain(Figure("a", "b", 3.0, goal=">= 1.5")) == 2
-    assert report.gain(Figure("a", "b", 0.5, goal="<= 1.5")) == 3
-    assert report.gain(Figure("a", "b", 3.0, goal="<= 1.5")) == 0.5
+def test_a_picture_shows_what_has_a_limit_over_it_with_its_peers(tmp_path, monkeypatch):
+    drawn = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda axis, *args, **more: [drawn.append(args), plot(axis, *args, **more)][1]
+    )
+    loop, node, *_ = QUESTIONS
+    for question in (loop, node):
+        draw(question, [LOOP, LIMIT, SLOW, BYTES, MISSED], tmp_path / f"{question.name}.png")
+        assert (tmp_path / f"{question.name}.png").read_bytes().startswith(b"\x89PNG")
+    points = [(x, marker) for x, _, marker, *_ in drawn if isinstance(x, float)]
+    # The limit is at 1; the loop reaches 0.8 of it, its peer half of that; the share of a time is turned over.
+    assert points == [(0.8, "o"), (1.0, "|"), (0.95, "|"), (0.4, "s"), (0.8, "o"), (1.0, "|"), (1 / 1.15, "|")]
+    draw(loop, [LOOP, MISSED], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists(), "no bar without its limit"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"figures": [{"part": "a"}]}'])
 def test_other_files_are_refused_with_their_name(tmp_path, text):
     (tmp_path / "odd.json").write_text(text)
     with pytest.raises(UserError, match=r"odd\.json is no benchmark's file"):
-        report.render(tmp_path, README)
+        report.render(tmp_path, [README])
 
 
 def test_nothing_to_render_is_said_in_a_line(tmp_path, monkeypatch, capsys):
@@ -105,6 +159,6 @@ def test_nothing_to_render_is_said_in_a_line(tmp_path, monkeypatch, capsys):
 
 
 def test_a_readme_without_markers_is_refused(tmp_path):
-    write(tmp_path, "a.json", "2026-01-02", FAST)
+    write(tmp_path, "a.json", "2026-01-02", LOOP)
     with pytest.raises(UserError, match=r"README\.md needs one line"):
-        report.render(tmp_path, "nothing")
+        report.render(tmp_path, ["nothing"])

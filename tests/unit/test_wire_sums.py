@@ -1,10 +1,12 @@
 """The limits that the benchmark of the wire holds bytes against."""
 
+import pytest
 import torch
 
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
+from scripts.bench import overlap
 from scripts.bench.wire import (
     GRADIENT_BYTES,
     IMAGE_SIZE,
@@ -29,12 +31,31 @@ def test_figures_by_hand():
     limit = ring_bytes(4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [[1.001 * limit, 1.002 * limit, limit, limit]] * 3
-    seen = Measured("ddp-fp32", 4, sent, [0.6, 0.7, 0.65])
+    seen = Measured("ddp-fp32", 4, sent, [0.6, 0.7, 0.65], [0.5, 0.6, 0.65])
     variant = Variant("ddp-fp32", "ddp", goal="<= 1.01")
     figure = bytes_figure(seen, variant)
     assert (round(figure.measured, 6), figure.low, round(figure.high, 6)) == (1.002, 1.0, 1.002)
     assert figure.is_met
     assert figure.note == "70.23 MB per node and step"
     figure = time_figure(seen, variant)
-    assert round(figure.measured, 4) == round(0.65 / (limit * 1514 / 1448 * 8 / 1e9), 4)
+    wire_s = limit * 1514 / 1448 * 8 / 1e9
+    # The wire takes longer than the work in the first round, the work in the others.
+    assert [round(value, 4) for value in figure.values] == [
+        round(value, 4) for value in (0.6 / wire_s, 1, 0.7 / 0.6)
+    ]
     assert figure.is_met
+    halves = Variant("ddp-fp16", "ddp", goal="<= 1.01", bytes_per_parameter=2)
+    figure = bytes_figure(Measured("ddp-fp16", 4, [[limit / 2]]), halves)
+    assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)
+
+
+def test_no_step_is_below_the_longest_of_three():
+    rounds = {
+        "compute": [1.0, 3.0, 3.0],
+        "forward": [0.4, 1.0, 1.0],
+        "communication": [2.0, 1.0, 1.0],
+        "exchange_cpu": [0.1, 0.0, 0.5],
+        "step": [2.4, 3.3, 7.0],
+    }
+    assert overlap.limits(rounds) == [2.4, 3.0, 3.5]
+    assert overlap.figure("fp32", 1.0, 4, [2**20], rounds).values == pytest.approx((1.1, 1.0, 2.0))

@@ -1,6 +1,6 @@
-"""Read folders of JPEGs in one process and thread: the recipes' input, torchvision's, or the bare full decode.
+"""Read folders of JPEGs in one process and thread: the recipes' input, torchvision's, or the decoder alone.
 
-    python -m scripts.bench.contenders.photos batches|crops|torchvision|decode FOLDER
+    python -m scripts.bench.contenders.photos batches|crops|torchvision|decode|huffman FOLDER
 
 Prints the images in a second of CPU time, and in how many of all its threads: what one core does.
 """
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,14 @@ def torchvision(folder: Path) -> Iterator[int]:
             yield len(images)
 
 
-def decode(folder: Path) -> Iterator[int]:
+def decode(folder: Path, **options: int) -> Iterator[int]:
     """Decode whole images from memory by libjpeg-turbo, and do nothing else."""
     import simplejpeg
 
     contents = [path.read_bytes() for path in sorted((folder / "train").rglob("*.jpg"))]
     while True:
         for content in contents:
-            simplejpeg.decode_jpeg(content)
+            simplejpeg.decode_jpeg(content, **options)
             yield 1
 
 
@@ -86,6 +87,8 @@ CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "crops": crops,
     "torchvision": torchvision,
     "decode": decode,
+    # The smallest size that the decoder gives, an eighth: all is Huffman-decoded, and an IDCT is one number.
+    "huffman": partial(decode, min_height=1, min_width=1, min_factor=8),
 }
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -47,6 +48,27 @@ def plain_read(path: Path) -> float:
     return time.perf_counter() - begin
 
 
+def new_read(path: Path) -> float:
+    """Return the seconds of reading a file from the disk into memory that nobody has touched yet."""
+    drop_from_memory(path)
+    begin = time.perf_counter()
+    memory = np.empty(path.stat().st_size, np.uint8).data
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(memory[: 2**23]):
+            memory = memory[count:]
+    return time.perf_counter() - begin
+
+
+def copies(size: int, count: int) -> list[float]:
+    """Return the seconds of each copy of so many bytes in memory that was used before."""
+    source, target, seconds = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8), []
+    for _ in range(count):
+        begin = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
 def main() -> None:
     """Print the stalls of saves of both kinds, the seconds of reading back, and the file's size."""
     parser = Parser("python -m scripts.bench.contenders.save", (__doc__ or "").split("\n")[0])
@@ -76,7 +98,7 @@ def main() -> None:
     writer = CheckpointWriter(CheckpointFolder(own_args.folder, keep=1), fail)
     write_s: list[float] = []
     begin_s: list[float] = []
-    restore_s, read_s = [], []
+    restore_s, read_s, new_s = [], [], []
     for i in range(2 * own_args.saves + 2):
         content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
         save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
@@ -88,6 +110,7 @@ def main() -> None:
     assert writer.newest
     for _ in range(own_args.saves):
         read_s.append(plain_read(writer.newest))
+        new_s.append(new_read(writer.newest))
         drop_from_memory(writer.newest)
         begin = time.perf_counter()
         content = read_checkpoint(writer.newest)
@@ -95,7 +118,15 @@ def main() -> None:
         optimizer.load_state_dict(content["optimizer"])
         restore_s.append(time.perf_counter() - begin)
     size = writer.newest.stat().st_size
-    figures = {"write_s": write_s, "begin_s": begin_s, "restore_s": restore_s, "read_s": read_s}
+    copy_s = copies(size, own_args.saves)
+    figures = {
+        "write_s": write_s,
+        "begin_s": begin_s,
+        "copy_s": copy_s,
+        "restore_s": restore_s,
+        "read_s": read_s,
+        "new_s": new_s,
+    }
     print(json.dumps({**figures, "bytes": size}), flush=True)
 
 
