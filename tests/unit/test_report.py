@@ -137,7 +137,7 @@ def test_a_picture_shows_what_has_a_limit_over_it_with_its_peers(tmp_path, monke
     for question in (loop, node):
         draw(question, [LOOP, LIMIT, SLOW, BYTES, MISSED], tmp_path / f"{question.name}.png")
         assert (tmp_path / f"{question.name}.png").read_bytes().startswith(b"\x89PNG")
-    points = [(x, marker) for x, _, marker, *_ in drawn if isinstance(x, float)]
+    points = [(args[0], args[2]) for args in drawn if isinstance(args[0], float)]
     # The limit is at 1; the loop reaches 0.8 of it, its peer half of that; the share of a time is turned over.
     assert points == [(0.8, "o"), (1.0, "|"), (0.95, "|"), (0.4, "s"), (0.8, "o"), (1.0, "|"), (1 / 1.15, "|")]
     draw(loop, [LOOP, MISSED], tmp_path / "none.png")
