@@ -1,5 +1,7 @@
 """Data for jobs that only have to be training: `--data tests.slow_data:images`. They sleep most of the time.
 
+With `--workers 0`: by default a rank's workers, too, import torch.
+
 Until the file SLOW_UNTIL exists, if it names one: a job that has seen what it was to see comes to its end quickly.
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import need_horovod, need_horovod_with_mpi
+from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.images import make_images
 from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights
 
@@ -23,7 +23,7 @@ SETTINGS = (
 )
 """Few steps at a rate that lets rounding stay small."""
 
-ENDLESS = ("--epochs", "100000", "--data", "tests.slow_data:images")
+ENDLESS = ("--epochs", "100000", "--data", "tests.slow_data:images", "--workers", "0")
 
 FILES = {
     "ddp": ("ddp.sbatch", {}),
@@ -74,44 +74,53 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
 
 
-ONE_PER_NODE = ("apex", "fsdp", "tensor", "pipeline", "horovod-mpirun")
-"""Where another file starts its ranks in the same way: ddp.sbatch, and tests/parallel/test_mpirun.py."""
+ONE_PER_NODE = ("tensor", "pipeline", "horovod-gloo", "horovod-mpirun")
+"""Where several ranks of a node start elsewhere: by ddp.sbatch, in test_horovod.py and test_mpirun.py."""
+
+BESIDE = ("apex", "fsdp")
+"""They start as ddp does, too: both at once, on the same nodes."""
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("name", FILES)
-    def test_every_file_has_the_losses_of_single_and_the_same_map(self, cluster, tmp_path, single, name):
-        per_node, ranks = 2, ["ranks 0-1 on n1", "ranks 2-3 on n2"]
-        if name in ONE_PER_NODE:
-            per_node, ranks = 1, ["rank 0 on n1", "rank 1 on n2"]
-        job = submit(cluster, tmp_path, name, *SETTINGS, flags=(f"--gpus-per-node={per_node}",))
+    def check(self, job, single, per_node):
+        """Assert that a job ends with the losses of single, and with per_node ranks on each of n1 and n2."""
         result, _, record = job.complete().partition(" record=")
         figures = rf"result recipe=\w+ world_size={2 * per_node} test_accuracy=0\.\d+ samples_per_s=\d+"
         assert re.fullmatch(figures, result)
         assert record == str(job.run)
         assert losses(job.run) == pytest.approx(losses(single), rel=1e-4)
         assert accuracies(job.run) == accuracies(single)
-        assert job.ranks() == ranks
+        two = ["ranks 0-1 on n1", "ranks 2-3 on n2"]
+        assert job.ranks() == (["rank 0 on n1", "rank 1 on n2"] if per_node == 1 else two)
         logs = sorted(path.name for path in (job.run / "slurm").glob("*.txt"))
         assert logs == ["n1.txt", "n2.txt"]
         for node in ("n1", "n2"):
             log = (job.run / f"slurm/{node}.txt").read_text()
             assert log.count(f"{node}: fabric tcp (no RDMA device), n1 by eth0:") == 1
 
-    def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, single):
-        job = submit(cluster, tmp_path, "ddp-srun", *SETTINGS, flags=("--nodes=1",))
-        assert " world_size=2 " in job.complete(), "the file's two GPUs of one node"
-        assert losses(job.run) == pytest.approx(losses(single), rel=1e-4)
+    @pytest.mark.parametrize("name", [name for name in FILES if name not in BESIDE])
+    def test_every_file_has_the_losses_of_single_and_the_same_map(self, cluster, tmp_path, single, name):
+        per_node = 1 if name in ONE_PER_NODE else 2
+        job = submit(cluster, tmp_path, name, *SETTINGS, flags=(f"--gpus-per-node={per_node}",))
+        self.check(job, single, per_node)
+
+    def test_two_jobs_on_the_same_nodes_do_not_collide(self, cluster, tmp_path, single):
+        flags = ("--gpus-per-node=1", "--cpus-per-task=2", "--nodelist=n1,n2")
+        jobs = [submit(cluster, tmp_path, name, *SETTINGS, flags=flags) for name in BESIDE]
+        for job in jobs:
+            self.check(job, single, 1)
+        assert len({re.search(r"head n1:(\d+)", job.text)[1] for job in jobs}) == 2
 
     @pytest.mark.parametrize(
-        ("flags", "world_size"),
+        ("file", "flags", "world_size"),
         [
-            (("--gpus-per-node=0",), 2),
-            (("--gpus-per-node=0", "--nodes=1", "--ntasks-per-node=3", "--cpus-per-task=1"), 3),
+            ("ddp-srun", ("--nodes=1",), 2),  # the file's two GPUs of one node
+            ("ddp", ("--gpus-per-node=0",), 2),
+            ("ddp", ("--gpus-per-node=0", "--nodes=1", "--ntasks-per-node=3", "--cpus-per-task=1"), 3),
         ],
     )
-    def test_a_cluster_without_gpus_needs_a_flag(self, cluster, tmp_path, flags, world_size):
-        assert_world_size(world_size, cluster, tmp_path, "ddp.sbatch", flags)
+    def test_sbatchs_own_flags_give_another_world(self, cluster, tmp_path, file, flags, world_size):
+        assert_world_size(world_size, cluster, tmp_path, f"{file}.sbatch", flags)
 
     def test_the_doctors_job_maps_the_nodes(self, cluster, tmp_path):
         flags = ("--nodes=3",)
@@ -131,13 +140,6 @@ class TestNumbers:
         assert job.field("ExitCode") == "1:0"
         assert "error: node 1 (n2): network: GLOO_SOCKET_IFNAME=eth7 is no interface of this node" in job.text
 
-    def test_two_jobs_on_the_same_nodes_do_not_collide(self, cluster, tmp_path):
-        flags = ("--gpus-per-node=1", "--cpus-per-task=2", "--nodelist=n1,n2")
-        jobs = [submit(cluster, tmp_path, "ddp", "--epochs", "8", flags=flags) for _ in range(2)]
-        for job in jobs:
-            assert " world_size=2 " in job.complete()
-        assert len({re.search(r"head n1:(\d+)", job.text)[1] for job in jobs}) == 2
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
@@ -153,14 +155,16 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Return options by which each rank has a worker that decodes images."""
+    """Return options of a run on images."""
     folder = make_images(tmp_path_factory.mktemp("images"))
-    words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1")
+    words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32")
     return (*words, "--global-batch-size", "8", "--epochs", "30", *OFTEN)
 
 
 OFTEN = ("--checkpoint-every", "5", "--deterministic", "--seed", "2")
-LONG = ("--epochs", "10", *OFTEN)
+LONG = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
+LONG += ("--epochs", "30", *OFTEN)
+"""240 steps of 0.2 s, in which the cores are free, until the file of SLOW_UNTIL is there."""
 
 
 def near_the_limit(cluster, job):
@@ -174,60 +178,78 @@ def wait_for_epoch_of_resumed(job):
     wait_until(lambda: "epoch " in job.text.partition("resumed from")[2], TIMEOUT_S, lambda: job.text)
 
 
-def requeued_by_hand(cluster, job):
-    cluster.run("scontrol", "requeue", job.number)
-
-
-def preempted(cluster, job):
-    cluster.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "sleep", "1")
-
-
 class TestRequeue:
-    def check(self, cluster, folder, name, nodes, words, disturb, expected):
-        """Disturb a job; assert that it goes on and ends with the expected weights."""
-        job = submit(cluster, folder, name, *words, flags=(f"--nodes={nodes}", "--gpus-per-node=1"))
-        job.wait_for_text("epoch 2 ")
-        disturb(cluster, job)
+    def check_end(self, job, expected, restarts=1):
+        """Assert that a job that was disturbed has gone on each time, and ends with the expected weights."""
         assert job.complete().startswith("result ")
-        assert job.field("Restarts") == "1"
-        launches = json.loads((job.run / "config.json").read_text())["launches"]
-        assert launches[0]["step"] == 0 < launches[1]["step"]
+        assert job.field("Restarts") == str(restarts)
+        steps = [launch["step"] for launch in json.loads((job.run / "config.json").read_text())["launches"]]
+        assert steps == sorted(set(steps))
+        assert (len(steps), steps[0]) == (restarts + 1, 0)
         assert "could not be requeued" not in job.text
         assert is_equal(weights(job.run), expected)
-        return job
 
-    @pytest.mark.parametrize(
-        ("name", "nodes", "disturb"), [("ddp", 2, requeued_by_hand), ("ddp-srun", 3, preempted)]
-    )
-    def test_a_job_goes_on_and_ends_like_an_undisturbed_one(
-        self, cluster, tmp_path, undisturbed, name, nodes, disturb
-    ):
-        self.check(cluster, tmp_path, name, nodes, LONG, disturb, undisturbed("ddp", nodes, *LONG))
+    def test_a_job_goes_on_and_ends_like_an_undisturbed_one(self, cluster, tmp_path, undisturbed):
+        """An urgent job takes its nodes; later an operator requeues it."""
+        end = tmp_path / "end"
+        file, env = "ddp-srun.sbatch", {"PYTHON": sys.executable, "SLOW_UNTIL": str(end)}
+        job = cluster.submit(tmp_path, file, *LONG, flags=("--gpus-per-node=1",), **env)
+        job.wait_for_text("epoch 2 ")
+        cluster.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "sleep", "1")
+        wait_for_epoch_of_resumed(job)
+        cluster.run("scontrol", "requeue", job.number)
+        wait_until(lambda: job.text.count("resumed from") == 2, TIMEOUT_S, lambda: job.text)
+        end.touch()
+        self.check_end(job, undisturbed("ddp", 2, *LONG), restarts=2)
 
-    @pytest.mark.parametrize("name", ["ddp", "spawn"])
-    def test_near_the_time_limit_and_with_workers(self, cluster, tmp_path, undisturbed, images, name):
+    def test_near_the_time_limit_and_with_workers(self, cluster, tmp_path, undisturbed, images):
         """Slurm sends the signal to processes that decode images, too: they outlive it."""
-        expected = undisturbed("ddp", 2, *images)  # spawn's ranks are ddp's, and give the same to the last bit
-        job = self.check(cluster, tmp_path, name, 2, images, near_the_limit, expected)
+        job = submit(cluster, tmp_path, "ddp", *images, "--workers", "1")
+        job.wait_for_text("epoch 2 ")
+        near_the_limit(cluster, job)
+        self.check_stopped(job, undisturbed("ddp", 2, *images, "--workers", "0"))
+
+    def test_near_the_time_limit_where_a_recipe_starts_its_ranks(self, cluster, tmp_path, undisturbed):
+        env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(tmp_path / "end")}
+        flags = ("--nodes=1", "--gpus-per-node=2")
+        job = cluster.submit(tmp_path, "spawn.sbatch", *LONG, flags=flags, **env)
+        job.wait_for_text("epoch 2 ")
+        near_the_limit(cluster, job)
+        job.wait_for_text("resumed from")
+        (tmp_path / "end").touch()
+        self.check_stopped(job, undisturbed("ddp", 2, *LONG))  # spawn's ranks are ddp's, to the last bit
+
+    def check_stopped(self, job, expected):
+        """Assert that a signal ended the first start with a checkpoint, and the job as it should."""
+        self.check_end(job, expected)
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
         logs = [path.read_text() for path in (job.run / "slurm").glob("*.txt")]
         assert not re.search("Traceback|[Ww]arning", "".join(logs)), logs
 
     def test_the_time_limit_itself_and_only_so_often(self, cluster, tmp_path):
+        """Of a script, which needs no torch, while the others wait."""
+        (tmp_path / "train.py").write_text(SAVES_EACH_TIME)
         flags = ("--time=30", "--signal=B:USR1@30", "--nodes=1", "--gpus-per-node=1")
         flags += ("--export=ALL,MAX_REQUEUES=1",)
-        job = submit(cluster, tmp_path, "ddp", *ENDLESS, flags=flags)
-        job.wait_for_text("epoch 2 ")
-        # Slurm counts time limits in minutes and may send the signal up to a minute early.
-        hours, minutes, _ = map(int, job.field("RunTime").split(":"))
-        cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={60 * hours + minutes + 2}")
-        wait_for_epoch_of_resumed(job)
+        env = {"PYTHON": sys.executable, "SCRIPT": "train.py"}
+        job = cluster.submit(tmp_path, "ddp-srun.sbatch", flags=flags, **env)
+        job.wait_for_text("trains, RESUME=none")
+        # Slurm counts time limits in minutes, and sends the signal up to 30 s early.
+        hours, minutes, seconds = map(int, job.field("RunTime").split(":"))
+        limit = 60 * hours + minutes + (1 if seconds < 20 else 2)
+        cluster.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
+        job.wait_for_text("it is requeued")
+        cluster.run(
+            "scontrol", "update", f"JobId={job.number}", "TimeLimit=30"
+        )  # which it keeps for the next start
+        job.wait_for_text("trains, RESUME=auto")
         assert "got USR1: ranks write a checkpoint" in job.text
         near_the_limit(cluster, job)
         assert job.wait() == "FAILED"
-        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=1\); to go on: sbatch .* --resume auto"
+        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=1\); to go on: NAME=\S+ RESUME=auto SCRIPT="
         assert re.match(words, job.text.splitlines()[-1])
+        assert job.field("Restarts") == "1"
 
     def test_horovod_goes_on_too(self, cluster, tmp_path):
         job = submit(cluster, tmp_path, "horovod-mpirun", "--epochs", "10")
@@ -238,16 +260,17 @@ class TestRequeue:
         assert "resumed from" in job.text
 
     def test_a_sweep_gives_a_run_for_each_point_and_one_task_is_requeued_alone(self, cluster, tmp_path):
-        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02"}
-        array = cluster.submit(
-            tmp_path, "array.sbatch", "--epochs", "30", flags=("--array=0-1", "--gpus-per-node=1"), **env
-        )
+        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02", "SLOW_UNTIL": str(tmp_path / "end")}
+        flags = ("--array=0-1", "--gpus-per-node=1")
+        array = cluster.submit(tmp_path, "array.sbatch", "single", *LONG, flags=flags, **env)
         tasks = [type(array)(cluster, f"{array.number}_{index}", tmp_path) for index in range(2)]
         tasks[0].wait_for_text(", start 1: ")
         tasks[1].wait_for_text("epoch 2 ")  # the last: it may end soon
         near_the_limit(cluster, tasks[1])  # its number is the array's own
+        tasks[1].wait_for_text("resumed from")
+        (tmp_path / "end").touch()
         for task, rate, restarts in zip(tasks, (0.01, 0.02), "01", strict=True):
-            assert re.match("result .* world_size=1 ", task.complete()), task.text
+            assert re.match("result recipe=single world_size=1 ", task.complete()), task.text
             assert json.loads((task.run / "config.json").read_text())["options"]["lr"] == rate
             assert task.field("Restarts") == restarts
 
@@ -273,12 +296,16 @@ class TestRequeue:
 class TestEnds:
     @pytest.mark.parametrize("name", ["ddp", "ddp-srun", "horovod-pmix", "horovod-mpirun"])
     def test_a_killed_rank_ends_the_job_everywhere(self, cluster, tmp_path, name):
-        job = submit(cluster, tmp_path, name, *ENDLESS)
-        job.wait_for_text("epoch 1 ")
-        on_n2 = [
-            p for p in cluster.processes(f"job{job.number}", "n2") if "python" in p.name() or "pt_main" in p.name()
-        ]
-        max(on_n2, key=lambda process: process.pid).kill()
+        """Of a script whose other rank notices nothing: what starts the ranks has to."""
+        if name.startswith("horovod"):
+            need_mpi()
+        (tmp_path / "train.py").write_text(MEETS if name.startswith("horovod") else WAITS)
+        file, env = FILES[name]
+        env = {"PYTHON": sys.executable, "SCRIPT": "train.py", **env}
+        job = cluster.submit(tmp_path, file, "{run_dir}", flags=("--gpus-per-node=1",), **env)
+        wait_until(lambda: len([*tmp_path.glob("train-job*/up-*")]) == 2, TIMEOUT_S, lambda: job.text)
+        [rank] = [p for p in cluster.processes(f"train.py {job.run}", "n2") if "python" in p.name()][-1:]
+        rank.kill()
         assert job.wait(20) == "FAILED"
         assert re.search(r"^error: job \d+ ended with status \d+; all nodes' logs are in ", job.text, re.MULTILINE)
 
@@ -332,6 +359,14 @@ class TestEnds:
         assert words in result.stderr
 
 
+WAITS = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], f"up-{os.getpid()}").touch()
+time.sleep(100)
+"""
+
+MEETS = f"from mpi4py import MPI\nassert MPI.COMM_WORLD.allreduce(1) == 2\n{WAITS}"
+
 SHOW = """
 import os, pathlib, socket, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", "RESUME")
@@ -353,6 +388,16 @@ print("trains", flush=True)
 time.sleep(100)
 """
 
+
+SAVES_EACH_TIME = """
+import os, pathlib, signal, sys, time
+def save(number, frame):
+    pathlib.Path(os.environ["RUN_DIR"], "saved").touch()
+    sys.exit()
+signal.signal(signal.SIGUSR1, save)
+print(f"trains, RESUME={os.environ['RESUME']}", flush=True)
+time.sleep(300)
+"""
 
 GPU_FAULT = """
 import os, socket, sys, time
@@ -484,6 +529,5 @@ class TestContainers:
     def test_all_of_an_elastic_job_runs_in_pyxiss_containers(self, cluster, tmp_path):
         """The store too: the host may have no torch."""
         env, flags = self.stand_in(tmp_path, "srun", self.PYXIS), ("--gpus-per-node=1",)
-        job = cluster.submit(tmp_path, "ddp-elastic.sbatch", "--max-steps", "2", flags=flags, **env)
-        assert " world_size=2 " in job.complete()
+        job = assert_world_size(2, cluster, tmp_path, "ddp-elastic.sbatch", flags, **env)
         assert job.text.count(f"srun --container-image={tmp_path}/ddp.sif\n") >= 2, "two nodes and the store"

@@ -145,7 +145,7 @@ def test_the_port_follows_from_the_job(job):
     ("status", "greatest", "restarts", "is_requeued", "said"),
     [
         (75, 75, "0", True, "job 7: another process took port 2"),
-        (75, 75, "10", False, "error: job 7: another process took port 2"),
+        (75, 75, "10", False, " 11 times (MAX_REQUEUES=10); to go on: sbatch ... --name ddp-job7 --resume auto"),
         (2, 75, "0", True, "job 7: another process took port 2"),  # of a node that had met that process
         (2, 2, "0", False, "error: job 7 ended with status 2"),
     ],
@@ -313,6 +313,26 @@ def test_an_environment_is_staged_once(job, tmp_path):
     )
 
 
+@pytest.fixture
+def file(job, tmp_path):
+    """Return a function: run an sbatch file; it returns what was printed, and the calls of srun."""
+
+    def run(name, *words, plugins="", **env):
+        (tmp_path / "srun").write_text(
+            f'#!/bin/sh\ncase $* in --mpi=list) echo "{plugins}" ;; *) echo "$*" >>{tmp_path}/srun.txt ;; esac\n'
+        )
+        (tmp_path / "scontrol").write_text(
+            SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={ROOT}/slurm/{name}\n')
+        )
+        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
+        command = ["bash", f"slurm/{name}", *words, "--runs-dir", str(tmp_path / "runs")]
+        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, (tmp_path / "srun.txt").read_text()
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("plugins", "start", "said", "asked"),
     [
@@ -326,19 +346,25 @@ def test_an_environment_is_staged_once(job, tmp_path):
         ("none pmi2", "pmix", "", "--mpi=pmix"),  # as the user says
     ],
 )
-def test_horovod_goes_by_gloo_where_slurm_has_no_pmix(job, tmp_path, plugins, start, said, asked):
-    (tmp_path / "srun").write_text(
-        f'#!/bin/sh\ncase $* in --mpi=list) echo "{plugins}" ;; *) echo "$*" >>{tmp_path}/srun.txt ;; esac\n'
-    )
-    (tmp_path / "scontrol").write_text(
-        SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={ROOT}/slurm/horovod.sbatch\n')
-    )
-    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, "START": start}
-    words = ["bash", "slurm/horovod.sbatch", "--runs-dir", str(tmp_path / "runs")]
-    done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert ("this Slurm" in done.stdout, said in done.stdout) == (bool(said), True)
-    assert asked in (tmp_path / "srun.txt").read_text()
+def test_horovod_goes_by_gloo_where_slurm_has_no_pmix(file, plugins, start, said, asked):
+    output, called = file("horovod.sbatch", plugins=plugins, START=start)
+    assert ("this Slurm" in output, said in output) == (bool(said), True)
+    assert asked in called
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "recipe"),
+    [
+        *((f"{recipe}.sbatch", (), recipe) for recipe in ("ddp", "apex", "fsdp", "pipeline", "spawn", "tensor")),
+        ("array.sbatch", (), "ddp"),
+        ("array.sbatch", ("apex",), "apex"),
+    ],
+)
+def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "0"}
+    _, called = file(name, *words, **(array if name == "array.sbatch" else {}))
+    number = "6_1 --lr 0.02" if name == "array.sbatch" else "7"
+    assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job{number} --runs-dir ' in called
 
 
 KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
