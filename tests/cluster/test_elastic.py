@@ -19,9 +19,11 @@ def world_sizes(job):
 
 def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path):
     flags = ("--nodes=3", "--gpus-per-node=1")
-    env = {"PYTHON": sys.executable, "MIN_NODES": "2", "MAX_RESTARTS": "3"}
-    words = ("--log-every", "1", "--checkpoint-every", "20", "--device", "cpu", "--epochs", "1000")
-    job = cluster.submit(tmp_path, "ddp-elastic.sbatch", *words, "--max-steps", "4000", flags=flags, **env)
+    env = {"PYTHON": sys.executable, "MIN_NODES": "2", "MAX_RESTARTS": "3", "SLOW_UNTIL": str(tmp_path / "end")}
+    words = ("--log-every", "1", "--checkpoint-every", "20", "--device", "cpu", "--max-steps", "2000")
+    words += ("--data", "tests.slow_data:slower_images", "--workers", "0", "--epochs", "1000")
+    words += ("--global-batch-size", "16")
+    job = cluster.submit(tmp_path, "ddp-elastic.sbatch", *words, flags=flags, **env)
     job.wait_for_text("epoch 1 ")
     wait_until(lambda: last_step(job.run) > 30, TIMEOUT_S, "some steps")
     [agent] = cluster.processes("-m scripts.launch.agent", "n2")
@@ -35,6 +37,7 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
             with contextlib.suppress(psutil.NoSuchProcess):  # some end with those before them
                 process.kill()
         wait_until(lambda: world_sizes(job)[len(sizes) :] == [2], TIMEOUT_S, lambda: f"without n3: {job.text}")
+        (tmp_path / "end").touch()
         assert job.wait() == "COMPLETED", job.text
         assert (job.run / "result.json").exists()
     finally:
