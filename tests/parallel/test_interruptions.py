@@ -451,12 +451,12 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     step = newest_checkpoint(tmp_path / "killed")["position"]["step"]
     assert step >= 10
     end = ("--max-steps", str(step + 10), "--resume", "auto")
-    if victim == "rank":  # the same command goes on; for the others, the fork server's quick ranks do
-        result = local("ddp", 2, 2, *words, *end).wait()
+    if victim == "agent":  # the same command goes on; for the others, the fork server's quick ranks do
+        result = local("ddp", 2, per_node, *words, *end).wait()
         assert result.status == 0, result.stderr
         assert "resumed from " in result.stdout
     else:
-        run_ranks("ddp", [*words, *end], 2, tmp_path / "on")
+        run_ranks("ddp", [*words, *end], 2 * per_node, tmp_path / "on")
     whole = train("ddp", tmp_path / "whole", 2 * per_node, *ENDLESS, *end)
     assert losses(tmp_path / "killed") == losses(whole)
     assert largest_difference(weights(tmp_path / "killed"), weights(whole)) == 0

@@ -15,7 +15,7 @@ from recipes.common.errors import UserError
 from scripts.launch import mpirun
 from scripts.launch.local import free_port
 from tests.conftest import need_mpi
-from tests.support import ROOT, has_ended, largest_difference, losses, wait_until, weights
+from tests.support import ROOT, has_ended, largest_difference, losses, train, wait_until, weights, words_for
 
 pytestmark = pytest.mark.slow
 
@@ -74,14 +74,12 @@ def assert_gone(processes, bound_s=20):
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
-    words = ["--max-steps", "10", "--log-every", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
-    torchrun = [sys.executable, "-m", "scripts.launch.local", "ddp", "--nproc-per-node", "2", "--"]
-    subprocess.run([*torchrun, *words, "--name", "torchrun"], cwd=ROOT, check=True, timeout=BOUND_S)
-    outcome = run("recipes.ddp.train", *words, "--name", "mpirun")
+    torchrun = train("ddp", tmp_path, 2, "--max-steps", "10")  # which the tests play
+    outcome = run("recipes.ddp.train", *words_for(tmp_path, "mpirun", "--max-steps", "10"))
     assert outcome.returncode == 0, outcome.stderr
     assert "result recipe=ddp world_size=2" in outcome.stdout
-    assert losses(tmp_path / "mpirun") == losses(tmp_path / "torchrun")
-    assert largest_difference(weights(tmp_path / "mpirun"), weights(tmp_path / "torchrun")) == 0
+    assert losses(tmp_path / "mpirun") == losses(torchrun)
+    assert largest_difference(weights(tmp_path / "mpirun"), weights(torchrun)) == 0
 
 
 def test_a_refusal_is_one_line_and_status_2(mpi):

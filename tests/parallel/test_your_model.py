@@ -150,7 +150,8 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder,
     assert begun == (broken != "56")
     if begun:
         assert newest_checkpoint(tmp_path / "ddp")["position"]["step"] == 4
-        outcome = Ranks("ddp", [*words, "--resume", "auto"], 2, tmp_path / "out", setup=setup).wait()
+        resumed = [*words, "--workers", "0", "--resume", "auto"]
+        outcome = Ranks("ddp", resumed, 2, tmp_path / "out", setup=setup).wait()
         assert outcome.statuses == [0, 0], outcome.text
         whole = run("single", 1, *argv, "--workers", "0")
         assert losses(tmp_path / "ddp") == pytest.approx(losses(whole), rel=1e-5)
