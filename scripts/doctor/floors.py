@@ -89,11 +89,8 @@ def rails(case: Case) -> Iterator[Finding]:
         if slow:
             which = f"{'rails' if len(slow) > 1 else 'the rail'} of local rank {', '.join(map(str, sorted(slow)))}"
             speed = f"{median(slow.values()):.0f} Gbit/s, at least {least:.0f} are expected"
-            yield case.error(
-                node,
-                f"{which} at {speed}",
-                "see the transport (NCCL_DEBUG=INFO), the port (ibstat), its cable, and NCCL_IB_HCA",
-            )
+            fix = "see the transport (NCCL_DEBUG=INFO), the port (ibstat), its cable, and NCCL_IB_HCA"
+            yield case.error(node, f"{which} at {speed}", fix)
 
 
 def transport(case: Case) -> Iterator[Finding]:
@@ -110,10 +107,8 @@ def transport(case: Case) -> Iterator[Finding]:
         if fabric != "auto":
             yield case.error(node, f"FABRIC={fabric}, and NCCL uses Socket, which is TCP", remedy)
         elif case.facts.get(node, {}).get("rdma"):
-            device = case.facts[node]["rdma"][0]
-            yield case.warning(
-                (node,), f"{case.name(node)} has {device}, and NCCL uses Socket, which is TCP", remedy
-            )
+            what = f"{case.name(node)} has {case.facts[node]['rdma'][0]}, and NCCL uses Socket, which is TCP"
+            yield case.warning((node,), what, remedy)
 
 
 def kernel_log(case: Case) -> Iterator[Finding]:

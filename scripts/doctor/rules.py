@@ -188,12 +188,9 @@ def names(case: Case) -> Findings:
         what = f"{case.names(viewers)} cannot resolve the name of {case.name(rank)}: {name}"
         yield case.error((rank, *viewers), what, "add it to DNS or to /etc/hosts of every node")
     for (rank, name, addresses), viewers in wrong.items():
-        yield case.error(
-            (rank, *viewers),
-            f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
-            f"which is no address of it ({case.network(rank)['address']} is)",
-            "fix DNS or /etc/hosts",
-        )
+        what = f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
+        what += f"which is no address of it ({case.network(rank)['address']} is)"
+        yield case.error((rank, *viewers), what, "fix DNS or /etc/hosts")
 
 
 def links_up(case: Case) -> Findings:
@@ -233,14 +230,11 @@ def ports(case: Case) -> Findings:
                 continue
             why = next(iter(mine.values()))["why"]
             network = case.network(rank)
-            what = "small packets pass and large ones do not" if is_large else "ports do not answer"
+            broke = "small packets pass and large ones do not" if is_large else "ports do not answer"
             ways = {pair[0] == rank for pair in mine}
             way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
-            yield case.error(
-                (rank, *others),
-                f"{case.name(rank)} at {network['address']}: {way} all other nodes {what} ({why})",
-                fix_path.format(mtu=network["mtu"]) if is_large else fix_port,
-            )
+            what = f"{case.name(rank)} at {network['address']}: {way} all other nodes {broke} ({why})"
+            yield case.error((rank, *others), what, fix_path.format(mtu=network["mtu"]) if is_large else fix_port)
             broken = {pair: found for pair, found in broken.items() if pair not in mine}
     for (viewer, rank), found in broken.items():
         network = case.network(rank)
@@ -256,16 +250,14 @@ def ports(case: Case) -> Findings:
 
 def clocks(case: Case) -> Findings:
     """Clocks that differ by more than can be explained."""
-    middle = median(offset for offset, _ in case.clocks.values()) if len(case.clocks) > 2 else 0.0
+    middle, whom = 0.0, "node 0"
+    if len(case.clocks) > 2:
+        middle, whom = median(offset for offset, _ in case.clocks.values()), "most other nodes"
     for rank, (offset, error) in sorted(case.clocks.items()):
         ahead = offset - middle
         if abs(ahead) - error > CLOCK_S:
-            yield case.error(
-                rank,
-                f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} "
-                f"{'most other nodes' if len(case.clocks) > 2 else 'node 0'}",
-                "start chrony or systemd-timesyncd there (chronyc makestep)",
-            )
+            what = f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} {whom}"
+            yield case.error(rank, what, "start chrony or systemd-timesyncd there (chronyc makestep)")
 
 
 def limits(case: Case) -> Findings:
@@ -291,23 +283,19 @@ def disks(case: Case) -> Findings:
             what = f"/dev/shm has {shm // MIB} MiB"
             fix = "docker run --shm-size 8g; in Kubernetes a Memory emptyDir; mount -o remount,size=8G /dev/shm"
             yield case.error(rank, what, fix)
-        for place, what in (("runs", "where records and checkpoints go"), ("tmp", "for temporary files")):
+        for place, use, choice in (
+            ("runs", "where records and checkpoints go", "--runs-dir"),
+            ("tmp", "for temporary files", "TMPDIR"),
+        ):
             free = disk[f"{place}_free_bytes"]
             if free < FREE_BYTES[place]:
-                yield case.error(
-                    rank,
-                    f"{disk[place]}, {what}, has {free // MIB} MiB free",
-                    "make room, or choose " + ("another --runs-dir" if place == "runs" else "another TMPDIR"),
-                )
+                what = f"{disk[place]}, {use}, has {free // MIB} MiB free"
+                yield case.error(rank, what, f"make room, or choose another {choice}")
     for rank, written in sorted(case.written.items()):
         if written.get("error"):
-            place = case.runs_dir(rank)
-            yield case.error(
-                (rank,),
-                f"{case.name(rank)} cannot write {place}: {written['error']}",
-                "make room, fix the folder's permissions, its mount or access point (k8s/README.md), or choose "
-                "another --runs-dir",
-            )
+            what = f"{case.name(rank)} cannot write {case.runs_dir(rank)}: {written['error']}"
+            fix = "make room, fix the folder's permissions, its mount or access point (k8s/README.md)"
+            yield case.error((rank,), what, f"{fix}, or choose another --runs-dir")
 
 
 def shared_folder(case: Case) -> Findings:
@@ -324,13 +312,15 @@ def shared_folder(case: Case) -> Findings:
 def versions(case: Case) -> Findings:
     """Versions that differ between nodes."""
 
-    def value(facts: Facts, what: str) -> Any:
-        torch = facts.get("torch") or {}
-        if what in ("torch", "NCCL"):
-            return torch.get("version" if what == "torch" else "nccl")
-        if what == "driver":
-            return ", ".join(sorted({gpu["driver_version"] for gpu in facts.get("gpus") or []})) or None
-        return facts.get({"our revision": "revision", "our code": "code", "python": "python"}[what])
+    def values(facts: Facts) -> dict[str, Any]:
+        torch, drivers = facts.get("torch") or {}, {gpu["driver_version"] for gpu in facts.get("gpus") or []}
+        own = {"python": facts.get("python"), "our revision": facts.get("revision"), "our code": facts.get("code")}
+        return {
+            "torch": torch.get("version"),
+            "NCCL": torch.get("nccl"),
+            "driver": ", ".join(sorted(drivers)),
+            **own,
+        }
 
     remedies = {
         "torch": "make setup on each node, or the same image everywhere",
@@ -344,17 +334,16 @@ def versions(case: Case) -> Findings:
     for what, remedy in remedies.items():
         found: dict[Any, list[int]] = {}
         for rank, facts in sorted(case.facts.items()):
-            if value(facts, what) is not None:
-                found.setdefault(value(facts, what), []).append(rank)
+            if value := values(facts)[what]:
+                found.setdefault(value, []).append(rank)
         if len(found) < 2 or (what == "our code" and "our revision" in differing):
             continue
         differing.append(what)
         usual = max(found, key=lambda one: (len(found[one]), -found[one][0]))
         for one, ranks in found.items():
             if one != usual:
-                yield case.error(
-                    ranks, f"{case.names(ranks)}: {what} is {one}, on {case.names(found[usual])} {usual}", remedy
-                )
+                others = case.names(found[usual])
+                yield case.error(ranks, f"{case.names(ranks)}: {what} is {one}, on {others} {usual}", remedy)
 
 
 def torch_works(case: Case) -> Findings:
@@ -403,11 +392,9 @@ def gpus_visible(case: Case) -> Findings:
         listed = case.facts[rank].get("gpus")
         nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
-            yield case.error(
-                rank,
-                f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none",
-                too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty",
-            )
+            what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
+            fix = too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty"
+            yield case.error(rank, what, fix)
         elif devices and len(devices) < nproc:
             what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"
             yield case.error(rank, what, f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs")
@@ -415,12 +402,10 @@ def gpus_visible(case: Case) -> Findings:
         usual = max(counts, key=lambda one: (len(counts[one]), one))
         for (count, names_), ranks in counts.items():
             if (count, names_) != usual:
-                yield case.error(
-                    ranks,
-                    f"{case.names(ranks)}: {count} GPUs {names_}".rstrip()
-                    + f", other nodes {usual[0]} {usual[1]}".rstrip(),
-                    "ask for nodes of one kind (a constraint, a node selector), or see why some are missing",
-                )
+                what = f"{case.names(ranks)}: {count} GPUs {names_}".rstrip()
+                what += f", other nodes {usual[0]} {usual[1]}".rstrip()
+                fix = "ask for nodes of one kind (a constraint, a node selector), or see why some are missing"
+                yield case.error(ranks, what, fix)
 
 
 def broken_gpus(case: Case) -> Findings:
