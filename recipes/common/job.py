@@ -23,6 +23,7 @@ from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
+from recipes.common.user_code import refusal
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
 
@@ -279,17 +280,26 @@ class Job:
         if sample_on_all_ranks:
             result = run_on_all_ranks(self._write_result, self.peers)
             with self.peers.watch("sample", computes=True):
-                sample = self.data.task.sample(self.model, self.device)
+                sample = self._sample(self.model, exchanges=True)
         elif self.record:
             result = self._write_result()
             model = self.model
             if any(p.device != self.device for p in model.parameters()):
                 model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
-            sample = self.data.task.sample(model, self.device)
+            sample = self._sample(model, exchanges=False)
         if self.record:
             if sample:
                 self.say(sample)
             self.record.print_result(f"test_{self.data.task.headline}", result)
+
+    def _sample(self, model: nn.Module, exchanges: bool) -> str:
+        """Return the task's sample, or a warning where it has none: the run is complete all the same."""
+        try:
+            return self.data.task.sample(model, self.device)
+        except Exception as error:
+            if exchanges and isinstance(error, RuntimeError):  # a lost rank, perhaps
+                raise
+            return f"warning: {refusal('the sample failed', error, 'the run is complete without it')}"
 
     def _write_result(self) -> dict[str, Any]:
         """Write result.json on rank 0; return what is in it."""

@@ -134,14 +134,16 @@ SAMPLE_BYTES, TEMPERATURE = 256, 0.8
 def generate(model: nn.Module, prompt: bytes, count: int, seq_len: int, seed: int, device: torch.device) -> bytes:
     """Return `count` bytes drawn one after another, each given at most seq_len before it.
 
-    They are drawn from the logits divided by TEMPERATURE, the same for the same weights and seed.
+    They are drawn from the logits divided by TEMPERATURE, the same for the same weights and seed. The model gets
+    seq_len bytes at each time, as in training: zeros follow those that there are, which no place looks ahead at.
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()
     text = bytearray(prompt)
     for _ in range(count):
-        given = torch.tensor([list(text[-seq_len:])], device=device)
-        chances = (model(given)[0, -1].float().cpu() / TEMPERATURE).softmax(dim=0)
+        given = text[-seq_len:]
+        padded = torch.tensor([list(given.ljust(seq_len, b"\0"))], device=device)
+        chances = (model(padded)[0, len(given) - 1].float().cpu() / TEMPERATURE).softmax(dim=0)
         text.append(int(chances.multinomial(1, generator=generator)))
     return bytes(text[len(prompt) :])
 

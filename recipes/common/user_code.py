@@ -46,7 +46,7 @@ def load(flag: str, text: str) -> Callable[..., Any]:
             fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
             raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a __main__ guard leaves by sys.exit()
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -65,11 +65,11 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
         return function(*values)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise refusal(f"{what} failed", error) from error
 
 
-def refusal(what: str, error: Exception, fix: str = "fix it and start again") -> UserError:
+def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
     """Return an error of the user's code as one line, with the innermost place outside of installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]

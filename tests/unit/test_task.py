@@ -14,7 +14,7 @@ from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import STANDARD_LIBRARY
-from recipes.common.task import SKIPPED, Classification, LanguageModel, build_task
+from recipes.common.task import SKIPPED, TEMPERATURE, Classification, LanguageModel, build_task, generate
 from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
 from recipes.single.train import options
 
@@ -195,6 +195,20 @@ class TestSums:
         assert first.startswith("a sample of what the model writes:\n")
         assert first == LanguageModel(8).sample(model, CPU)
         assert first != LanguageModel(8, seed=1).sample(model, CPU)
+
+    def test_a_model_that_takes_one_length_alone_writes_what_it_writes_without_what_follows(self):
+        torch.manual_seed(0)
+        model = GPT(256, width=16, depth=1, heads=2)
+        lengths = set()
+        model.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape))
+        written = generate(model, b"a", 12, 8, 0, CPU)
+        assert lengths == {(1, 8)}
+        text = b"a"
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            chances = (model(torch.tensor([list(text[-8:])]))[0, -1] / TEMPERATURE).softmax(dim=0)
+            text += bytes([int(chances.multinomial(1, generator=generator))])
+        assert written == text[1:]
 
 
 def gpt(*argv):

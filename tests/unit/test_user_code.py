@@ -2,7 +2,9 @@
 
 # ruff: noqa: E501 (messages stand in one line)
 
+import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
+from recipes.common.job import Job
 from recipes.common.metrics import add_derived
 from recipes.common.models.models import build_model
 from recipes.single.train import options
@@ -70,6 +73,16 @@ def class_3_at_7():
 def token_9():
     x = torch.full((4, 8), 9)
     return {"train": (x, x - 9), "test": (x, x - 9), "target": "tokens", "num_classes": 9}
+
+class Lists(Noisy):
+    def __getitem__(self, index):
+        return [1.0, float(index)], 0.5 * index
+
+def lists():
+    return {"train": Lists(), "test": Lists(), "target": "values"}
+
+def ascii():
+    return {**token_9(), "target": "bytes", "num_classes": 128}
 
 def noisy():
     return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
@@ -152,6 +165,7 @@ def modules(tmp_path, monkeypatch):
         "broken": "import torch\nX = undefined\n",
         "syntax": "def f(:\n",
         "needs": "import not_installed\n",
+        "exits": "import sys\nsys.exit(0)\n",
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -255,6 +269,28 @@ def test_a_sample_unlike_the_first_is_reported_and_replaced():
     ]
 
 
+def test_samples_of_lists_and_numbers_become_tensors():
+    data = load_data(options(["--data", "mine:lists", "--task", "mine:Fit", "--workers", "0"]), CPU, print)
+    ((inputs, targets),) = data.train.batches([torch.tensor([7, 4])], 0)
+    assert torch.equal(inputs, torch.tensor([[1.0, 7.0], [1.0, 4.0]]))
+    assert torch.equal(targets, torch.tensor([3.5, 2.0]))
+
+
+def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
+    class Mute:
+        def sample(self, model, device):
+            raise RuntimeError("no words")
+
+    job = SimpleNamespace(data=SimpleNamespace(task=Mute()), device=CPU)
+    said = Job._sample(job, nn.Linear(1, 1), exchanges=False)
+    assert re.fullmatch(
+        r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",
+        said,
+    )
+    with pytest.raises(RuntimeError):  # with other ranks in it, one may be lost
+        Job._sample(job, nn.Linear(1, 1), exchanges=True)
+
+
 WELL = ("--data", "mine:classes", "--model", "mine:net")
 FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
 
@@ -279,12 +315,20 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)",
         ),
         (
+            ("--model", "exits:net"),
+            "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it",
+        ),
+        (
             ("--model", "mine:fails"),
             "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line ",
         ),
         (
             ("--data", "mine:class_3"),
             "--data mine:class_3: 'train': target 3 is none of 0 to 2; fix it, or \"num_classes\"",
+        ),
+        (
+            ("--data", "mine:ascii"),
+            '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"',
         ),
         (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is none of 0 to 8; fix it"),
         (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),

@@ -86,15 +86,16 @@ class SeededSamples(Dataset[Any]):
     """
 
     def __init__(self, samples: Any, stand_in: Any, what: str, seed: int, is_train: bool) -> None:
-        self.samples, self.stand_in, self.what = samples, stand_in, what
+        inputs, targets = map(torch.as_tensor, stand_in)
+        self.samples, self.stand_in, self.what = samples, (inputs, targets), what
         self.seed, self.is_train = seed, is_train
-        self.specs = _specs(*map(torch.as_tensor, stand_in))
+        self.specs = _specs(inputs, targets)
         self.numbers: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, str]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[Tensor, Tensor], str]:
         """Return a sample, and why it could not be read: empty if it could."""
         epoch, index = key
         value = mix(self.seed, epoch if self.is_train else 0, index)
@@ -104,8 +105,7 @@ class SeededSamples(Dataset[Any]):
             random.seed(value)
             fix = "fix it, then add --resume auto"
             try:
-                sample = self.samples[index]
-                inputs, targets = map(torch.as_tensor, sample)
+                inputs, targets = map(torch.as_tensor, self.samples[index])
                 specs, wrong = _specs(inputs, targets), self.numbers and self.numbers.wrong(inputs, targets)
             except Exception as error:
                 return self.stand_in, str(refusal(f"{self.what}[{index}] failed", error, fix))
@@ -113,9 +113,9 @@ class SeededSamples(Dataset[Any]):
             first = f"{self.what.rpartition(' ')[2]}[0]"
             what = f"{self.what}[{index}] is {describe(specs)}, {first} {describe(self.specs)}"
             return self.stand_in, f"{what}; make all samples alike, then add --resume auto"
-        return (self.stand_in, f"{self.what}[{index}]: {wrong}; {fix}") if wrong else (sample, "")
+        return (self.stand_in, f"{self.what}[{index}]: {wrong}; {fix}") if wrong else ((inputs, targets), "")
 
-    def read(self, index: int) -> Any:
+    def read(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a sample of the first epoch; raises UserError where it cannot be read."""
         sample, fault = self[0, index]
         if fault:
@@ -139,7 +139,7 @@ class OwnSamples(LoadedSplit):
             UserError: one of them cannot be read.
         """
         some = range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES))
-        values = [torch.as_tensor(value) for index in some for value in self.dataset.read(index)]
+        values = [value for index in some for value in self.dataset.read(index)]
         return f"{len(self)} samples with digest {_digest(values):08x}"
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
@@ -182,6 +182,8 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
         raise UserError(
             f'{what}: "num_classes" is {num_classes!r}; give the number of classes or different tokens'
         )
+    if kind == "bytes" and num_classes != 256:
+        raise UserError(f'{what}: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"')
     train = _split(f"{what}: 'train'", found["train"], args, device, on_fault, is_train=True)
     test = _split(f"{what}: 'test'", found["test"], args, device, on_fault, is_train=False)
     ours, theirs = train.specs, test.specs
