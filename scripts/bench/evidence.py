@@ -120,24 +120,33 @@ class Report:
 def properties(config: pytest.Config) -> dict[str, str]:
     """Return what a report has to say of its run: the commit, the machine, and options that leave tests out."""
     chosen = {"-m": "markexpr", "-k": "keyword", "--maxfail": "maxfail", "--last-failed": "lf"}
+    chosen |= {"--deselect": "deselect", "--ignore": "ignore", "--ignore-glob": "ignore_glob"}
     partial = [f"{flag} {value}" for flag, name in chosen.items() if (value := config.getoption(name, None))]
-    return {"revision": revision(), "on": documents.machine(facts(1)), "partial": ", ".join(partial)}
+    given = config.args if config.args_source is config.ArgsSource.ARGS else ()
+    said = {"partial": ", ".join(partial), "tests": " ".join(sorted(given))}
+    return {"revision": revision(), "on": documents.machine(facts(1)), **said}
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
     """Read a report of pytest's --junit-xml, to which tests/conftest.py adds properties.
 
+    Args:
+        path: the report.
+        tests: the files, folders and tests that pytest was to run, all if empty.
+
     Raises:
-        UserError: there is none, or its tests were chosen, or interrupted.
+        UserError: there is none, or its tests were chosen otherwise, or interrupted, or of no commit.
     """
     try:
         suite = next(ElementTree.parse(path).iter("testsuite"))
         given = {one.attrib["name"]: one.attrib["value"] for one in suite.findall("properties/property")}
         about = suite.attrib["timestamp"][: len("2026-01-31")], given["revision"], given["on"]
-        status, partial = int(given["status"]), given["partial"]
+        status, partial, chosen = int(given["status"]), given["partial"], given["tests"]
     except (OSError, ElementTree.ParseError, StopIteration, KeyError, ValueError) as error:
         fix = "give one of make test-all ARGS=--junit-xml=report.xml"
         raise UserError(f"{path} is no report of these tests ({error}); {fix}") from None
+    if chosen != " ".join(sorted(tests)):
+        partial = ", ".join(filter(None, [partial, chosen or "no name of a test"]))
     if partial:
         raise UserError(f"{path}: {partial} has left tests out; run all of them")
     if status not in (0, 1):
@@ -201,10 +210,13 @@ def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | Non
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *sorted(chosen), *arguments]
+        before = revision()
         status, output = run(words, TESTS_TIMEOUT_S, shows=True)
         if status not in (0, 1):
             raise UserError(f"the tests did not run to their end{output and ': '}{output} (status {status})")
-        return read_report(report)
+        if revision() != before:
+            raise UserError("files have changed while the tests ran; run them again")
+        return read_report(report, chosen)
 
 
 def read_own_report(path: Path) -> Report:
@@ -214,9 +226,11 @@ def read_own_report(path: Path) -> Report:
         UserError: it is none.
     """
     report, own = read_report(path), revision()
+    fix = f"run them again: make test-all ARGS=--junit-xml={path}"
     if report.revision != own:
-        fix = f"run them again: make test-all ARGS=--junit-xml={path}"
         raise UserError(f"REPORT {path}: its tests are of {report.revision}, and this is {own}; {fix}")
+    if report.revision.endswith("-dirty"):  # which changes those were, nobody can say
+        raise UserError(f"REPORT {path}: its tests ran on files that differ from the commit; commit, {fix}")
     return report
 
 

@@ -139,11 +139,22 @@ def test_a_report_of_pytest_is_read(tmp_path):
     assert "needs it" in {case.reason for case in report.cases}
 
 
+def test_a_report_of_chosen_tests_is_one_of_these_tests_alone(tmp_path):
+    assert run_pytest(tmp_path, "test_a.py::test_passes", "test_a.py::TestThis") == 0
+    path = tmp_path / "report.xml"
+    assert len(evidence.read_report(path, ["test_a.py::test_passes", "test_a.py::TestThis"]).cases) == 2
+    with pytest.raises(UserError, match=r"test_passes has left tests out"):
+        evidence.read_report(path, ["test_a.py::test_passes"])
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["-k", "passes"], "report.xml: -k passes has left tests out; run all of them"),
         (["-m", "not slow"], "report.xml: -m not slow has left tests out; run all of them"),
+        (["--deselect", "test_a.py::test_passes"], "--deselect ['test_a.py::test_passes'] has left tests out"),
+        (["--ignore=test_b.py"], "--ignore ['test_b.py'] has left tests out"),
+        (["test_a.py::test_passes"], "report.xml: test_a.py::test_passes has left tests out; run all of them"),
         (["-x"], "report.xml: --maxfail 1 has left tests out; run all of them"),
     ],
 )
@@ -155,7 +166,7 @@ def test_a_report_of_some_tests_is_refused(tmp_path, options, words):
 
 REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property name="revision" value="123456789abc"/>
 <property name="on" value="there"/><property name="partial" value=""/><property name="status" value="0"/>
-</properties></testsuite>"""
+<property name="tests" value=""/></properties></testsuite>"""
 
 
 @pytest.mark.parametrize(
@@ -169,13 +180,18 @@ REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property nam
             "report.xml is no report of these tests ('revision'); give one",
         ),
         (REPORT, "report.xml: its tests are of 123456789abc, and this is "),
+        (
+            REPORT.replace("123456789abc", "1-dirty"),
+            "report.xml: its tests ran on files that differ from the commit",
+        ),
     ],
 )
-def test_a_report_that_shows_nothing_of_this_commit_is_refused(capsys, tmp_path, report, words):
+def test_a_report_that_shows_nothing_of_this_commit_is_refused(monkeypatch, capsys, tmp_path, report, words):
     path = tmp_path / "report.xml"
     if report:
         path.write_text(report)
     before = claims.OUTCOMES.read_text()
+    monkeypatch.setattr(evidence, "revision", lambda: "1-dirty")
     assert evidence.main(["digits", f"--report={path}"]) == 2
     assert words in capsys.readouterr().err
     assert claims.OUTCOMES.read_text() == before
