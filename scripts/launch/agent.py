@@ -45,7 +45,6 @@ from recipes.common.process.node import (
 )
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
-from recipes.common.world import transport
 from scripts.launch import script
 from scripts.launch.rejoin import (
     LOST_STATUS,
@@ -505,18 +504,6 @@ def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
     return status_of(own_failures(statuses), pids)
 
 
-def watch_network(logs: str) -> None:
-    """Say which network NCCL uses in a script; end this node, and its ranks with it, where FABRIC refuses TCP."""
-    network, host = transport.wait_for_network(logs), socket.gethostname()
-    print(f"{host}: NCCL over {network}", flush=True)
-    try:
-        transport.check_hosts([host] if network == transport.TCP else [])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        shutil.rmtree(logs, ignore_errors=True)
-        os._exit(error.status)
-
-
 def main(run: Callable[[Node, str, list[str], str], int]) -> None:
     """Run a node by run(node, recipe, options, folder for logs) and exit with its status."""
     # The stop signals stay blocked in this thread from the first moment on: pass_signals_on() takes them.
@@ -528,9 +515,6 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> None:
             node = read_node()
             if script.is_set():
                 script.check_job()
-                # Between hosts, as recipes do by themselves; only a cluster's launch files set FABRIC.
-                if node.nnodes > 1 and os.environ.get("FABRIC") and transport.log_processes(logs):
-                    threading.Thread(target=watch_network, args=(logs,), daemon=True).start()
             status = run(node, sys.argv[1], sys.argv[2:], logs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -230,6 +230,8 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
         variables["PORT_IS_CHOSEN"] = "1"
     if is_one_host and not os.environ.get("GLOO_SOCKET_IFNAME"):
         variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    if not is_one_host:  # a script then says which network NCCL uses, as under other launchers
+        variables["FABRIC"] = os.environ.get("FABRIC") or "auto"
     return variables
 
 

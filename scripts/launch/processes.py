@@ -1,14 +1,18 @@
-"""Start processes side by side, the output of each in a file, and wait for all of them within a bound."""
+"""Start processes: several side by side, within a bound, or one that gets the stop signals of this process."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from recipes.common.process.parent import end_with_parent
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
 
 END_GRACE_S = 5.0
@@ -85,3 +89,36 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool
             return failed_at < float("inf")
         time.sleep(0.05)
     return True
+
+
+def run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[int]]:
+    """Return a command's exit status, 128 + n for signal n, and the stop signals that came to this process."""
+    returned, received = run_with_signals(command, env)
+    return (returned if returned >= 0 else 128 - returned), received
+
+
+def run_with_signals(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[int]]:
+    """Return a command's exit status, -n for signal n, and the stop signals that came to this process.
+
+    The command gets each of them once.
+    """
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number not in received:
+            received.append(number)
+            if process:
+                process.send_signal(number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    process = subprocess.Popen(command, env=env)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the launcher has blocked them
+    for early in received:  # before there was a process to pass it on to
+        process.send_signal(early)
+    while True:
+        pid, wait_status = os.wait()
+        if pid == process.pid:
+            process.returncode = os.waitstatus_to_exitcode(wait_status)
+            return process.returncode, received

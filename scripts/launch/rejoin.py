@@ -23,7 +23,8 @@ from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_w
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
-from scripts.launch.stopped_status import option, run
+from scripts.launch.processes import run
+from scripts.launch.stopped_status import option
 
 LOST_STATUS = 69
 """Exit status of an agent that has lost the store: its node may come back (EX_UNAVAILABLE)."""

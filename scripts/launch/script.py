@@ -14,17 +14,24 @@ In the script's options {run_dir} and {resume} stand for the last two. It gets n
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
+import resource
 import signal
+import socket
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError, cannot, nearest
-from recipes.common.process.parent import become, end_with_launcher
+from recipes.common.process.node import read_number
+from recipes.common.process.parent import LAUNCHER_PID, become, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
+from recipes.common.world import transport
 from scripts.launch.command import ROOT, command, next_folder
+from scripts.launch.processes import run_with_signals
 
 
 def is_set() -> bool:
@@ -117,6 +124,47 @@ def fill_in(options: Sequence[str]) -> list[str]:
     return [option.replace("{run_dir}", run_dir).replace("{resume}", resume) for option in options]
 
 
+def is_first_of_several_nodes() -> bool:
+    """Whether this is a node's first rank, in a job on several nodes of a cluster: only there FABRIC is set."""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    local_rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
+    nodes = read_number("WORLD_SIZE", read_number("NNODES", 1, 1), 1)
+    return local_rank == "0" and nodes > read_number("LOCAL_WORLD_SIZE", 1, 1) and bool(os.environ.get("FABRIC"))
+
+
+def say_network(log: int) -> None:
+    """Say which network NCCL uses in the script; end this process, and the script, where FABRIC refuses TCP."""
+    host, network = socket.gethostname(), None
+    for line in open(log, errors="replace"):  # noqa: SIM115 (to its end, which is that of this process)
+        if network or not (network := transport.find_network(line)):
+            continue
+        print(f"{host}: NCCL over {network}", flush=True)
+        try:
+            transport.check_hosts([host] if network == transport.TCP else [])
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(error.status)
+
+
+def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
+    """Run the script in a process of its own, and say which network NCCL uses there; return the script's status.
+
+    This process has the signals passed on, and ends by the one that ends the script.
+    """
+    reader = threading.Thread(target=say_network, args=(pipe[0],), daemon=True)
+    reader.start()
+    command = [sys.executable, "-m", "scripts.launch.script", *argv]  # which now finds NCCL's log taken
+    returned, _ = run_with_signals(command, {**os.environ, LAUNCHER_PID: str(os.getpid())})
+    os.close(pipe[1])
+    reader.join(1.0)  # what the script leaves behind may still have it open
+    if returned < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script's own is enough
+        with contextlib.suppress(OSError):  # KILL
+            signal.signal(-returned, signal.SIG_DFL)
+        os.kill(os.getpid(), -returned)
+    return returned
+
+
 @command
 def main(argv: Sequence[str]) -> None:
     """Become the script: in its folder, with stop signals that take effect at once, as long as its launcher."""
@@ -125,6 +173,9 @@ def main(argv: Sequence[str]) -> None:
     script, resume = read_script(), read_resume()
     if is_check:
         return
+    end_with_launcher()
+    if is_first_of_several_nodes() and (pipe := transport.log_processes()):
+        sys.exit(run_watched(argv, pipe))
     run_dir = Path(os.environ.get("RUN_DIR") or runs_dir() / script.stem).absolute()
     os.environ |= {"RUN_DIR": str(run_dir), "RESUME": resume}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -133,7 +184,6 @@ def main(argv: Sequence[str]) -> None:
     os.environ["PYTHONUNBUFFERED"] = (
         os.environ.get("PYTHONUNBUFFERED") or "1"
     )  # or what it printed before a signal ended it would be lost
-    end_with_launcher()
     # The launcher kept them blocked. One that came meanwhile ends this process now, before it has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     become([str(script), *fill_in(options)])

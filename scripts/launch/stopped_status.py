@@ -11,20 +11,17 @@ from the checkpoint. Signals are passed on, and what lost its parent is reaped, 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import read_number
 from recipes.common.process.parent import LAUNCHER_PID
-from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
+from scripts.launch.processes import run
 
 CLOCKS_S = 2.0
 """How far a file server's clock may be behind."""
@@ -71,31 +68,6 @@ def has_finished(options: Sequence[str], begin: float) -> bool | None:
         return None  # no run at all, or its record is not on this node
     result = folder / "result.json"
     return result.exists() and result.stat().st_mtime >= begin
-
-
-def run(command: Sequence[str], env: dict[str, str]) -> tuple[int, list[int]]:
-    """Return a command's exit status, 128 + n for signal n, and the stop signals that came to this process."""
-    received: list[int] = []
-    process: subprocess.Popen[bytes] | None = None
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number not in received:
-            received.append(number)
-            if process:
-                process.send_signal(number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, pass_on)
-    process = subprocess.Popen(command, env=env)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the launcher has blocked them
-    for early in received:  # before there was a process to pass it on to
-        process.send_signal(early)
-    while True:
-        pid, wait_status = os.wait()
-        if pid == process.pid:
-            process.returncode = os.waitstatus_to_exitcode(wait_status)
-            status = process.returncode
-            return (status if status >= 0 else 128 - status), received
 
 
 @command

@@ -149,35 +149,58 @@ def test_within_a_host_no_network_is_used(monkeypatch):
 
 SCRIPT = """
 import os, time
-with open(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())), "w") as log:
-    log.write("n1:7:7 [0] NCCL INFO Using network IB0")
+with open(os.environ["NCCL_DEBUG_FILE"], "w") as log:
+    log.write("n1:7:7 [0] NCCL INFO Using network Sock")
     log.flush()
-    time.sleep(1.5)
-    log.seek(0)
-    log.write("n1:7:7 [0] NCCL INFO Using network Socket\\n")
-time.sleep(3 if os.environ["FABRIC"] == "auto" else 60)
+    time.sleep(0.3)
+    log.write("et\\n" + 4096 * "n1:7:7 [0] NCCL INFO Channel 00/02 : 0 1\\n")
+time.sleep(0.3 if os.environ["FABRIC"] == "auto" else 60)
 print("trained")
 """
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
 
 
-def test_a_scripts_network_is_said_by_its_launcher_and_tcp_is_no_fabric(tmp_path):
-    """NCCL is played by the script, which is the only process of node 0 here; a line under way is not read."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    env = {
-        "SCRIPT": str(tmp_path / "train.py"),
-        "WORKDIR": str(tmp_path),
-        "NNODES": "2",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    command = (sys.executable, "-m", "scripts.launch.agent", "spawn")
-    jobs = [
-        Command(*command, **env, FABRIC=fabric, RUN_DIR=str(tmp_path / fabric), MASTER_PORT=str(free_port()))
-        for fabric in ("auto", "ib")
-    ]
+def start_script(folder, launcher, source, **env):
+    """Start a script as the first rank of two nodes: by an agent, or as srun, submitit and mpirun start ranks."""
+    (folder / "train.py").write_text(source)
+    own = {"SCRIPT": str(folder / "train.py"), "WORKDIR": str(folder), "RUN_DIR": str(folder / "run")}
+    if launcher == "agent":
+        own |= {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return Command(sys.executable, "-m", "scripts.launch.agent", "spawn", **own, **env)
+    return Command(sys.executable, "-m", "scripts.launch.script", own["SCRIPT"], **{**own, **RANK, **env})
+
+
+@pytest.mark.parametrize("launcher", ["agent", "rank"])
+def test_a_scripts_network_is_said_by_its_launcher_and_tcp_is_no_fabric(tmp_path, launcher):
+    """NCCL is played by the script; a line under way is not read, and what NCCL writes later does not stop it."""
+    jobs = [start_script(tmp_path, launcher, SCRIPT, FABRIC=fabric) for fabric in ("auto", "ib")]
     goes_on, refused = (job.wait(timeout_s=60) for job in jobs)
     said = f"{os.uname().nodename}: NCCL over Socket\n"
     assert (goes_on.status, goes_on.stdout) == (0, f"{said}trained\n"), goes_on.stderr
     assert (refused.status, refused.stdout) == (2, said)
     (error,) = refused.errors
     assert error.startswith("error: FABRIC=ib, and NCCL uses Socket, which is TCP, on ")
-    jobs[1].wait_for_gone(10)  # its rank has ended with it
+    jobs[1].wait_for_gone(10)  # the script has ended with it
+
+
+def test_only_the_first_rank_of_a_node_is_asked_and_only_between_nodes(tmp_path):
+    source = "import os; print(os.environ.get('NCCL_DEBUG_FILE', 'as it is'))"
+    rows = {
+        "as it is": [
+            {"LOCAL_RANK": "1", "FABRIC": "ib"},
+            {"LOCAL_WORLD_SIZE": "2", "FABRIC": "ib"},
+            {"FABRIC": ""},
+        ],
+        "mine": [{"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "mine", "FABRIC": "ib"}],
+    }
+    for seen, environments in rows.items():
+        jobs = [start_script(tmp_path, "rank", source, **env) for env in environments]
+        assert [job.wait(timeout_s=60).stdout for job in jobs] == [f"{seen}\n"] * len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("os.kill(os.getpid(), 10)", -10), ("os.abort()", -6), ("exit(137)", 137)]
+)
+def test_the_process_around_a_script_ends_as_the_script_does(tmp_path, end, status):
+    job = start_script(tmp_path, "rank", f"import os; os.environ['NCCL_DEBUG_FILE']; {end}", FABRIC="auto")
+    assert job.wait(timeout_s=60).status == status

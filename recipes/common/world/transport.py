@@ -2,8 +2,8 @@
 
 NCCL prints `NCCL INFO Using network IB` (`Socket`: TCP; `AWS Libfabric` or another plugin's name) for each
 communicator, under NCCL_DEBUG=INFO alone (src/init.cc). Its log goes to a file of this process, of which nothing
-but that is read; a launcher keeps those of a user's script in a folder. Where the user has set NCCL_DEBUG, the log
-is the user's and the network unknown here.
+but that is read; that of a user's script goes to a pipe. Where the user has set NCCL_DEBUG, the log is the user's
+and the network unknown here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +25,6 @@ NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 TCP = "Socket"
 FABRICS = ("ib", "roce", "efa")
 VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
-
-POLL_S = 0.5
-"""How often a launcher looks for the log of a script."""
 
 _log: Path | None = None
 
@@ -53,7 +49,7 @@ def _is_users_log() -> bool:
 
 
 def _log_to(pattern: str) -> None:
-    """Let NCCL log how it starts: to a file in whose name %p is the process, and %% a percent sign."""
+    """Let NCCL log how it starts: to a file in whose name %% is a percent sign."""
     os.environ.update(zip(VARIABLES, ("INFO", "INIT", pattern), strict=True))
 
 
@@ -75,22 +71,16 @@ def read_network() -> str | None:
     return None
 
 
-def log_processes(folder: str) -> bool:
-    """Let NCCL write down how it starts in each process that this one starts; return False where the user does."""
+def log_processes() -> tuple[int, int] | None:
+    """Let NCCL write down how it starts in processes that this one starts; return None where the user does.
+
+    Else a pipe's two ends: those processes open it as a file. Read it as long as they run, or they will wait.
+    """
     if _is_users_log():
-        return False
-    _log_to(f"{folder.replace('%', '%%')}/nccl-%p.log")
-    return True
-
-
-def wait_for_network(folder: str) -> str:
-    """Return the network that a process's log in a folder names, once one does; call it in a thread."""
-    while True:
-        for path in Path(folder).glob("nccl-*.log"):
-            whole, _, _ = path.read_text(errors="replace").rpartition("\n")  # a line may be under way
-            if found := find_network(whole):
-                return found
-        time.sleep(POLL_S)
+        return None
+    reading, writing = os.pipe()
+    _log_to(f"/proc/{os.getpid()}/fd/{writing}")
+    return reading, writing
 
 
 def find_network(text: str) -> str | None:
