@@ -47,6 +47,14 @@ option() {
     echo "$value"
 }
 
+# What this job is called, how often it has been requeued, and its nodes.
+identify_job() {
+    job=$SLURM_JOB_ID restarts=${SLURM_RESTART_COUNT:-0} NNODES=$SLURM_NNODES
+    # The last task of an array has the array's own number: a command to that one would mean all tasks.
+    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+}
+
 # begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
 begin_job() {
     recipe=$1
@@ -55,16 +63,12 @@ begin_job() {
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
-    job=$SLURM_JOB_ID
-    # The last task of an array has the array's own number: a command to that one would mean all tasks.
-    if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
+    identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
-    restarts=${SLURM_RESTART_COUNT:-0}
-    nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     set_python
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
-    export NNODES=$SLURM_NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
+    export NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
     # This script runs on the head node. No fallback: with one, each node would wait for itself.
     export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${nodes%%$'\n'*}")} MASTER_PORT
     MASTER_PORT=$(free_port)
@@ -312,11 +316,24 @@ stop_step() {
 
 # Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
 end_job() {
-    local state preempted lost broken go_on
     if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
     if is_complete; then exit 0; fi
     go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
     if [[ -n ${SCRIPT:-} ]]; then go_on="to go on: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
+    start_again
+    local log
+    for log in "$logs"/*.txt; do
+        if [[ ! $log -ef $head_log && $log -nt $started ]] && ((status != 2)); then
+            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
+        fi
+    done
+    echo "error: job $job ended with status $status; all nodes' logs are in $logs" >&2
+    exit "$status"
+}
+
+# Start an incomplete job again where it was stopped before its end, has lost a node, or a GPU of it is broken.
+start_again() {
+    local state preempted lost broken
     state=$(job_field JobState) preempted=$(job_field PreemptTime | grep '[0-9]')
     if [[ $state != RUNNING ]]; then
         # A scancel, or a requeue by hand: Slurm ends this script, too.
@@ -340,13 +357,34 @@ end_job() {
         broken=$(broken_nodes)
         if [[ -n $broken ]]; then leave_out "$broken"; fi
     fi
-    local log
-    for log in "$logs"/*.txt; do
-        if [[ ! $log -ef $head_log && $log -nt $started ]] && ((status != 2)); then
-            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
-        fi
-    done
-    echo "error: job $job ended with status $status; all nodes' logs are in $logs" >&2
+}
+
+# begin_submitted PYTHON SCRIPT MAX_REQUEUES LOGS RUN_DIR...: what a job of make submit begins with; slurm/submit.py has
+# submitit start the ranks. In an array each task has its own RUN_DIR. A script is given by its path, no script by "".
+begin_submitted() {
+    local run_dirs=("${@:5}")
+    identify_job
+    PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
+    srun=(srun) container=() started=$logs/$job.started
+    # Rank 0 leaves its exit status in STATUS_FILE, and the signal that has stopped it. Each start has another port.
+    export STATUS_FILE=$logs/${job}_status MASTER_PORT PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1
+    MASTER_PORT=$(free_port)
+    rm -f "$STATUS_FILE"
+    touch "$started"
+    trap : TERM # as the ranks get it, too: they write a checkpoint
+}
+
+# end_submitted STATUS: leave as end_job does, once srun has ended with this status; slurm/submit.py says what has failed.
+end_submitted() {
+    status=$1 greatest=$1 signal=""
+    if [[ -e $STATUS_FILE ]]; then read -r status signal <"$STATUS_FILE"; fi
+    if ((status == 2)); then greatest=2; fi
+    if ((status == 0)); then status=$greatest; fi
+    if is_complete; then exit 0; fi
+    echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE" # for slurm/submit.py
+    go_on="to go on: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
+    if [[ -n $SCRIPT ]]; then go_on="to go on: RESUME=auto make submit ... NAME=$(basename "$run_dir")"; fi
+    start_again
     exit "$status"
 }
 

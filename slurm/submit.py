@@ -37,7 +37,7 @@ from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
 from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, markdown, parse
 from slurm.sweep import grid_points, words
-from slurm.training import SIGNAL, Training, status_path
+from slurm.training import SIGNAL, Training
 
 SIGNAL_DELAY_S = 120
 """How long before the time limit ranks are told to write a checkpoint; of a short limit, its last quarter."""
@@ -56,16 +56,6 @@ FINAL_STATES = (
 
 PYTHON = f"{shlex.quote(sys.executable)} -m scripts.launch.hold_signals"
 """The interpreter of the ranks, with the stop signals held back until the recipe listens to them."""
-
-JOB_SETUP = [
-    # The batch script runs where rank 0 will. The port depends on the job and on its start, so that neither jobs
-    # on the same nodes nor two starts of one job meet. It lies below those of outgoing connections.
-    "port=$((20000 + (SLURM_JOB_ID * 16 + ${SLURM_RESTART_COUNT:-0}) % 12000))",
-    # /proc/net has the sockets of all addresses.
-    "while grep -qs \"$(printf '^ *[0-9]*: [0-9A-F]*:%04X ' $port)\" /proc/net/tcp /proc/net/tcp6; do "
-    "port=$((port + 1)); done",
-    f"export MASTER_PORT=$port PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL={SIGNAL.name.removeprefix('SIG')}",
-]
 
 REFUSED = {
     "horovod": "horovod has a launch file of its own: sbatch slurm/horovod.sbatch",
@@ -265,17 +255,20 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
     options = slurm_options(args)
     check_by_slurm(options)
     executor = submitit.SlurmExecutor(folder / "slurm", python=PYTHON)
+    script_path = runs[0].script["SCRIPT"] if runs[0].script else ""
+    own = (sys.executable, script_path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
     # Since Slurm 22.05 srun does not take --cpus-per-task over from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
     executor.update_parameters(
         job_name=folder.name,
         stderr_to_stdout=True,
         time=None,  # submitit's own is 5 minutes
-        setup=JOB_SETUP,
+        setup=[f"source {shlex.quote(str(ROOT))}/slurm/job.sh", shlex.join(["begin_submitted", *map(str, own)])],
+        teardown=["end_submitted $?"],
         srun_args=["--kill-on-bad-exit=1", *cores],
         additional_parameters={**options, "requeue": True},  # after the loss of a node, too
     )
-    trainings = [Training(args.recipe, run.argv, run.folder, args.max_requeues, run.script) for run in runs]
+    trainings = [Training(args.recipe, run.argv, run.folder, run.script) for run in runs]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
             return list(executor.submit_array(trainings))
@@ -382,8 +375,8 @@ class Watched:
 
     def end(self) -> int:
         """Return the job's status, 2 for a refusal by the recipe; where it has failed, say why in a few lines."""
-        path = status_path(self.job.paths.submitted_pickle)
-        status = int(path.read_text()) if path.exists() else 1
+        path = self.log.with_name(f"{self.job.job_id}_status")
+        status = int(path.read_text().split()[0]) if path.exists() else 1
         if self.state in ("COMPLETED", "GONE") and status == 0:
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")

@@ -15,6 +15,19 @@ from tests.support import ROOT, TIMEOUT_S, wait_until
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 
+GPU_FAULT = """
+import os, socket, sys, time
+if socket.gethostname() == "n2":
+    us = int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
+    with open(os.environ["KMSG"], "a") as log:  # of the node's own, as the kernel's log is
+        log.write(f"3,1,{us};NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\\n")
+    sys.exit(1)
+print("trains", flush=True)
+while os.environ["RESUME"] == "none":
+    time.sleep(0.1)
+"""
+"""A script whose GPU on n2 falls off the bus; it ends well when it is told to resume."""
+
 
 @dataclass(frozen=True)
 class Cluster:

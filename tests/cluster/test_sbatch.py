@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import GPU_FAULT
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.images import make_images
 from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights
@@ -372,6 +373,8 @@ import os, pathlib, socket, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NODE_RANK", "RESUME")
 text = " ".join(os.environ.get(name, "-") for name in names)
 print(text, socket.gethostname(), os.getcwd(), *sys.argv[1:], flush=True)
+if log := os.environ.get("NCCL_DEBUG_FILE"):  # as NCCL does
+    print("n1:7:7 [0] NCCL INFO Using network Socket", file=open(log, "w"), flush=True)
 """
 
 SAVES = f"""{SHOW}
@@ -399,18 +402,6 @@ print(f"trains, RESUME={os.environ['RESUME']}", flush=True)
 time.sleep(300)
 """
 
-GPU_FAULT = """
-import os, socket, sys, time
-if socket.gethostname() == "n2":
-    us = int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
-    with open(os.environ["KMSG"], "a") as log:  # of the node's own, as the kernel's log is
-        log.write(f"3,1,{us};NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\\n")
-    sys.exit(1)
-print("trains", flush=True)
-while os.environ["RESUME"] == "none":
-    time.sleep(0.1)
-"""
-
 
 class TestYourOwn:
     """A script in the recipe's place; most start without torch."""
@@ -426,7 +417,8 @@ class TestYourOwn:
         assert job.wait() == "COMPLETED", job.text
         assert job.run == tmp_path / f"train-job{job.number}"
         for rank, host in (("0", "n1"), ("1", "n2")):
-            last = (job.run / f"slurm/{host}.txt").read_text().splitlines()[-1]
+            *_, last, network = (job.run / f"slurm/{host}.txt").read_text().splitlines()
+            assert network == f"{host}: NCCL over Socket", job.text
             node_rank = "-" if file == "ddp-srun.sbatch" else rank
             ranks = "- - - -" if file == "spawn.sbatch" else f"{rank} 0 2 1"
             end = f"n1 {node_rank} none {host} {tmp_path} --lr 0.1 --out={job.run}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import GPU_FAULT
 from tests.support import (
     ROOT,
     TIMEOUT_S,
@@ -40,9 +41,9 @@ def go_on(folder):
 def submit(cluster, tmp_path):
     """Return a function that starts slurm.submit where the cluster's commands are in PATH."""
 
-    def start(*arguments):
+    def start(*arguments, **env):
         command = [sys.executable, "-m", "slurm.submit", *arguments]
-        env = {**cluster.environment, "OMP_NUM_THREADS": "1", "SLOW_UNTIL": str(tmp_path / "end")}
+        env = {**cluster.environment, "OMP_NUM_THREADS": "1", "SLOW_UNTIL": str(tmp_path / "end"), **env}
         return Command(*command, **env, PYTHONUNBUFFERED="1")
 
     return start
@@ -159,13 +160,31 @@ def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
     cluster.run("scancel", "--signal=USR1", job_id(command))
     done = command.wait(gone_within_s=15)
     assert done.status == 1
-    assert "error: the job was stopped before its end, and --max-requeues allows no more" in done.stdout
+    assert "it was stopped before its end, and it has started 1 times (MAX_REQUEUES=0); to go on: " in done.stdout
     assert re.fullmatch(r"error: job \d+ ended before the run was complete \(FAILED\); all .*", *done.errors)
     assert not (run / "result.json").exists()
     go_on(tmp_path)
     done = submitted(*shape, "--", *words, "--resume", "auto")
     assert done.status == 0, done.stdout + done.stderr
     check_resumed(run, undisturbed)
+
+
+def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(cluster, submit, tmp_path):
+    """The node's rank fails with status 1, and rank 0, elsewhere, is killed."""
+    (tmp_path / "train.py").write_text(GPU_FAULT)
+    env = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path), "KMSG": "/dev/shm/kmsg"}
+    command = submit("ddp", "--nodes", "2", "--time", "5", "--name", "mine", **env)
+    try:
+        done = command.wait(gone_within_s=15)
+    finally:
+        cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
+    assert done.status == 0, done.stdout + done.stderr
+    job = job_id(command)
+    assert f"job {job}: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert f"job {job}: requeued, start 2" in done.stdout
+    shown = cluster.run("scontrol", "show", "job", job)
+    assert (" ExcNodeList=n2\n" in shown, " NodeList=n[1,3]\n" in shown) == (True, True), shown
+    assert "Xid 79 once in a day: fallen off the bus" in (tmp_path / "mine/slurm/excluded.txt").read_text()
 
 
 def test_a_cancelled_job_writes_a_checkpoint(cluster, submit, tmp_path):

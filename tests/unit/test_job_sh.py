@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -32,8 +33,8 @@ def job(tmp_path):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
 
-    def run(*options, then="", **env):
-        begin = 'set -u; source slurm/job.sh; begin_job ddp "$@"'
+    def run(*options, begin='begin_job ddp "$@"', then="", **env):
+        begin = f"set -u; source slurm/job.sh; {begin}"
         own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
         words = ["bash", "-c", f"{begin}\n{then}", "bash", *options, "--runs-dir", str(tmp_path / "runs")]
         return subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
@@ -175,6 +176,117 @@ def script(job, tmp_path):
         return job("--lr", "1", then=then, SLURM_GPUS_ON_NODE="4", **own)
 
     return run
+
+
+@pytest.fixture
+def submitted(job, tmp_path):
+    """Return a function: rank 0 of a job of make submit has left this, and srun has ended with a status."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "runs/mine").mkdir(parents=True)
+
+    def run(left, status, then="", script="", max_requeues=10, others=(), **env):
+        own = [sys.executable, script, str(max_requeues), f"{tmp_path}/logs", *others, f"{tmp_path}/runs/mine"]
+        leave = f'echo "{left}" >"$STATUS_FILE"; ' if left else ""
+        return job(
+            begin=f"begin_submitted {shlex.join(own)}",
+            then=f"sleep 0.02; {then or ':'}; {leave}end_submitted {status}",
+            SLURM_JOB_PARTITION="main",
+            **env,
+        )
+
+    return run
+
+
+RECORD = 'touch "$run_dir/config.json"'
+
+
+@pytest.mark.parametrize(
+    ("then", "left", "status", "ends_with", "said"),
+    [
+        (f'{RECORD} "$run_dir/result.json"', "0", 0, 0, ""),
+        (f'{RECORD} "$run_dir/result.json"', "0 USR1", 0, 0, ""),  # it came as the run ended
+        (f'{RECORD} "$run_dir/result.json"', "0", 9, 9, ""),  # another rank
+        (f'{RECORD}; touch -d 2020-01-01 "$run_dir/result.json"', "0 USR1", 0, "requeue", "it was stopped before"),
+        (
+            RECORD,
+            "0 TERM",
+            0,
+            1,
+            "error: job 7: its ranks were told to stop before their end; to go on: make submit ",
+        ),
+        (RECORD, "2", 137, 2, ""),
+        (RECORD, "75", 143, "requeue", "another process took port"),
+        (RECORD, "", 137, 137, ""),  # rank 0 was killed
+        ("", "0", 0, 0, ""),  # the probe keeps no record
+    ],
+)
+def test_a_submitted_job_is_requeued_or_ends_as_rank_0_has(
+    submitted, tmp_path, then, left, status, ends_with, said
+):
+    done = submitted(left, status, then)
+    is_requeued = "requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()
+    assert is_requeued is (ends_with == "requeue"), done.stdout + done.stderr
+    assert is_requeued or done.returncode == ends_with
+    assert said in done.stdout + done.stderr
+    if ends_with not in (0, "requeue"):
+        assert (tmp_path / "logs/7_status").read_text() == f"{ends_with}\n"
+
+
+@pytest.mark.parametrize(
+    ("then", "left", "preempted", "is_requeued", "said"),
+    [
+        ("", "0", False, False, ""),
+        ("", "3", False, False, ""),
+        ("", "0 USR1", False, False, "it has written nothing to "),
+        ('touch "$run_dir/saved"', "0 USR1", False, True, "it was stopped before its end"),
+        ("", "0 USR1", True, True, "it was stopped before its end"),
+        ("", "0 TERM", True, True, "it was stopped before its end"),
+        ("", "0 TERM", False, False, "its ranks were told to stop"),
+    ],
+)
+def test_a_submitted_script_is_requeued_if_a_restart_would_go_on(
+    submitted, tmp_path, then, left, preempted, is_requeued, said
+):
+    if preempted:
+        text = (tmp_path / "scontrol").read_text().replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00")
+        (tmp_path / "scontrol").write_text(text)
+    done = submitted(left, 0, then, script="train.py")
+    assert (done.returncode == 0) is (left == "0"), done.stderr
+    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert said in done.stdout + done.stderr
+
+
+def test_requeues_of_a_submitted_job_have_a_bound(submitted, tmp_path):
+    done = submitted("0 USR1", 0, RECORD, max_requeues=1, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 1
+    assert "it was stopped before its end, and it has started 2 times (MAX_REQUEUES=1); to go on: " in done.stderr
+    assert "requeue" not in (tmp_path / "scontrol.txt").read_text()
+
+
+def test_a_task_of_an_array_requeues_itself_alone_and_has_its_own_run(submitted, tmp_path):
+    """Its SLURM_JOB_ID is that of the whole array; here another task is preempted."""
+    text = (tmp_path / "scontrol").read_text()
+    own = '"show job 101_3 "*) echo " JobState=RUNNING PreemptTime=None " ;;'
+    others = '"show job "*) echo " JobState=RUNNING PreemptTime=2026 " ;;'
+    (tmp_path / "scontrol").write_text(text.replace('"show job "*)', f'{own}\n{others}\n"never "*)'))
+    array = {"SLURM_JOB_ID": "104", "SLURM_ARRAY_JOB_ID": "101", "SLURM_ARRAY_TASK_ID": "3"}
+    for left, is_requeued in (("1", False), ("0 USR1", True)):
+        done = submitted(left, 0, RECORD, others=("a", "b", "c"), **array)
+        assert ("requeue 101_3" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued, (
+            done.stderr
+        )
+    assert (tmp_path / "runs/mine/config.json").exists()
+
+
+def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(submitted, tmp_path):
+    seen = set()
+    for env in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"}):
+        (tmp_path / "logs/7_status").write_text("0\n")
+        done = submitted("", 0, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
+        assert "none is left" in done.stdout
+        assert {"PORT_IS_CHOSEN=1", "SUBMITIT_PREEMPT_SIGNAL=USR1"} < set(done.stdout.splitlines())
+        seen |= set(re.findall(r"MASTER_PORT=(\d+)", done.stdout))
+    assert len(seen) == 3
 
 
 def test_a_script_gets_its_own_options_alone(script, tmp_path):
@@ -371,12 +483,11 @@ KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unkno
 
 
 @pytest.fixture
-def fault(job, tmp_path):
+def fault(job, submitted, tmp_path):
     """Return a function: a job on n1 and n2 has failed, and n2's kernel has logged an Xid so long ago.
 
     Returns what ended, and the calls of scontrol that change the job.
     """
-    (tmp_path / "runs").mkdir()
     (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncat {tmp_path}/partition\n")
     (tmp_path / "srun").write_text(
         f"""#!/bin/sh
@@ -406,7 +517,10 @@ KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
         (tmp_path / "scontrol.txt").write_text("")
         record = "" if "SCRIPT" in env else 'touch "$run_dir/config.json"; '
         then = f"{record}status={status} greatest={status}; end_job"
-        done = job(then=then, SLURM_JOB_PARTITION="main", NAME="mine", **env)
+        if env.pop("is_submitted", False):
+            done = submitted("", status, RECORD, **env)
+        else:
+            done = job(then=then, SLURM_JOB_PARTITION="main", NAME="mine", **env)
         calls = (tmp_path / "scontrol.txt").read_text().splitlines()
         return done, [call for call in calls if not call.startswith("show")]
 
@@ -471,6 +585,23 @@ def test_a_job_is_not_requeued_without_a_fault_or_without_bound(fault, changed, 
     assert calls == []
     assert done.returncode != 0
     assert said in done.stderr
+
+
+def test_a_submitted_job_goes_on_without_such_a_node_within_the_same_bounds(fault, tmp_path):
+    """Rank 0 may have been on that node, and have left nothing."""
+    done, calls = fault(is_submitted=True)
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"], done.stderr
+    line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
+    assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
+    assert "job 7: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert re.fullmatch(line + "\n", (tmp_path / "logs/excluded.txt").read_text())
+    for changed, said in (
+        ({"MAX_EXCLUDED": "0"}, "and it may leave out 0 nodes (MAX_EXCLUDED); have"),
+        ({"max_requeues": 0}, "left out from now on, and it has started 1 times (MAX_REQUEUES=0)"),
+    ):
+        done, calls = fault(is_submitted=True, **changed)
+        assert (calls, done.returncode) == ([], 1)
+        assert said in done.stderr
 
 
 def test_the_bound_of_excluded_nodes_is_kept_over_requeues(fault, tmp_path):

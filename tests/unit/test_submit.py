@@ -4,8 +4,6 @@ import argparse
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,11 +72,13 @@ def test_the_sbatch_file(tmp_path, sbatch_file):
         "#SBATCH --time=120",
         "#SBATCH --wckey=submitit",
     ]
-    assert "export MASTER_PORT=$port PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1\n" in text
-    assert text.rstrip().splitlines()[-1] == (
+    begin = f"begin_submitted {sys.executable} '' 10 {folder} {folder.parent}"
+    assert f"source {ROOT}/slurm/job.sh\n{begin}\n" in text
+    assert text.endswith("end_submitted $?")
+    assert (
         f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
         f"{sys.executable} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
-    )
+    ) in text.splitlines()
 
 
 def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
@@ -238,121 +238,88 @@ def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
         assert [word for i in at for word in run.argv[i : i + 2]] == expected
 
 
-IS_PREEMPTED = training.is_preempted
-"""Slurm's answer, which most tests put another in place of."""
-
-
-class TestTheEndOfRank0:
+class TestARank:
     @pytest.fixture
-    def run(self, tmp_path, monkeypatch, commands):
-        """A run whose job 7 may be requeued once; requeued.txt says that it was."""
-        (tmp_path / "config.json").write_text("{}")
-        commands("scontrol", f'echo "$*" >{tmp_path}/requeued.txt')
-        variables = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SUBMITIT_EXECUTOR": "slurm"}
-        for name, value in {**variables, "SUBMITIT_FOLDER": str(tmp_path)}.items():
-            monkeypatch.setenv(name, value)
+    def run(self, tmp_path, monkeypatch):
+        """Return a function that runs a job as rank 0; it returns the exit status, and what rank 0 leaves."""
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("STATUS_FILE", str(tmp_path / "7_status"))
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-        monkeypatch.setattr(training, "is_preempted", lambda: False)
-        return Training("ddp", ["--epochs", "3"], tmp_path, max_requeues=1)
+        monkeypatch.setattr(training, "set_environment", lambda: None)
+        monkeypatch.setattr(
+            training, "exit_status", lambda main: main() or 0
+        )  # which ignores signals from then on
+        monkeypatch.chdir(ROOT)
 
-    @staticmethod
-    def is_requeued(run, status):
-        left = []
-        try:
-            left = [run.end(status, is_complete=False)]
-        except SystemExit as error:
-            left = [error.code]
-        if left != [255]:
-            assert left == [int((run.run_dir / "7_status").read_text())]
-            return False
-        return (run.run_dir / "requeued.txt").read_text() == "requeue 7\n"
+        def start(job):
+            status = 0
+            try:
+                job()
+            except SystemExit as error:
+                status = error.code
+            path = tmp_path / "7_status"
+            return status, path.read_text() if path.exists() else None
+
+        return start
+
+    @pytest.fixture
+    def recipe(self, monkeypatch):
+        """A recipe that only keeps its options; `received` is the signal that it gets."""
+        recipe = SimpleNamespace(argv=None, received=None)
+
+        def main(argv):
+            recipe.argv = argv
+            monkeypatch.setattr(Stop, "received", recipe.received)
+
+        monkeypatch.setattr(training.importlib, "import_module", lambda _: SimpleNamespace(main=main))
+        return recipe
 
     @pytest.mark.parametrize(
-        ("received", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False), (None, False)], ids=str
+        ("received", "left"), [(None, "0 \n"), (signal.SIGUSR1, "0 USR1\n"), (signal.SIGTERM, "0 TERM\n")], ids=str
     )
-    def test_a_stopped_run_is_requeued_or_fails(self, run, monkeypatch, received, is_requeued):
-        monkeypatch.setattr(Stop, "received", received)
-        assert self.is_requeued(run, 0) == is_requeued
-        assert is_requeued or (run.run_dir / "7_status").read_text() == "1"
+    def test_rank_0_leaves_how_it_has_ended(self, run, recipe, monkeypatch, tmp_path, received, left):
+        recipe.received = received
+        assert run(Training("ddp", [], tmp_path)) == (0, left)
+        (tmp_path / "7_status").unlink()
+        monkeypatch.setenv("RANK", "1")
+        assert run(Training("ddp", [], tmp_path)) == (0, None)
 
-    def test_the_last_task_of_an_array_requeues_itself_alone(self, run, monkeypatch, commands):
-        """Its SLURM_JOB_ID is that of the whole array; here another task is preempted."""
-        variables = {"SLURM_JOB_ID": "101", "SLURM_ARRAY_JOB_ID": "101", "SLURM_ARRAY_TASK_ID": "3"}
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        requeue = f'requeue*) echo "$*" >{run.run_dir}/requeued.txt ;;'
-        show = '"show job 101_3 "*) echo PreemptTime=None ;; *) echo PreemptTime=now ;;'
-        commands("scontrol", f'case "$*" in {requeue} {show} esac')
-        assert not IS_PREEMPTED()
-        monkeypatch.setattr(Stop, "received", signal.SIGUSR1)
-        with pytest.raises(SystemExit):
-            run.end(0, is_complete=False)
-        assert (run.run_dir / "requeued.txt").read_text() == "requeue 101_3\n"
+    def test_a_refusal_is_left_and_ends_the_rank(self, run, monkeypatch, tmp_path):
+        monkeypatch.setattr(training, "exit_status", lambda main: 2)
+        assert run(Training("ddp", [], tmp_path)) == (2, "2 \n")
 
-    def test_requeues_have_a_bound(self, run, monkeypatch, capsys):
-        monkeypatch.setattr(Stop, "received", signal.SIGUSR1)
+    def test_a_start_after_the_first_goes_on_with_the_own_record(self, run, recipe, monkeypatch, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        job = Training("ddp", ["--epochs", "3"], tmp_path)
+        run(job)
+        assert recipe.argv == ["--epochs", "3"]
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert run.end(0, is_complete=False) == 1
-        assert "--max-requeues allows no more" in capsys.readouterr().out
-
-    def test_a_preemption_may_come_as_term(self, run, monkeypatch):
-        monkeypatch.setattr(Stop, "received", signal.SIGTERM)
-        monkeypatch.setattr(training, "is_preempted", lambda: True)
-        assert self.is_requeued(run, 0)
-
-    def test_a_complete_run_and_a_refusal(self, run):
-        assert run.end(0, is_complete=True) == 0
-        assert run.end(2, is_complete=False) == 2
-        (run.run_dir / "config.json").unlink()
-        assert run.end(0, is_complete=False) == 0, "the probe keeps no record"
-
-    def test_a_lost_race_for_the_port_is_requeued(self, run):
-        """Each start of a job has another port."""
-        assert self.is_requeued(run, 75)
-
-    def test_a_start_after_the_first_goes_on_with_the_own_record(self, run, monkeypatch):
-        assert run.argv_of_this_start() == ["--epochs", "3"]
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        assert run.argv_of_this_start() == ["--epochs", "3", "--resume", "auto"]
-        (run.run_dir / "config.json").unlink()  # the first start had not come so far
-        assert run.argv_of_this_start() == ["--epochs", "3"]
+        run(job)
+        assert recipe.argv == ["--epochs", "3", "--resume", "auto"]
+        (tmp_path / "config.json").unlink()  # the first start had not come so far
+        run(job)
+        assert recipe.argv == ["--epochs", "3"]
 
     @pytest.mark.parametrize(
-        ("source", "preempted", "status", "said"),
+        ("source", "status", "left"),
         [
-            ("", False, 0, ""),
-            ("raise SystemExit(3)", False, 3, ""),
-            ("os.kill(os.getppid(), signal.SIGUSR1); signal.pause()", False, 1, "it has written nothing to "),
-            (
-                "open(run_dir / 'saved', 'w'); os.kill(os.getppid(), signal.SIGUSR1); signal.pause()",
-                False,
-                255,
-                "",
-            ),
-            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", False, 1, ""),
-            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", True, 255, ""),
+            ("", 0, "0 \n"),
+            ("raise SystemExit(3)", 3, "3 \n"),
+            ("os.kill(os.getpid(), signal.SIGKILL)", 137, "137 \n"),
+            ("os.kill(os.getppid(), signal.SIGUSR1); signal.pause()", 0, "0 USR1\n"),
+            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", 0, "0 TERM\n"),
         ],
     )
-    def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
-        self, run, tmp_path, monkeypatch, capsys, source, preempted, status, said
-    ):
-        header = "import os, pathlib, signal\nrun_dir = pathlib.Path(os.environ['RUN_DIR'])\n"
-        (tmp_path / "train.py").write_text(header + source)
-        own = tmp_path / "own"
-        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(own), "WORKDIR": "/", "RESUME": "none"}
-        monkeypatch.setattr(training, "is_preempted", lambda: preempted)
-        monkeypatch.setattr(training, "set_environment", lambda: None)
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.chdir(ROOT)
-        job = Training("ddp", [], own, 1, script)
-        if status:
-            with pytest.raises(SystemExit) as caught:
-                job()
-            assert caught.value.code == status
-        else:
-            job()
-        assert (tmp_path / "requeued.txt").exists() is (status == 255)
-        assert said in capsys.readouterr().out
+    def test_a_script_in_its_place(self, run, tmp_path, monkeypatch, source, status, left):
+        (tmp_path / "train.py").write_text(f"import os, signal; print(os.environ['RESUME']); {source}")
+        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path / "own"), "WORKDIR": "/"}
+        assert run(Training("ddp", [], tmp_path, {**script, "RESUME": "none"})) == (status, left)
+
+    def test_a_script_is_told_to_resume(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        (tmp_path / "train.py").write_text("import os; exit(7 * (os.environ['RESUME'] == 'auto'))")
+        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path / "own"), "RESUME": "none"}
+        assert run(Training("ddp", [], tmp_path, script)) == (7, "7 \n")
 
 
 def test_the_network_is_that_of_fabric_sh(monkeypatch):
@@ -368,39 +335,6 @@ def test_the_network_is_that_of_fabric_sh(monkeypatch):
     monkeypatch.setenv("FABRIC", "carrier-pigeon")
     with pytest.raises(UserError, match="carrier-pigeon"):
         fabric_environment(FABRIC="tcp")
-
-
-def test_a_port_that_is_taken_on_any_address_is_passed_over():
-    script = "; ".join([*submit.JOB_SETUP, "echo $MASTER_PORT"])
-    # Ports are those of the machine: another number than that of other tests and checkouts.
-    env = {"SLURM_JOB_ID": str(os.getpid()), "PATH": os.environ["PATH"]}
-
-    def port():
-        words = ["bash", "-c", script]
-        return int(subprocess.run(words, env=env, capture_output=True, text=True, timeout=50, check=True).stdout)
-
-    first = port()
-    with socket.create_server(("127.0.0.2", first)):
-        assert port() > first
-
-
-def test_the_port_differs_by_job_and_start():
-    script = "; ".join([*submit.JOB_SETUP, "echo $MASTER_PORT $SUBMITIT_PREEMPT_SIGNAL"])
-    ports = set()
-    for job, restarts in ((7, None), (7, 1), (8, None)):
-        count = {} if restarts is None else {"SLURM_RESTART_COUNT": str(restarts)}
-        shown = submit.subprocess.run(
-            ["bash", "-c", script],
-            env={"SLURM_JOB_ID": str(job), "PATH": os.environ["PATH"], **count},
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.split()
-        assert shown[1] == "USR1"
-        ports.add(int(shown[0]))
-    assert len(ports) == 3
-    assert all(20000 <= port < 32768 for port in ports)
 
 
 def test_a_job_unpickles_by_name():
