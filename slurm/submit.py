@@ -35,7 +35,16 @@ from recipes.common.errors import UserError
 from recipes.common.options import add_switch, non_negative_int, plain_name, positive_int
 from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
-from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, markdown, parse
+from scripts.launch.command import (
+    ONE_PROCESS,
+    ROOT,
+    CommandParser,
+    check_recipe,
+    command,
+    markdown,
+    next_folder,
+    parse,
+)
 from slurm.sweep import grid_points, words
 from slurm.training import SIGNAL, Training
 
@@ -80,7 +89,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     for name in ("partition", "constraint", "account", "qos"):
         shape.add_argument(f"--{name}", help=f"Slurm's --{name}")
     job = parser.add_argument_group("job")
-    job.add_argument("--name", type=plain_name, help="the run's name (default: the recipe and the time)")
+    job.add_argument("--name", type=plain_name, help="the run's name (default: the recipe with the next number)")
     job.add_argument("--sweep", metavar="GRID", help='a run for each point of a grid: "lr=0.1,0.2 seed=1,2"')
     job.add_argument(
         "--max-requeues", type=non_negative_int, default=10, metavar="N", help="times that a job may be requeued"
@@ -95,18 +104,13 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 def minutes(text: str) -> int:
     """Return whole minutes of a time as Slurm writes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
-    if not match:
-        raise ArgumentTypeError(f"expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
-    days, first, second, third = (int(group) if group else 0 for group in match.groups())
-    if match[1]:
-        total = days * 1440 + first * 60 + second + third / 60
-    elif match[4]:
-        total = first * 60 + second + third / 60
-    else:
-        total = first + second / 60
-    if total <= 0:
-        raise ArgumentTypeError(f"expects a time above 0, got {text!r}")
-    return math.ceil(total)
+    if match:
+        days, *clock = (int(group or 0) for group in match.groups())
+        units_s = (3600, 60, 1) if match[1] or match[4] else (60, 1, 0)
+        total_s = days * 86400 + sum(number * unit_s for number, unit_s in zip(clock, units_s, strict=True))
+        if total_s > 0:
+            return math.ceil(total_s / 60)
+    raise ArgumentTypeError(f"expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
 
 
 def check(args: Namespace) -> None:
@@ -150,62 +154,37 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
     """Return the folder of the job (or of the whole sweep) and its runs, all options checked by the recipe itself.
 
     Raises:
-        UserError: an option that the recipe refuses, a name that is taken.
+        UserError: an option that the recipe refuses, a name that is taken, a script that cannot run.
     """
-    if script.is_set():
-        return plan_scripts(args)
-    recipe_options = importlib.import_module(f"recipes.{args.recipe}.train").options
-    parsed = recipe_options(args.options)
-    runs_dir = getattr(parsed, "runs_dir", Path("runs"))
-    name = args.name or getattr(parsed, "name", None)
-    resume = getattr(parsed, "resume", "none")
-    if resume == "auto" and not name:
-        raise UserError("--resume auto needs the run's name: NAME=... (--name)")
-    # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
-    device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     points = grid_points(args.sweep) if args.sweep else [{}]
-    plans = []
-    for point in points:
-        argv = [*device, *args.options, *words(point)]
+    device, is_script = [], script.is_set()
+    if is_script:
+        kind, runs_dir, name = script.read_script().stem, script.runs_dir(), args.name
+    else:
+        recipe_options = importlib.import_module(f"recipes.{args.recipe}.train").options
+        parsed = recipe_options(args.options)
+        kind, runs_dir = args.recipe, getattr(parsed, "runs_dir", Path("runs"))
+        name, resume = args.name or getattr(parsed, "name", None), getattr(parsed, "resume", "none")
+        if resume == "auto" and not name:
+            raise UserError("--resume auto needs the run's name: NAME=... (--name)")
+        # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which stands later, does.
+        device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
+    argvs = [[*device, *args.options, *words(point)] for point in points]
+    for argv in () if is_script else argvs:
         recipe_options(argv)
-        plans.append((point, argv))
-    folder = runs_dir / name if name else new_folder(runs_dir, args.recipe)
-    names = run_names(folder.name, points)
+    folder = runs_dir / name if name else next_folder(kind, runs_dir)
     runs = []
-    for run_name, (point, argv) in zip(names, plans, strict=True):
+    for run_name, point, argv in zip(run_names(folder.name, points), points, argvs, strict=True):
         run = Run(run_name, runs_dir / run_name, argv, point)
-        if (run.folder / "metrics.jsonl").exists() and not parsed.overwrite and resume != "auto":
+        if is_script:
+            run.script = script.job_environment(run_name)
+        elif (run.folder / "metrics.jsonl").exists() and not parsed.overwrite and resume != "auto":
             remedy = "add --resume auto to go on with it, --overwrite to replace it, or choose another NAME"
             raise UserError(f"the run {run.folder} exists; {remedy}")
-        if hasattr(parsed, "name"):  # the probe keeps no record
+        elif hasattr(parsed, "name"):  # the probe keeps no record
             run.argv += ["--name", run.name]
         runs.append(run)
     return folder, runs
-
-
-def plan_scripts(args: Namespace) -> tuple[Path, list[Run]]:
-    """Return the folder and the runs of SCRIPT; raises UserError where it cannot run, or a run exists."""
-    path, runs_dir = script.read_script(), script.runs_dir()
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    points = grid_points(args.sweep) if args.sweep else [{}]
-    folder = runs_dir / args.name if args.name else new_folder(runs_dir, path.stem)
-    runs = []
-    for name, point in zip(run_names(folder.name, points), points, strict=True):
-        argv = [*args.options, *words(point)]
-        runs.append(Run(name, runs_dir / name, argv, point, script.job_environment(name)))
-    return folder, runs
-
-
-def new_folder(runs_dir: Path, recipe: str) -> Path:
-    """Make a folder that is named by the recipe and the time, and that no other job has."""
-    stem, number = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}", 1
-    while True:
-        folder = runs_dir / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            number += 1
 
 
 def run_names(name: str, points: list[dict[str, str]]) -> list[str]:
@@ -255,8 +234,8 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
     options = slurm_options(args)
     check_by_slurm(options)
     executor = submitit.SlurmExecutor(folder / "slurm", python=PYTHON)
-    script_path = runs[0].script["SCRIPT"] if runs[0].script else ""
-    own = (sys.executable, script_path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
+    path = runs[0].script["SCRIPT"] if runs[0].script else ""
+    own = (sys.executable, path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
     # Since Slurm 22.05 srun does not take --cpus-per-task over from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
     executor.update_parameters(
@@ -276,39 +255,27 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
         raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
 
 
-class Queue:
-    """What Slurm says of a job and of its array's tasks: state, reason and restarts by id.
+States = dict[str, tuple[str, str, str]]
+"""State, reason and number of restarts of a job, or of an array's tasks, by id."""
+
+
+def ask_slurm(number: str, known: States) -> States:
+    """Return what Slurm says of a job and of its array's tasks.
 
     squeue knows every job until some minutes after its end (MinJobAge, 300 s) and needs no accounting database. A
     forgotten job is GONE; where squeue does not answer, the last state stays, and the reason says why.
     """
-
-    def __init__(self, number: str) -> None:
-        self.number = number
-        self.tasks: dict[str, tuple[str, str, str]] = {}
-        self._began = time.monotonic()
-        self._asked = -math.inf
-
-    def ask(self, is_urgent: bool) -> None:
-        """Ask Slurm if it is time to, after one second if it is urgent."""
-        now = time.monotonic()
-        if now < self._asked + (1.0 if is_urgent else ASK_S[now > self._began + 60]):
-            return
-        self._asked = now
-        form = ",".join(f"{name}:|" for name in ("JobArrayID", "State", "Reason", "RestartCnt"))
-        # The number twice: squeue takes a single one that it does not know for an error.
-        command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={self.number},{self.number}"]
-        try:
-            shown = subprocess.run(
-                [*command, f"--Format={form}"], capture_output=True, text=True, timeout=60, check=True
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            why = str(getattr(error, "stderr", None) or error).strip().split("\n")[0]
-            self.tasks = {id_: (state, why, restarts) for id_, (state, _, restarts) in self.tasks.items()}
-            return
-        rows = [line.split("|") for line in shown.stdout.splitlines()]
-        self.tasks = dict.fromkeys(self.tasks, ("GONE", "None", "0"))
-        self.tasks |= {id_: (state, reason, restarts) for id_, state, reason, restarts, *_ in rows}
+    # The number twice: squeue takes a single one that it does not know for an error.
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={number},{number}"]
+    command += ["--Format=JobArrayID:|,State:|,Reason:|,RestartCnt:|"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        why = str(getattr(error, "stderr", None) or error).strip().split("\n")[0]
+        return {id_: (state, why, restarts) for id_, (state, _, restarts) in known.items()}
+    rows = (line.split("|") for line in shown.splitlines())
+    states = {id_: (state, reason, restarts) for id_, state, reason, restarts, *_ in rows}
+    return dict.fromkeys(known, ("GONE", "None", "0")) | states
 
 
 @dataclass
@@ -317,10 +284,8 @@ class Watched:
 
     run: Run
     job: Any
-    queue: Queue
     state: str = "UNKNOWN"
     restarts: str = "0"
-    has_result: bool = False
     _shown: str = ""
     _offset: int = 0
     _spoke: float = field(default_factory=time.monotonic)
@@ -332,51 +297,50 @@ class Watched:
         return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
     @property
+    def status_file(self) -> Path:
+        """Where rank 0 leaves its exit status, and the batch script that of the job."""
+        return self.log.with_name(f"{self.job.job_id}_status")
+
+    @property
     def title(self) -> str:
         """The job as lines name it."""
         point = ", ".join(f"{name} {value}" for name, value in self.run.point.items())
         return f"job {self.job.job_id}" + (f" ({point})" if point else "")
 
     def say(self, text: str) -> None:
-        """Print a line about the job."""
-        print(f"{self.title}: {text}", flush=True)
+        """Print a line."""
+        print(text, flush=True)
         self._spoke = time.monotonic()
 
-    def look(self) -> bool:
+    def look(self, states: States) -> bool:
         """Print what is new; return whether the job has ended."""
-        self.queue.ask(is_urgent=self.has_result)
-        self.state, reason, restarts = self.queue.tasks.get(self.job.job_id, ("UNKNOWN", "None", "0"))
+        self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
         if int(restarts) > int(self.restarts):
-            self.say(f"requeued, start {int(restarts) + 1}")
+            self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state
         if not is_done and (shown != self._shown or time.monotonic() > self._spoke + SILENCE_S):
-            self.say(shown)
+            self.say(f"{self.title}: {shown}")
         self._shown, self.restarts = shown, restarts
-        self._read_log(is_done)
+        if not self.run.point:
+            self._show_log(is_done)
         return is_done
 
-    def _read_log(self, is_done: bool) -> None:
-        """Take in the lines that rank 0 has added; the last one may be under way until the job is done."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(self._offset)
-                content = file.read()
-        except OSError:
-            return
-        whole = content if is_done else content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.decode(errors="replace").splitlines():
-            self.has_result |= line.startswith(("result ", "probe {"))
-            if not (self.run.point or line.startswith("submitit ")):
-                print(line, flush=True)
-                self._spoke = time.monotonic()
+    def _show_log(self, is_done: bool) -> None:
+        """Print the lines that rank 0 has added; the last one may be under way until the job is done."""
+        with contextlib.suppress(OSError), open(self.log, "rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not (is_done or line.endswith(b"\n")):
+                    break
+                self._offset += len(line)
+                if not line.startswith(b"submitit "):
+                    self.say(line.decode(errors="replace").rstrip("\n"))
 
     def end(self) -> int:
         """Return the job's status, 2 for a refusal by the recipe; where it has failed, say why in a few lines."""
-        path = self.log.with_name(f"{self.job.job_id}_status")
-        status = int(path.read_text().split()[0]) if path.exists() else 1
+        status = int(self.status_file.read_text().split()[0]) if self.status_file.exists() else 1
         if self.state in ("COMPLETED", "GONE") and status == 0:
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")
@@ -400,11 +364,8 @@ def cause_in(log: str) -> str:
 
 def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
     """Print the results of a sweep as a table; the accuracy is what the task has in its place."""
-    paths = [run.folder / "result.json" for run in runs]
-    results = [
-        json.loads(path.read_text()) if run in complete and path.exists() else {}
-        for run, path in zip(runs, paths, strict=True)
-    ]
+    paths = [run.folder / "result.json" if run in complete else Path(os.devnull) for run in runs]
+    results = [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
     headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
     columns = ("world_size", *headlines, "samples_per_s")
     rows = [["run", *runs[0].point, *columns]]
@@ -414,12 +375,24 @@ def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
     print(markdown(rows), flush=True)
 
 
+def watch(jobs: list[Watched], number: str) -> None:
+    """Print what happens to the jobs, all of one array, until each has ended."""
+    states: States = {}
+    began, asked = time.monotonic(), -math.inf
+    while jobs:
+        now = time.monotonic()
+        is_ending = any(job.state in ("RUNNING", "COMPLETING") and job.status_file.exists() for job in jobs)
+        if now > asked + (1.0 if is_ending else ASK_S[now > began + 60]):
+            states, asked = ask_slurm(number, states), now
+        jobs = [job for job in jobs if not job.look(states)]
+        time.sleep(POLL_S)
+
+
 def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
     """Submit the runs as one job, or as one array, and follow them."""
     submitted = submit_runs(args, folder, runs)
     number = submitted[0].job_id.split("_")[0]
-    queue = Queue(number)
-    jobs = [Watched(run, job, queue) for run, job in zip(runs, submitted, strict=True)]
+    jobs = [Watched(run, job) for run, job in zip(runs, submitted, strict=True)]
     log = jobs[0].log if len(jobs) == 1 else jobs[0].log.with_name(f"{number}_*_0_log.out")
     print(f"job {number}: {describe(args, runs)}, record {folder}, log {log}", flush=True)
     again = f"to follow it: tail -n +1 -F {log}; to cancel it: scancel {number}"
@@ -427,13 +400,11 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
         print(again, flush=True)
         return 0
     try:
-        running = list(jobs)
-        while running := [watched for watched in running if not watched.look()]:
-            time.sleep(POLL_S)
+        watch(jobs, number)
     except KeyboardInterrupt:
         print(f"\njob {number} goes on; {again}", flush=True)
         return 128 + signal.SIGINT
-    statuses = [watched.end() for watched in jobs]
+    statuses = [job.end() for job in jobs]
     if args.sweep:
         report([run for run, status in zip(runs, statuses, strict=True) if not status], runs)
     return max(statuses)

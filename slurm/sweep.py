@@ -18,8 +18,8 @@ from recipes.common.process.entry import exit_status
 USAGE = 'usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
 
 
-def parse_sweep(text: str) -> dict[str, list[str]]:
-    """Return the values of each option: "lr=0.1,0.2 seed=1" is {"lr": ["0.1", "0.2"], "seed": ["1"]}.
+def grid_points(text: str) -> list[dict[str, str]]:
+    """Return the points of a sweep, the last option varying fastest: "lr=1,2" is {"lr": "1"} and {"lr": "2"}.
 
     Raises:
         UserError: nothing to vary, a word without "=", a name that is no option's, a doubled name or value.
@@ -41,12 +41,6 @@ def parse_sweep(text: str) -> dict[str, list[str]]:
             raise UserError(f"SWEEP has a value twice in {word!r}")
     if not grid:
         raise UserError('SWEEP is empty; give options and their values: "lr=0.1,0.2 seed=1,2"')
-    return grid
-
-
-def grid_points(text: str) -> list[dict[str, str]]:
-    """Return the points of a sweep, the last option varying fastest; raises UserError as parse_sweep() does."""
-    grid = parse_sweep(text)
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 

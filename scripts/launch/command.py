@@ -7,7 +7,9 @@ and status 2. Arguments after -- are the recipe's own. It imports nothing heavy:
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import itertools
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -133,11 +135,11 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: in
 def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
     """Make runs/KIND-001, or the next free number."""
     runs.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while (runs / f"{kind}-{number:03d}").exists():
-        number += 1
-    folder = runs / f"{kind}-{number:03d}"
-    folder.mkdir()
+    for number in itertools.count(1):
+        folder = runs / f"{kind}-{number:03d}"
+        with contextlib.suppress(FileExistsError):  # of two that start together, one takes the next number
+            folder.mkdir()
+            break
     return folder
 
 

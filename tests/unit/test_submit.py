@@ -1,6 +1,7 @@
 """What slurm/submit.py decides before anything is queued: names, limits, refusals, and the sbatch file itself."""
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -103,7 +104,7 @@ def test_times(text, expected):
 
 @pytest.mark.parametrize("text", ["", "0", "0:00:00", "x", "1:2:3:4", "-5", "1h", "²"])
 def test_bad_times(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"expects (minutes|a time above 0)"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expects minutes, 2:00:00 or 1-12:00:00"):
         submit.minutes(text)
 
 
@@ -183,33 +184,62 @@ def test_a_name_that_is_taken_is_refused_before_the_queue(tmp_path, capsys):
         assert run.argv[-2:] == ["--name", "mine"]
 
 
-def test_the_default_name_is_unique(tmp_path):
-    folders = [submit.new_folder(tmp_path, "ddp") for _ in range(3)]
-    assert len(set(folders)) == 3
-    assert all(folder.is_dir() and folder.name.startswith("ddp-2") for folder in folders)
+def test_the_default_name_is_the_next_number(tmp_path):
+    for number in (1, 2):
+        folder, [run] = submit.plan_runs(submit.parse_args(["ddp", "--local", "--", "--runs-dir", str(tmp_path)]))
+        assert (folder, run.folder, run.argv[-1]) == (tmp_path / f"ddp-00{number}", folder, folder.name)
+        assert folder.is_dir()
 
 
-def test_the_queue_reads_squeue_and_knows_what_is_gone(commands):
+def test_squeue_knows_what_is_gone(commands):
     commands("squeue", "echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
-    queue = submit.Queue("8")
-    queue.ask(is_urgent=False)
-    assert queue.tasks == {"8_0": ("COMPLETED", "None", "1"), "8_1": ("PENDING", "Resources", "0")}
+    states = submit.ask_slurm("8", {})
+    assert states == {"8_0": ("COMPLETED", "None", "1"), "8_1": ("PENDING", "Resources", "0")}
     commands("squeue", "echo '8_1|RUNNING|None|0|'")
-    queue.ask(is_urgent=True)
-    assert queue.tasks["8_1"][0] == "PENDING", "asked a moment ago"
-    queue._asked -= 2
-    queue.ask(is_urgent=True)
-    assert queue.tasks == {"8_0": ("GONE", "None", "0"), "8_1": ("RUNNING", "None", "0")}
+    assert submit.ask_slurm("8", states) == {"8_0": ("GONE", "None", "0"), "8_1": ("RUNNING", "None", "0")}
 
 
-def test_the_queue_outlives_a_controller_that_does_not_answer(commands):
-    commands("squeue", "echo '7|RUNNING|None|0|'")
-    queue = submit.Queue("7")
-    queue.ask(is_urgent=False)
+def test_the_last_state_outlives_a_controller_that_does_not_answer(commands):
     commands("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    queue._asked -= 10
-    queue.ask(is_urgent=False)
-    assert queue.tasks == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", "0")}
+    states = submit.ask_slurm("7", {"7": ("RUNNING", "None", "0")})
+    assert states == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", "0")}
+
+
+def watched(folder, **seen):
+    paths = SimpleNamespace(stdout=str(folder / "7_0_log.out"))
+    return submit.Watched(SimpleNamespace(point={}), SimpleNamespace(job_id="7", paths=paths), **seen)
+
+
+def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, monkeypatch):
+    asked, now = [], [0.0]
+    monkeypatch.setattr(submit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(submit.time, "sleep", lambda s: now.__setitem__(0, round(now[0] + s, 1)))
+
+    def answer(number, known):
+        asked.append(now[0])
+        if now[0] > 80:
+            (tmp_path / "7_status").write_text("0")
+        return {"7": ("COMPLETED" if len(asked) > 34 else "RUNNING", "None", "0")}
+
+    monkeypatch.setattr(submit, "ask_slurm", answer)
+    submit.watch([watched(tmp_path)], "7")
+    gaps = [round(later - sooner, 1) for sooner, later in itertools.pairwise(asked)]
+    assert set(gaps[:20]) == {2.1}
+    assert 10.2 in gaps
+    assert gaps[-1] == 1.2
+
+
+def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
+    job, log = watched(tmp_path, state="RUNNING", _shown="RUNNING"), tmp_path / "7_0_log.out"
+    for text, is_done, printed in (
+        ("submitit INFO x\none\ntw", False, "one\n"),
+        ("o\nthr", False, "two\n"),
+        ("ee", True, "three\n"),
+    ):
+        with open(log, "a") as file:
+            file.write(text)
+        assert job.look({"7": ("COMPLETED" if is_done else "RUNNING", "None", "0")}) is is_done
+        assert capsys.readouterr().out == printed
 
 
 def test_the_cause_is_that_of_the_last_start():
@@ -355,8 +385,6 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"
 
 
-def test_the_tenth_start_is_told_too(capsys):
-    queue = SimpleNamespace(ask=lambda is_urgent: None, tasks={"7": ("RUNNING", "None", "10")})
-    job = SimpleNamespace(job_id="7", paths=SimpleNamespace(stdout="/nowhere"))
-    submit.Watched(SimpleNamespace(point={}), job, queue, restarts="9").look()
+def test_the_tenth_start_is_told_too(tmp_path, capsys):
+    watched(tmp_path, restarts="9").look({"7": ("RUNNING", "None", "10")})
     assert "job 7: requeued, start 11" in capsys.readouterr().out
