@@ -108,23 +108,9 @@ def send_all(connection: socket.socket, data: bytes) -> None:
 
 def addresses_of(name: str) -> list[str]:
     """Return the addresses that a name has here; raises OSError where it has none or no resolver answers."""
-    result: list[Any] = []
-
-    def look_up() -> None:
-        try:
-            result.append([entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)])
-        except OSError as error:
-            result.append(error)
-
     # getaddrinfo knows no bound: a resolver that does not answer is left to its thread.
-    thread = threading.Thread(target=look_up, daemon=True)
-    thread.start()
-    thread.join(NAME_TIMEOUT_S)
-    if not result:
-        raise TimeoutError(f"no answer within {NAME_TIMEOUT_S:.0f} s")
-    if isinstance(result[0], OSError):
-        raise result[0]
-    return sorted({str(address).split("%")[0].removeprefix("::ffff:") for address in result[0]})
+    found = call_within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), NAME_TIMEOUT_S)
+    return sorted({str(entry[4][0]).split("%")[0].removeprefix("::ffff:") for entry in found})
 
 
 def try_names(names: Sequence[str]) -> dict[str, Any]:
