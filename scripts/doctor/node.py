@@ -7,6 +7,7 @@ that, too, is for the rules to judge.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from scripts.doctor.network import call_within
 from scripts.doctor.rules import HOT_FIELDS
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
-from scripts.launch.interface import interface_to, local_end, resolve
+from scripts.launch.interface import interface_addresses, interface_to, local_end, resolve
 
 TORCH_TIMEOUT_S = 60.0
 """The import of torch from a slow shared file system can take most of it."""
@@ -110,7 +111,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
 
     family, target = resolve(master_addr, name_timeout_s)
     chosen = interface_to(master_addr)
-    interfaces = psutil.net_if_addrs()
+    interfaces = interface_addresses(family)
     by = f"the way to {master_addr}"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(name, "")
@@ -119,7 +120,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
         matches = [known for known in interfaces if interface_matches(wanted, known)]
         if wanted and not matches:
             raise UserError(f"{name}={wanted} is no interface of this node (there are {', '.join(interfaces)})")
-    addresses = [entry.address.split("%")[0] for entry in interfaces[chosen] if entry.family == family]
+    addresses = interfaces[chosen]
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
     # An interface may hold several: the one that the kernel would send from.
@@ -132,12 +133,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
         "mtu": state.mtu,
         "is_up": state.isup,
         "master": target[0],
-        "addresses": sorted(
-            entry.address.split("%")[0]
-            for entries in interfaces.values()
-            for entry in entries
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-        ),
+        "addresses": sorted(itertools.chain(*interface_addresses(socket.AF_INET, socket.AF_INET6).values())),
     }
 
 
@@ -147,13 +143,9 @@ def listening_address(master_addr: str, name_timeout_s: int) -> str:
     Raises:
         UserError: MASTER_ADDR is unknown, or no route leads there.
     """
-    import psutil
-
     family, target = resolve(master_addr, name_timeout_s)
     interface = interface_to(master_addr)
-    addresses = [
-        entry.address.split("%")[0] for entry in psutil.net_if_addrs().get(interface, []) if entry.family == family
-    ]
+    addresses = interface_addresses(family).get(interface, [])
     # It is on that interface, unless the name leads to the loopback here (as Debian sets up a host's own) or to a
     # service's address that is not this node's.
     return target[0] if target[0] in addresses or interface == "lo" else addresses[0]

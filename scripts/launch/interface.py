@@ -53,6 +53,16 @@ def local_end(host: str, family: socket.AddressFamily, address: tuple[str, int])
         return str(probe.getsockname()[0]).split("%")[0]
 
 
+def interface_addresses(*families: int) -> dict[str, list[str]]:
+    """Return the addresses of each interface of this machine, of these families alone."""
+    import psutil
+
+    return {
+        name: [entry.address.split("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
 def interface_to(host: str, timeout_s: int = 0) -> str:
     """Return the name of the interface that holds the local end of a way to the host.
 
@@ -65,9 +75,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     import psutil
 
     local = local_end(host, *resolve(host, timeout_s))
-    interfaces = {
-        name: [entry.address.split("%")[0] for entry in entries] for name, entries in psutil.net_if_addrs().items()
-    }
+    interfaces = interface_addresses(socket.AF_INET, socket.AF_INET6)
     by_name = local.startswith("127.") and not _is_address(host) and host != "localhost"
     if by_name:
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}

@@ -38,6 +38,7 @@ from recipes.common.process.parent import become, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
+from scripts.launch.interface import interface_addresses
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:
@@ -124,15 +125,10 @@ def own_addresses() -> list[str]:
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = [
-        (name, a.address)
-        for name, list_ in psutil.net_if_addrs().items()
-        for a in list_
-        if a.family == socket.AF_INET
-    ]
     virtual = ("docker", "virbr", "veth", "br-", "cni", "flannel")
-    found.sort(key=lambda item: item[0].startswith(virtual))
-    return [address for name, address in found if name in up and not address.startswith("127.")]
+    found = {name: entries for name, entries in interface_addresses(socket.AF_INET).items() if name in up}
+    names = sorted(found, key=lambda name: name.startswith(virtual))
+    return [address for name in names for address in found[name] if not address.startswith("127.")]
 
 
 class Meeting:
