@@ -16,7 +16,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -244,9 +243,7 @@ def main(argv: list[str]) -> int:
         "CONTAINER_USER": TRAINER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }
     job = LocalJob()
-    signal.signal(signal.SIGINT, job.interrupt)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, job.pass_on)
+    job.listen()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
         more = Path(scratch, "nodes.json")
         added = override(nodes, shares, own)

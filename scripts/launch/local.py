@@ -31,6 +31,7 @@ from typing import Any
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
+from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
@@ -171,6 +172,12 @@ class LocalJob:
                 self.refusals.append(f"[node {number}] {line}")
             else:
                 sys.stderr.write(f"[node {number}] {line}")
+
+    def listen(self) -> None:
+        """Take the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
+        signal.signal(signal.SIGINT, self.interrupt)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         """Remember a stop signal: wait() then sends it to every node."""
@@ -388,9 +395,7 @@ def run_job(
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to go on: the same command with {words}")
-    signal.signal(signal.SIGINT, job.interrupt)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, job.pass_on)
+    job.listen()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
         for node in range(nodes):
             environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
