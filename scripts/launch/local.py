@@ -30,6 +30,7 @@ from typing import Any
 
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import how_ended
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import HANG_STATUS
@@ -245,8 +246,7 @@ class LocalJob:
             if spoken in statuses.values():
                 return spoken
         for number, status in statuses.items():
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            print(f"error: node {number} {how}; all nodes are stopped", file=sys.stderr)
+            print(f"error: node {number} {how_ended(status)}; all nodes are stopped", file=sys.stderr)
         return max(status if status > 0 else 128 - status for status in statuses.values())
 
     def kill(self) -> None:
@@ -299,8 +299,8 @@ class ElasticJob(LocalJob):
         if status := self.store.poll():
             if status > 0:
                 return int(status)  # it has said why
-            how = f"was killed by {signal.Signals(-status).name}"
-            print(f"error: the job's store {how}, so all nodes are stopped; {self.remedy}", file=sys.stderr)
+            say = f"error: the job's store {how_ended(status)}, so all nodes are stopped"
+            print(f"{say}; {self.remedy}", file=sys.stderr)
             return 1
         if not self.interrupted_by and all(self.is_lost(node) for node in self.nodes):
             print(f"error: all nodes are lost; {self.remedy}", file=sys.stderr)

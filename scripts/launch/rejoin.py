@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.node import check_port, read_master, read_number
+from recipes.common.process.node import check_port, how_ended, read_master, read_number
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
@@ -132,7 +132,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
             elif status == MissingStoreError.status:
                 status = MissingNodeError.status
             break
-        how = "lost the store" if status == LOST_STATUS else f"was killed by {signal.Signals(status - 128).name}"
+        how = "lost the store" if status == LOST_STATUS else how_ended(128 - status)
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
         options = options_of_later_rounds(options)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

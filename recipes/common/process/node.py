@@ -133,10 +133,14 @@ def culprit_of(statuses: dict[int, int]) -> int:
     return min(statuses, key=lambda rank: (statuses[rank] > 0, rank))
 
 
+def how_ended(status: int) -> str:
+    """Return how a process with this exit status ended, below 0 by a signal."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
 def cause_of(statuses: dict[int, int], pids: dict[int, int]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
     rank = culprit_of(statuses)
     status = statuses[rank]
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     hint = "" if status < 0 else "; its own error is above"
-    return f"rank {rank} (pid {pids[rank]} on {socket.gethostname()}) {how}{hint}"
+    return f"rank {rank} (pid {pids[rank]} on {socket.gethostname()}) {how_ended(status)}{hint}"
