@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.common.errors import UserError
+from recipes.common.options import read_number
 from scripts.launch.command import ROOT, check_recipe
 from scripts.launch.command import command as refusing
 
@@ -44,10 +45,9 @@ class Command:
 
 def value(name: str) -> str:
     """Return a variable, "" where it is not set; raise UserError for anything but digits in a number."""
-    text = os.environ.get(name, "")
-    if name in NUMBERS and text and not (text.isascii() and text.isdigit()):
-        raise UserError(f"{name}: expected a whole number, got {text!r}")
-    return text
+    if name in NUMBERS:
+        read_number(name, 0)
+    return os.environ.get(name, "")
 
 
 def is_on(name: str) -> bool:

@@ -61,10 +61,31 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
-def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
-    def parse_value(text: str) -> Any:
+def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+    """Return a type for argparse: a whole number between bounds, in digits alone."""
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+
+    def parse_value(text: str) -> int:
+        value = int(text) if re.fullmatch(r"[0-9]{1,20}", text) else -1
+        if value < at_least or (at_most is not None and value > at_most):
+            raise argparse.ArgumentTypeError(f"expects a whole number {bounds}, got {text!r}")
+        return value
+
+    return parse_value
+
+
+def read_number(name: str, default: int, at_least: int = 0) -> int:
+    """Return the whole number in an environment variable; raises UserError for anything else."""
+    try:
+        return whole_number(at_least)(os.environ.get(name) or str(default))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{name} {error}") from None
+
+
+def _number(accept: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    def parse_value(text: str) -> float:
         try:
-            value = convert(text)
+            value = float(text)
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or not accept(value):
@@ -74,12 +95,10 @@ def _number(convert: Callable[[str], Any], accept: Callable[[Any], bool], wanted
     return parse_value
 
 
-positive_int = _number(int, lambda value: value >= 1, "a whole number of at least 1")
-two_or_more = _number(int, lambda value: value >= 2, "a whole number of at least 2")
-non_negative_int = _number(int, lambda value: value >= 0, "a whole number of at least 0")
-positive_float = _number(float, lambda value: value > 0, "a number above 0")
-non_negative_float = _number(float, lambda value: value >= 0, "a number of at least 0")
-fraction = _number(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
+positive_int, two_or_more, non_negative_int = whole_number(1), whole_number(2), whole_number(0)
+positive_float = _number(lambda value: value > 0, "a number above 0")
+non_negative_float = _number(lambda value: value >= 0, "a number of at least 0")
+fraction = _number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
 
 
 def one_of(*words: str) -> Callable[[str], str]:

@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
+from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import (
     Node,
@@ -39,7 +40,6 @@ from recipes.common.process.node import (
     check_head,
     port_taken,
     read_master,
-    read_number,
     status_of,
     wait_for_head,
 )

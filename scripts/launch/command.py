@@ -12,14 +12,14 @@ import functools
 import itertools
 import re
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Parser
+from recipes.common.options import Parser, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,18 +43,7 @@ def variable(flag: re.Match[str]) -> str:
     return flag[1].upper().replace("-", "_") + " "
 
 
-def whole_number(at_least: int, at_most: int = 1024) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number between bounds."""
-
-    def parse_value(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not at_least <= int(text) <= at_most:
-            raise ArgumentTypeError(f"expects a whole number from {at_least} to {at_most}, got {text!r}")
-        return int(text)
-
-    return parse_value
-
-
-count = whole_number(1)
+count = whole_number(1, 1024)
 """A number of nodes, processes or rounds."""
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 
 from recipes.common.errors import MissingNodeError, UserError
-from recipes.common.process.node import read_number
+from recipes.common.options import read_number
 from scripts.launch.command import command
 
 

@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from recipes.common.errors import PortTakenError, UserError
+from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import how_ended
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
@@ -44,7 +45,6 @@ from scripts.launch.command import (
     count,
     parse,
     recipes,
-    whole_number,
 )
 from scripts.launch.cores import count_cores
 from scripts.launch.rejoin import LOST_STATUS

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import read_number
+from recipes.common.options import read_number
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command

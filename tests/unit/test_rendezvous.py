@@ -611,7 +611,7 @@ def test_a_store_whose_port_is_taken(monkeypatch):
     ("words", "refusal"),
     [
         (("MIN_NODES=3",), "MIN_NODES 3 is more than NODES 2"),
-        (("MIN_NODES=x",), "MIN_NODES: expected a whole number, got 'x'"),
+        (("MIN_NODES=x",), "MIN_NODES expects a whole number of at least 0, got 'x'"),
         (("MIN_NODES=1", "MAX_RESTARTS=1001"), "MAX_RESTARTS expects a whole number from 0 to 1000"),
         (("MAX_RESTARTS=1",), "MAX_RESTARTS belongs to an elastic job"),
         (("MIN_NODES=1", "RECIPE=single"), "single is not for an elastic job"),

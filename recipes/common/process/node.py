@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from recipes.common.errors import MissingNodeError, MissingStoreError, PortTakenError, UserError
+from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.watch.bounds import HANG_STATUS
 
@@ -43,14 +44,6 @@ def read_master(nnodes: int) -> tuple[str, int]:
     if port > 65535:
         raise UserError(f"MASTER_PORT expects a port up to 65535, got {port}")
     return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
-
-
-def read_number(name: str, default: int, at_least: int) -> int:
-    """Return a variable's whole number; raises UserError for anything else."""
-    text = os.environ.get(name) or str(default)
-    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
-        raise UserError(f"{name} expects a whole number of at least {at_least}, got {text!r}")
-    return int(text)
 
 
 def check_head(node: Node) -> None:

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from recipes.common.errors import UserError
+from recipes.common.options import read_number
 
 HAVE_MET = threading.Event()
 """Set once all ranks have met: an error is then one of all ranks, and rank 0 prints it."""
@@ -33,13 +34,10 @@ def read_ranks(recipe: str) -> Ranks:
     for name in names:
         if not os.environ.get(name):
             raise UserError(f"{name} is not set: a launcher sets it; {start}")
-    values = []
-    for name in names[:4]:
-        text = os.environ[name]
-        if not text.isascii() or not text.isdigit():
-            raise UserError(f"{name} expects a whole number, got {text!r}; {start}")
-        values.append(int(text))
-    ranks = Ranks(*values)
+    try:
+        ranks = Ranks(*(read_number(name, 0) for name in names[:4]))
+    except UserError as error:
+        raise UserError(f"{error}; {start}") from None
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise UserError(
             f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size}, LOCAL_RANK {ranks.local_rank} of "
