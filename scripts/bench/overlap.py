@@ -21,11 +21,11 @@ and twice as long.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.loop import train_one_epoch
+from recipes.common.options import one_of, positive_float
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
@@ -44,6 +45,7 @@ from recipes.ddp import train
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
 from scripts.bench.programs import in_namespaces
 from scripts.lab import network
+from scripts.launch.command import CommandParser, command, count, parse
 
 NODES, RATE = 2, "1gbit"
 STEPS = 4
@@ -127,7 +129,7 @@ def agreed(value: float) -> float:
     return float(number) / dist.get_world_size()
 
 
-def be_a_rank(args: argparse.Namespace) -> None:
+def be_a_rank(args: Namespace) -> None:
     """Measure all batch sizes of one precision; rank 0 writes the rounds."""
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     compression = PRECISIONS[args.precision]
@@ -178,25 +180,20 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
     return Figure("overlap", name, *values, "<= 1.15", "the best overlap on a core", note, is_limit=True)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options of the command and of its ranks."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.overlap")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--precision", choices=sorted(PRECISIONS))
-    parser.add_argument("--bucket-cap-mb", type=float)
-    parser.add_argument("--rank", action="store_true")
-    parser.add_argument("--result", type=Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+@command
+def main(argv: list[str]) -> None:
     """Be a rank, or start the ranks in namespaces of this process's own and write what they have measured."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parse(words)
+    parser = CommandParser("python -m scripts.bench.overlap", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=count, default=3, help="medians are over them")
+    parser.add_argument("--precision", type=one_of(*PRECISIONS), help="of gradients, fp32 or fp16 (both)")
+    parser.add_argument("--bucket-cap-mb", type=positive_float, help="size of DDP's buckets (torch's)")
+    parser.add_argument("--rank", action="store_true", help="be one of the ranks")
+    parser.add_argument("--result", type=Path, help="where the measurements go")
+    args = parse(parser, argv)
     if args.rank:
         be_a_rank(args)
         return
-    network.enter("scripts.bench.overlap", words)
+    network.enter("scripts.bench.overlap", argv)
     net = network.Network(NODES)
     for node in range(NODES):
         net.narrow(node, RATE, burst="256kb")
@@ -222,4 +219,4 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,6 @@ notes that ranks leave in the store meanwhile. Reading the counters while a job 
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import shutil
@@ -32,6 +31,7 @@ from statistics import median
 from scripts.bench import programs
 from scripts.bench.figures import Figure, spread, table, unmeasured
 from scripts.lab import network
+from scripts.launch.command import CommandParser, check_names, command, count, parse
 from scripts.launch.runs import read_metrics
 
 RATE, RATE_BITS = "1gbit", 1e9
@@ -226,16 +226,18 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@command
+def main(argv: list[str]) -> None:
     """Measure in namespaces of this process's own."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.wire")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", default=",".join(variant.name for variant in VARIANTS))
-    parser.add_argument("--result", type=Path)
-    args = parser.parse_args(words)
-    network.enter("scripts.bench.wire", words)
-    variants = [variant for variant in VARIANTS if variant.name in args.only.split(",")]
+    names = [variant.name for variant in VARIANTS]
+    parser = CommandParser("python -m scripts.bench.wire", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=count, default=1, help="medians are over them")
+    parser.add_argument("--only", default=",".join(names), help="some of these, separated by commas")
+    parser.add_argument("--result", type=Path, help="where the measurements go")
+    args = parse(parser, argv)
+    only = check_names("--only", args.only.split(","), names)
+    network.enter("scripts.bench.wire", argv)
+    variants = [variant for variant in VARIANTS if variant.name in only]
     with tempfile.TemporaryDirectory(prefix="bench-wire-") as folder:
         found = wire(args.rounds, variants, Path(folder))
     if args.result:
@@ -245,4 +247,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.options import parse_words
-from recipes.common.process.entry import exit_status
 from recipes.common.process.node import Node, check_head
 from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, link_speed, read_rows
 from scripts.lab import network
 from scripts.launch.agent import read_node
-from scripts.launch.command import ROOT, CommandParser, check_names, count, next_folder, table
+from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse, table
 from scripts.launch.horovod import environment as horovod_environment
 from scripts.launch.horovod import rendezvous
 from scripts.launch.interface import interface_to
@@ -78,7 +76,7 @@ class Place:
         return self.net.inside(number, command) if self.net else command
 
 
-def options(argv: Sequence[str] | None = None) -> Namespace:
+def options(argv: Sequence[str]) -> Namespace:
     """Return what was asked for; raises UserError for what cannot work."""
     parser = CommandParser("python -m scripts.bench.commbench", (__doc__ or "").split("\n")[0])
     parser.add_argument(
@@ -93,7 +91,7 @@ def options(argv: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="where commbench-001 goes"
     )
-    args = parse_words(parser, argv)
+    args = parse(parser, argv)
     parse_sizes(args.sizes)
     check_names("--ops", args.ops.split(","), OPS)
     check_names("BACKENDS", args.backends, BACKENDS)
@@ -250,12 +248,12 @@ def measure(args: Namespace, place: Place, chosen: Sequence[str]) -> tuple[list[
     return rows, failures
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the table, write the file; exit with status 1 where a backend has failed."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = options(words)
+@command
+def main(argv: list[str]) -> int:
+    """Measure, print the table, write the file; return 1 where a backend has failed."""
+    args = options(argv)
     if args.narrow:
-        network.enter("scripts.bench.commbench", words)
+        network.enter("scripts.bench.commbench", argv)
     place = find_place(args)
     reasons = {backend: reason for backend in BACKENDS if (reason := why_not(backend, place))}
     for backend in args.backends:
@@ -277,9 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {os.path.relpath(folder / 'commbench.json')}")
     for backend, reason in failures.items():
         print(f"error: {backend}: {reason}", file=sys.stderr)
-    if failures:
-        sys.exit(1)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    sys.exit(main())

@@ -10,6 +10,7 @@ nodes.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -20,27 +21,27 @@ from statistics import median
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.options import Parser, one_of, parse_words
+from recipes.common.options import one_of
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import HAVE_MET
 from scripts.bench.commbench.backends import Backend, connect
 from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, write_rows
 from scripts.doctor.collectives import pattern
-from scripts.launch.command import check_names, table
+from scripts.launch.command import CommandParser, check_names, parse, table
 from scripts.launch.mpirun import MPI_RANK, first_set
 
 WARM_UPS, FEWEST, MOST = 2, 3, 2000
 """Calls that are not counted, and how many are, at least and at most."""
 
 
-def options(argv: Sequence[str] | None = None) -> Namespace:
+def options(argv: Sequence[str]) -> Namespace:
     """Return the options of a rank; raises UserError for what cannot work."""
-    parser = Parser("python -m scripts.bench.commbench.rank", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench.commbench.rank", (__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", type=one_of(*BACKENDS), required=True, help=f"one of {', '.join(BACKENDS)}")
     add_options(parser)
     parser.add_argument("--result", type=Path, metavar="FILE", help="where rank 0 writes its rows")
-    args = parse_words(parser, argv)
+    args = parse(parser, argv)
     parse_sizes(args.sizes)
     check_names("--ops", args.ops.split(","), OPS)
     return args
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
     has_ranks = "RANK" in os.environ
     os.environ["RANK"] = str(rank)
-    args = options(argv)
+    args = options(sys.argv[1:] if argv is None else argv)
     if args.backend in ("gloo", "nccl") and not has_ranks:
         raise UserError(
             "RANK is not set: a launcher sets it; `make commbench`, or torchrun -m scripts.bench.commbench.rank"
