@@ -478,7 +478,10 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--kind", default="", help=f"one of {', '.join(KINDS)} (default: indexed-job)")
     parser.add_argument("--nodes", type=count, default=2, metavar="N", help="number of nodes")
     parser.add_argument(
-        "--gpus", type=whole_number(0, 1024), metavar="G", help="GPUs and processes of a node; 0: one process on the CPU"
+        "--gpus",
+        type=whole_number(0, 1024),
+        metavar="G",
+        help="GPUs and processes of a node; 0: one process on the CPU",
     )
     parser.add_argument("--image", help="the image (default: cluster-recipes/RECIPE:latest)")
     parser.add_argument("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from recipes.common.errors import UserError
-from scripts.launch.command import ROOT, check_names
+from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names
 
 INSTANCE = "app.kubernetes.io/instance"
 GPU = "nvidia.com/gpu"
@@ -178,15 +178,13 @@ def check(request: Request) -> None:
         raise UserError(f"KIND=mpijob runs horovod, not {request.recipe}; KIND=indexed-job runs every recipe")
     if request.kind == "doctor" and request.recipe != "probe":
         raise UserError(f"KIND=doctor runs probe, not {request.recipe}")
-    if request.kind == "pytorchjob-elastic" and request.recipe in (
-        *("single", "dataparallel", "probe", "spawn", "horovod"),
-    ):
+    if request.kind == "pytorchjob-elastic" and request.recipe in NOT_ELASTIC:
         raise UserError(
             f"KIND=pytorchjob-elastic goes on with fewer nodes, which {request.recipe} cannot; RECIPE=ddp"
         )
     if request.script:
         check_script(request.script, request.kind)
-    if request.recipe in ("single", "dataparallel") and request.nodes != 1:
+    if request.recipe in ONE_PROCESS and request.nodes != 1:
         raise UserError(f"{request.recipe} is one process; NODES=1, or RECIPE=ddp")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", request.name):
         raise UserError(

@@ -51,7 +51,6 @@ from scripts.launch.rejoin import (
     UnsavedStopError,
     how_to_go_on,
     options_of_later_rounds,
-    own_address,
     say,
 )
 from scripts.launch.stopped_status import option
@@ -166,7 +165,7 @@ def rank_command(recipe: str, options: list[str]) -> list[str]:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if script.is_set():
         return [sys.executable, "-m", "scripts.launch.script", os.environ["SCRIPT"], *options]
-    return [sys.executable, "-m", "recipes.common.process.parent", "-m", f"recipes.{recipe}.train", *options]
+    return [sys.executable, "-m", "scripts.launch.hold_signals", f"recipes.{recipe}.train", *options]
 
 
 @contextlib.contextmanager
@@ -405,7 +404,7 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
     endpoint = os.environ.get("RDZV_ENDPOINT") or f"{node.master_addr}:{node.master_port}"
     min_nodes, max_restarts = read_number("MIN_NODES", 1, 1), read_number("MAX_RESTARTS", 3, 0)
     job_id = os.environ.get("RDZV_ID") or "none"
-    wait_for_head(node, endpoint)
+    address = wait_for_head(node, endpoint)
 
     def give_up() -> None:
         say(f"no answer from the store at {endpoint}")
@@ -437,7 +436,6 @@ def run_elastic(node: Node, recipe: str, options: list[str], logs: str, argument
     ]
     command = ["--no-python", *rank_command(recipe, options)]
     try:
-        address = own_address(endpoint, node.master_addr)
         torchrun.run(torchrun.parse_args([*arguments, f"--local-addr={address}", *command]))
     except ChildFailedError as error:
         status = blame(*failures_of(error))

@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = ("single", "dataparallel")
 """Recipes that are one process, however many GPUs there are."""
 
+NOT_ELASTIC = (*ONE_PROCESS, "probe", "spawn", "horovod")
+"""Recipes that cannot go on without a node."""
+
 
 class CommandParser(Parser):
     """A parser whose refusals name what the user typed: a flag, or the variable of make that became it."""

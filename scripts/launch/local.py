@@ -26,19 +26,18 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from recipes.common.errors import PortTakenError, UserError
 from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import how_ended
-from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
+from recipes.common.process.parent import end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
+    NOT_ELASTIC,
     ONE_PROCESS,
-    ROOT,
     CommandParser,
     check_recipe,
     command,
@@ -47,6 +46,7 @@ from scripts.launch.command import (
     recipes,
 )
 from scripts.launch.cores import count_cores
+from scripts.launch.processes import start_process
 from scripts.launch.rejoin import LOST_STATUS
 from scripts.launch.stopped_status import option
 
@@ -125,19 +125,6 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     return environment
-
-
-def start_process(command: list[str], environment: dict[str, str], **streams: Any) -> subprocess.Popen[str]:
-    """Start a process that ends with this one, in a session of its own: Ctrl-C comes here first."""
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**environment, LAUNCHER_PID: str(os.getpid())},
-        start_new_session=True,
-        preexec_fn=end_with_parent,
-        stdin=subprocess.DEVNULL,
-        **streams,
-    )
 
 
 class LocalJob:
@@ -316,7 +303,7 @@ def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[in
         return None
     if args.min_nodes > nodes:
         raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {nodes}")
-    if recipe in (*ONE_PROCESS, "probe", "spawn", "horovod"):
+    if recipe in NOT_ELASTIC:
         raise UserError(f"{recipe} is not for an elastic job; RECIPE=ddp is, say")
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 

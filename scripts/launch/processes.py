@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from recipes.common.process.parent import end_with_parent
+from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
 
@@ -36,6 +37,19 @@ class Ended:
         return lines[-1] if lines else f"status {self.status}"
 
 
+def start_process(command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
+    """Start a process that ends with this one, in a session of its own: Ctrl-C comes here first."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**environment, LAUNCHER_PID: str(os.getpid())},
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+        stdin=subprocess.DEVNULL,
+        **streams,
+    )
+
+
 def rank_environment(node_rank: int, nnodes: int, nproc_per_node: int, local_rank: int = 0) -> dict[str, str]:
     """Return the variables that say which rank a process is, as torchrun sets them."""
     return {
@@ -56,16 +70,7 @@ def run_side_by_side(
     processes = []
     for i, (command, environment) in enumerate(commands):
         with open(folder / f"{i}.txt", "wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent,
-            )
-        processes.append(process)
+            processes.append(start_process(command, environment, stdout=output, stderr=subprocess.STDOUT))
     is_late = not wait(processes, timeout_s)
     ended = []
     for i, process in enumerate(processes):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,11 +19,11 @@ from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_port, how_ended, read_master
-from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, end_with_parent
+from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
-from scripts.launch.processes import run
+from scripts.launch.processes import run, start_process
 from scripts.launch.stopped_status import option
 
 LOST_STATUS = 69
@@ -32,9 +31,6 @@ LOST_STATUS = 69
 
 RETURN_AFTER_S = 1.0
 """How long a lost node stays away: what broke it may need a moment."""
-
-CONNECT_S = 30
-"""How long the store may take to answer a connection."""
 
 LINGER_S = 3.0
 """How long node 0's store outlives its ranks: others read there how the job has ended."""
@@ -48,17 +44,6 @@ def say(text: str) -> None:
 def how_to_go_on() -> str:
     """Return what to say where an elastic job ends before its end."""
     return f"to go on: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
-
-
-def own_address(endpoint: str, master_addr: str) -> str:
-    """Return the address at which other nodes reach this one: that which the store sees.
-
-    A node on the store's machine may reach it by the loopback, which means that machine's own name.
-    """
-    host, _, port = endpoint.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
-        address = str(connection.getsockname()[0]).removeprefix("::ffff:")
-    return master_addr if address.startswith("127.") or address == "::1" else address
 
 
 class UnsavedStopError(UserError):
@@ -111,7 +96,7 @@ class OwnStore:
     def start(self) -> None:
         """Start it, unless it runs."""
         if self.command and (self.process is None or self.process.poll() is not None):
-            self.process = subprocess.Popen(self.command, start_new_session=True, preexec_fn=end_with_parent)
+            self.process = start_process(self.command, os.environ)
 
     def end(self) -> None:
         """End it once the others have read how the job ended."""

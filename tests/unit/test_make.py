@@ -273,7 +273,11 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("run", {"RECIPE": ""}, "RECIPE: invalid choice "),
         ("image", {"RECIPE": "../ddp"}, "RECIPE: invalid choice "),
         ("run", {"RECIPE": "ddp", "NODES": '2"; x'}, "NODES expects a whole number of at least 0, got '2\"; x'"),
-        ("run", {"RECIPE": "ddp", "NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE expects a whole number of at least 0, got '-1'"),
+        (
+            "run",
+            {"RECIPE": "ddp", "NPROC_PER_NODE": "-1"},
+            "NPROC_PER_NODE expects a whole number of at least 0, got '-1'",
+        ),
         ("slurm-up", {"NODES": "2; x"}, "NODES expects a whole number of at least 0, got '2; x'"),
         ("submit", {"RECIPE": "ddp", "CPUS": "²"}, "CPUS expects a whole number of at least 0, got '²'"),
         ("run", {"RECIPE": "ddp", "WITH": "podman"}, "WITH: unknown 'podman'; WITH=docker runs in containers"),

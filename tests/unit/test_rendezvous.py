@@ -493,8 +493,7 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
     monkeypatch.setattr(torchrun, "run", end)
     monkeypatch.setattr(elastic, "install", jobs.append)
     monkeypatch.setattr(elastic, "status_of_job", lambda endpoint, job_id: int(ended == 2))
-    monkeypatch.setattr(agent, "own_address", lambda endpoint, address: address)
-    monkeypatch.setattr(agent, "wait_for_head", lambda node, endpoint: None)
+    monkeypatch.setattr(agent, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
     node = agent.Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
     assert agent.run_elastic(node, "ddp", [], "logs", []) == status

@@ -93,8 +93,7 @@ def test_an_elastic_job_on_another_torch(monkeypatch, capsys, tmp_path, is_known
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LAUNCHER_PID", "")
     monkeypatch.setattr(torchrun, "run", seen.append)
-    for name in ("wait_for_head", "own_address"):
-        monkeypatch.setattr(agent, name, lambda *_: "127.0.0.1")
+    monkeypatch.setattr(agent, "wait_for_head", lambda *_: "127.0.0.1")
     monkeypatch.setattr(elastic, "install", lambda job: None)
     if not is_known:
         monkeypatch.setattr(elastic, "missing_parts", lambda: ["Agent.part"])

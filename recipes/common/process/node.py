@@ -83,8 +83,10 @@ def port_taken(port: int) -> UserError:
     return UserError(f"MASTER_PORT {port} is taken; choose another one")
 
 
-def wait_for_head(node: Node, store: str = "") -> None:
-    """Wait until node 0 answers, or an elastic job's store (host:port).
+def wait_for_head(node: Node, store: str = "") -> str:
+    """Wait until node 0 answers, or an elastic job's store (host:port); return this node's address for the others.
+
+    It is the one that is seen there. On the same machine that may be the loopback, which means MASTER_ADDR.
 
     Raises:
         MissingNodeError: node 0 does not answer within the bound.
@@ -95,8 +97,9 @@ def wait_for_head(node: Node, store: str = "") -> None:
     deadline = time.monotonic() + node.rdzv_timeout_s
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+            return node.master_addr if address.startswith("127.") or address == "::1" else address
         except OSError as error:
             if time.monotonic() > deadline:
                 what = "the job's store" if store else "node 0"

@@ -1,10 +1,8 @@
 """End this process when its parent ends, so that no rank outlives the launcher that started it.
 
-    LAUNCHER_PID=4242 python -m recipes.common.process.parent -m recipes.ddp.train --epochs 3
-
-A launcher sets LAUNCHER_PID to its own process id and starts this module, or a program that calls
-`end_with_launcher()` first. Linux then kills the process when its parent ends (prctl(2), PR_SET_PDEATHSIG), also
-after exec. Where there is no prctl (macOS), or it is refused, a thread polls the parent's process id.
+A launcher sets LAUNCHER_PID to its own process id and starts a program that calls `end_with_launcher()` first
+(scripts/launch/hold_signals.py). Linux then kills the process when its parent ends (prctl(2), PR_SET_PDEATHSIG),
+also after exec. Where there is no prctl (macOS), or it is refused, a thread polls the parent's process id.
 """
 
 from __future__ import annotations
@@ -82,8 +80,3 @@ def become(words: Sequence[str]) -> NoReturn:
         sys.argv, sys.path[0] = list(words), str(Path(words[0]).parent)
         runpy.run_path(words[0], run_name="__main__")
     sys.exit()
-
-
-if __name__ == "__main__":
-    end_with_launcher()
-    become(sys.argv[1:])
