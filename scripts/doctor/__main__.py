@@ -36,6 +36,7 @@ from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
 from scripts.launch.command import CommandParser, command, parse
+from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo
 
 WAIT_S = 60
 """For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
@@ -88,7 +89,7 @@ class Patient:
         self.place, self.args, self.word = place, args, word
         self.pool = ThreadPoolExecutor(1)
         self.own = self.pool.submit(self.gather)
-        self.echo: network.Echo | None = None
+        self.echo: Echo | None = None
         self.facts: dict[str, Any] = {}
 
     def gather(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class Patient:
             "facts": self.answer_facts,
             "write": lambda: folder.write(self.args.runs_dir, self.word, self.place.node_rank),
             "see": lambda: {"seen": folder.see(self.args.runs_dir, self.word, order["writers"])},
-            "peers": lambda: network.look_at_peers(self.others(order), self.word, os.urandom(16)),
+            "peers": lambda: network.look_at_peers(self.others(order), self.word),
             "ranks": lambda: self.run_ranks(order),
         }
         return orders[order["do"]]()
@@ -113,7 +114,7 @@ class Patient:
         """Return what this node knows of itself, and the port at which it answers from now on."""
         self.facts = self.own.result(FACTS_TIMEOUT_S)
         if self.facts["network"]:
-            self.echo = network.Echo(self.facts["network"]["address"], self.word)
+            self.echo = Echo(self.facts["network"]["address"], self.word)
             self.facts["echo_port"] = self.echo.port
         return self.facts
 
@@ -157,7 +158,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
         if facts["network"]
     ]
     # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S.
-    bound = 20 + network.CONNECT_TIMEOUT_S * (1 + len(peers) / network.PARALLEL)
+    bound = 20 + CONNECT_TIMEOUT_S * (1 + len(peers) / network.PARALLEL)
     case.peers = ask({"do": "peers", "peers": peers}, bound)
     if args.quick or not can_meet(case):
         return

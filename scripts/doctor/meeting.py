@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from scripts.doctor.network import CONNECT_TIMEOUT_S, call_within, mac
+from scripts.doctor.network import call_within
+from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """An answer holds a node's facts, some kilobytes a node."""
@@ -158,11 +159,8 @@ class Meeting:
 
     def listen(self, address: str, port: int) -> socket.socket:
         """Return a listener on one address of this node; raises OSError where the port is taken."""
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
-        return listener
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=128)
 
     def gather(self, listener: socket.socket, timeout_s: float, say: Callable[[str], None]) -> None:
         """Let the other nodes in until all are there, or until the bound."""

@@ -101,11 +101,8 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
     Raises:
         UserError: the port is taken, or the address is not this machine's.
     """
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
-        listener.listen(4096)
+        listener = socket.create_server((address, port), backlog=4096)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise port_taken(port) from None

@@ -20,14 +20,12 @@ where they are set.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import secrets
 import signal
 import socket
 import sys
-import threading
 from argparse import REMAINDER, Namespace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,6 +36,7 @@ from recipes.common.process.parent import become, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
+from scripts.launch.echo import Echo, try_port
 from scripts.launch.interface import interface_addresses
 from scripts.launch.local import LOOPBACK, free_port
 
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 
 
 USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recipes.ddp.train [OPTIONS]"
-
-CONNECT_TIMEOUT_S = 3.0
-"""How long another node tries one address of rank 0's before the next."""
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
@@ -131,55 +127,19 @@ def own_addresses() -> list[str]:
     return [address for name in names for address in found[name] if not address.startswith("127.")]
 
 
-class Meeting:
-    """A port of rank 0's that shows a token to whoever connects, so that others know rank 0 from a namesake."""
-
-    def __init__(self, port: int) -> None:
-        self.token = secrets.token_hex(8)
-        self.listener = socket.create_server(("", port), backlog=1024)
-        self.port = int(self.listener.getsockname()[1])
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self) -> None:
-        """Show the token; the other side closes first, so that the port is free at once."""
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(CONNECT_TIMEOUT_S)
-                connection.sendall(self.token.encode())
-                connection.recv(1)
-
-    def close(self) -> None:
-        """Free the port."""
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        self.listener.close()
-
-
-def is_reached(address: str, port: int, token: str) -> bool:
-    """Whether rank 0 answers at the address."""
-    try:
-        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
-            return connection.recv(len(token)).decode(errors="replace") == token
-    except OSError:
-        return False
-
-
 def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:
     """Return an address of rank 0's that a process of every node has reached, and a free port there."""
     given = os.environ.get("MASTER_ADDR")
-    meeting = None
+    echo = None
     offer: tuple[list[str], int, str] | None = None
     if world.rank == 0:
         try:
-            meeting = Meeting(int(os.environ.get("MASTER_PORT") or free_port()))
+            token = secrets.token_hex(16)
+            echo = Echo("", token, int(os.environ.get("MASTER_PORT") or free_port()))
             candidates = (
                 [given] if given else ["127.0.0.1"] if is_one_host else [*own_addresses(), socket.getfqdn()]
             )
-            offer = candidates, meeting.port, meeting.token
+            offer = candidates, echo.port, token
         except (OSError, ValueError, OverflowError) as error:
             print(
                 f"error: MASTER_PORT {os.environ.get('MASTER_PORT')}: {error}; choose another one", file=sys.stderr
@@ -190,13 +150,13 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
     candidates, port, token = offer
     chosen = None
     for address in candidates:
-        # One process of each node tries; the smallest answer of all is 1 where every node has reached it.
-        answer = is_reached(address, port, token) if local.rank == 0 else True
-        if min(world.allgather(answer)):
+        # One process of each node tries; the others agree.
+        answer = local.rank > 0 or try_port(address, port, token, size=0)["stage"] == "done"
+        if all(world.allgather(answer)):
             chosen = address
             break
-    if meeting:
-        meeting.close()
+    if echo:
+        echo.close()
     if chosen is None:
         refuse(f"no node reaches rank 0 at {', '.join(candidates)}, port {port}; set MASTER_ADDR", world.rank)
     return chosen, port

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from scripts.doctor import meeting, network
+from scripts.doctor import meeting
+from scripts.launch import echo
 from scripts.launch.local import free_port
 from tests.support import Command
 
@@ -104,17 +105,16 @@ def serve(handle):
 
 
 def test_who_does_not_know_the_word_gets_no_echo():
-    echo = network.Echo("127.0.0.1", "the word")
-    greeting = os.urandom(16)
-    assert network.try_port("127.0.0.1", echo.port, "the word", greeting)["stage"] == "done"
-    assert network.try_port("127.0.0.1", echo.port, "another", greeting)["stage"] == "greet"
-    echo.close()
+    answering = echo.Echo("127.0.0.1", "the word")
+    assert echo.try_port("127.0.0.1", answering.port, "the word")["stage"] == "done"
+    assert echo.try_port("127.0.0.1", answering.port, "another")["stage"] == "greet"
+    answering.close()
 
 
 def test_the_echo_is_on_one_address_only():
-    echo = network.Echo("127.0.0.1", "the word")
-    assert echo.listener.getsockname()[0] == "127.0.0.1"
-    echo.close()
+    answering = echo.Echo("127.0.0.1", "the word")
+    assert answering.listener.getsockname()[0] == "127.0.0.1"
+    answering.close()
 
 
 def test_the_word_itself_is_never_sent():

@@ -13,6 +13,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from scripts.launch import mpirun
+from scripts.launch.echo import Echo, try_port
 from scripts.launch.local import free_port
 from tests.conftest import need_mpi
 from tests.support import ROOT, has_ended, largest_difference, losses, train, wait_until, weights, words_for
@@ -175,15 +176,20 @@ def test_words_that_cannot_work(words, reason):
 
 
 def test_an_address_counts_only_if_rank_0_answers():
-    meeting, other = mpirun.Meeting(free_port()), mpirun.Meeting(free_port())
+    port = free_port()
+    here, other = Echo("", "the token", port), Echo("", "another", free_port())
+
+    def is_reached(address, port):
+        return try_port(address, port, "the token", size=0)["stage"] == "done"
+
     try:
-        assert mpirun.is_reached("127.0.0.1", meeting.port, meeting.token)
-        assert not mpirun.is_reached("127.0.0.1", other.port, meeting.token)
+        assert is_reached("127.0.0.1", port)
+        assert not is_reached("127.0.0.1", other.port)
         addresses = mpirun.own_addresses()
         assert not any(address.startswith("127.") for address in addresses)
-        assert all(mpirun.is_reached(address, meeting.port, meeting.token) for address in addresses)
+        assert all(is_reached(address, port) for address in addresses)
     finally:
-        meeting.close()
+        here.close()
         other.close()
-    assert not mpirun.is_reached("127.0.0.1", meeting.port, meeting.token)
-    mpirun.Meeting(meeting.port).close()  # the port is free again at once
+    assert not is_reached("127.0.0.1", port)
+    Echo("", "the token", port).close()  # the port is free again at once

@@ -1,0 +1,108 @@
+"""A port that answers those who know a word: whether one host reaches another, and not a namesake of it.
+
+Both sides prove that they know the word, and neither sends it. Under mpirun rank 0 makes it up, and MPI carries it
+to the others; the doctor's nodes have RDZV_ID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+CONNECT_TIMEOUT_S = 3.0
+ECHO_TIMEOUT_S = 3.0
+
+LARGE_BYTES = 256 * 1024
+"""Many full packets. Where a path is too narrow for them and nobody says so, small ones pass and these do not."""
+
+GREETING_BYTES, MAC_BYTES = 16, 32
+
+
+def mac(word: str, text: bytes) -> bytes:
+    """Return the proof of knowing the word, for a text that is used once."""
+    return hmac.digest(word.encode(), text, "sha256")
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    """Return so many bytes; raises ConnectionError at an early end."""
+    parts, missing = [], size
+    while missing:
+        part = connection.recv(min(missing, 65536))
+        if not part:
+            raise ConnectionError("the other side has closed the connection")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+class Echo:
+    """Answer at a port (0: one that the kernel chooses) of an address ("": all); send up to LARGE_BYTES back."""
+
+    def __init__(self, address: str, word: str, port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.word = word
+        self.listener = socket.create_server((address, port), family=family, backlog=1024)
+        self.port = int(self.listener.getsockname()[1])
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        """Answer until the listener is closed."""
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+
+    def answer(self, connection: socket.socket) -> None:
+        """Answer one connection, for a bounded time; the other side closes first, which frees the port at once."""
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(CONNECT_TIMEOUT_S + ECHO_TIMEOUT_S)
+            greeting = read_exactly(connection, GREETING_BYTES + MAC_BYTES)
+            if not hmac.compare_digest(greeting[GREETING_BYTES:], mac(self.word, greeting[:GREETING_BYTES])):
+                return
+            connection.sendall(mac(self.word, greeting))
+            connection.sendall(read_exactly(connection, LARGE_BYTES))
+
+    def close(self) -> None:
+        """Stop answering, and free the port."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        self.listener.close()
+
+
+def try_port(address: str, port: int, word: str, size: int = LARGE_BYTES) -> dict[str, Any]:
+    """Return how far a connection gets: {"stage": "done"}, or the stage where it ended and why.
+
+    Args:
+        address: of the Echo.
+        port: of the Echo.
+        word: what both sides know.
+        size: how many bytes it is to send back: LARGE_BYTES or 0.
+    """
+    stage, begin = "connect", time.monotonic()
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
+            stage, greeting = "greet", os.urandom(GREETING_BYTES)
+            message = greeting + mac(word, greeting)
+            connection.sendall(message)
+            if not hmac.compare_digest(read_exactly(connection, MAC_BYTES), mac(word, message)):
+                return {"stage": stage, "why": "another program answers"}
+            latency_ms = (time.monotonic() - begin) * 1000
+            stage = "large"
+            connection.settimeout(ECHO_TIMEOUT_S)
+            threading.Thread(target=send_all, args=(connection, bytes(size)), daemon=True).start()
+            read_exactly(connection, size)
+            return {"stage": "done", "latency_ms": round(latency_ms, 3)}
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return {"stage": stage, "why": why}
+
+
+def send_all(connection: socket.socket, data: bytes) -> None:
+    """Send; the reader notices a failure."""
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
