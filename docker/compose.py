@@ -27,6 +27,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from recipes.common.options import url_of
+from recipes.common.record.facts import revision
 from scripts.launch import script
 from scripts.launch.command import ROOT, check_recipe, command, next_folder
 from scripts.launch.cores import count_cores
@@ -152,8 +153,7 @@ def check_image(docker: str, image: str, recipe: str) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
     if shown.returncode:
         raise UserError(f"there is no image {image}; make image RECIPE={recipe} builds it")
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
-    here = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S).stdout.strip()
+    here = revision()
     if here and shown.stdout.strip() != here:
         print(
             f"warning: {image} holds revision {shown.stdout.strip()[:12]}, this checkout is {here[:12]}"

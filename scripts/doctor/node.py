@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from recipes.common.record.facts import revision
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
 from scripts.doctor.rules import HOT_FIELDS
@@ -58,7 +59,7 @@ def gather(
         "rdma": rdma_devices,
         "rdma_gbit_s": rdma_rates,
         "kernel_log": kernel_log.read,
-        "revision": revision,
+        "revision": lambda: os.environ.get("SOURCE_REVISION") or revision(),
         "code": code_digest,
         "gpus": lambda: gpus(within_s / 2 if within_s else COMMAND_TIMEOUT_S),
     }
@@ -197,15 +198,6 @@ def rdma_rates() -> dict[str, float]:
             if "ACTIVE" in (port / "state").read_text():
                 rates[name] = float((port / "rate").read_text().split()[0])
     return rates
-
-
-def revision() -> str | None:
-    """Return the git revision, "-dirty" where files differ from it; that of the image where there is no git."""
-    if os.environ.get("SOURCE_REVISION"):
-        return os.environ["SOURCE_REVISION"]
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
-    return done.stdout.strip() or None
 
 
 def code_digest() -> str:

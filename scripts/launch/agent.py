@@ -17,6 +17,7 @@ import contextlib
 import gc
 import inspect
 import logging
+import math
 import os
 import shutil
 import signal
@@ -46,6 +47,7 @@ from recipes.common.process.node import (
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
+from scripts.launch.processes import wait_for
 from scripts.launch.rejoin import (
     LOST_STATUS,
     UnsavedStopError,
@@ -281,16 +283,6 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     return 0
 
 
-def wait_for(processes: list[subprocess.Popen[Any]], timeout_s: float) -> bool:
-    """Wait until all processes have ended; return whether they have within the time."""
-    deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def end_groups(pids: list[int]) -> None:
     """Kill what ranks that have ended leave behind: each leads a process group, of its data loaders and others."""
     for pid in pids:
@@ -309,8 +301,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
         for rank, environment in environments.items()
     }
     running = list(processes.values())
-    while not any(process.poll() for process in running) and any(process.poll() is None for process in running):
-        time.sleep(0.1)
+    wait_for(running, math.inf, until_failure=True)
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else ERROR_GRACE_S
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_GRACE_S)):
         if not wait_for(running, wait_s):

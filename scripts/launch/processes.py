@@ -71,7 +71,9 @@ def run_side_by_side(
     for i, (command, environment) in enumerate(commands):
         with open(folder / f"{i}.txt", "wb") as output:
             processes.append(start_process(command, environment, stdout=output, stderr=subprocess.STDOUT))
-    is_late = not wait(processes, timeout_s)
+    is_late = not wait_for(processes, timeout_s, until_failure=True)
+    if not is_late:
+        wait_for(processes, END_GRACE_S)
     ended = []
     for i, process in enumerate(processes):
         is_killed = process.poll() is None
@@ -81,17 +83,14 @@ def run_side_by_side(
     return ended
 
 
-def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> bool:
-    """Wait for all within the bound, or for a while after a failure; return False at the bound."""
-    deadline, failed_at = time.monotonic() + timeout_s, float("inf")
+def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until_failure: bool = False) -> bool:
+    """Wait until all processes have ended, or one has failed; return whether that was within the time."""
+    deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
-        now = time.monotonic()
-        if failed_at == float("inf") and any(process.poll() for process in processes):
-            failed_at = now
-        if now > failed_at + END_GRACE_S:
-            return True
-        if now > deadline:
-            return failed_at < float("inf")
+        if until_failure and any(process.poll() for process in processes):
+            break
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
     return True
 

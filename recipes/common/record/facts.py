@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def versions() -> dict[str, str | None]:
     """Return the versions of what a run is made of; None for what this machine lacks."""
+    import torch  # revision() is for programs that have none, too
+
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and hasattr(torch._C, "_nccl_version") else ()
     return {
         "python": platform.python_version(),
@@ -28,6 +28,8 @@ def versions() -> dict[str, str | None]:
 
 def hardware() -> dict[str, Any]:
     """Return this machine's system, processor and GPUs."""
+    import torch
+
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "machine": platform.machine(),
