@@ -31,7 +31,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.runs import read_losses, read_metrics
+from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
 """A smaller one is drawn as this: fp32 has no digits for it, and a logarithm none for zero."""
@@ -71,11 +71,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         "test_result": result[headline],
         "losses": read_losses(folder),
     }
-
-
-def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
-    """Return the relative difference of two loss curves at each step that both have."""
-    return {step: abs(losses[step] - loss) / abs(loss) for step, loss in reference.items() if step in losses}
 
 
 def difference(losses: dict[int, float], reference: dict[int, float], steps: int) -> float | None:

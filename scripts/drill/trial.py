@@ -19,7 +19,7 @@ import psutil
 from scripts.drill.faults import ERROR, RIDES, ROUNDS, STOPPED, Fault, build_clock
 from scripts.drill.job import Job, Steps
 from scripts.lab.network import Network
-from scripts.launch.runs import read_losses
+from scripts.launch.runs import differences, read_losses
 
 NOTICE_S = 15.0
 """A fault that ends the job has to end it on every node within this."""
@@ -282,9 +282,7 @@ class Trial:
 
 def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> float:
     """Return the largest relative difference of a loss, infinity where a step is missing."""
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    return max(abs(ours[step] - theirs[step]) / abs(theirs[step]) for step in theirs)
+    return max(differences(ours, theirs).values()) if ours.keys() == theirs.keys() else float("inf")
 
 
 def equal_weights(run: Path, other: Path) -> bool:

@@ -21,6 +21,11 @@ def read_losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}
 
 
+def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
+    """Return the relative difference of two loss curves at each step that both have."""
+    return {step: abs(losses[step] - loss) / abs(loss) for step, loss in reference.items() if step in losses}
+
+
 def measured_on(*packages: str) -> dict[str, Any]:
     """Return the time, this machine, and the versions of Python and of those packages that are installed."""
     installed = {dist.metadata["Name"].lower() for dist in metadata.distributions()}
