@@ -33,21 +33,13 @@ class Kind:
 
 
 INDEX_0 = {"batch.kubernetes.io/job-completion-index": "0"}
+REPLICA_0 = {"training.kubeflow.org/replica-index": "0"}
+PYTORCH = ("pytorchjobs.kubeflow.org", REPLICA_0, "the Kubeflow training operator")
 KINDS = {
     "indexed-job": Kind("indexed-job.yaml", "jobs.batch", INDEX_0),
     "jobset": Kind("jobset.yaml", "jobsets.jobset.x-k8s.io", INDEX_0, "the JobSet controller"),
-    "pytorchjob": Kind(
-        "pytorchjob.yaml",
-        "pytorchjobs.kubeflow.org",
-        {"training.kubeflow.org/replica-index": "0"},
-        "the Kubeflow training operator",
-    ),
-    "pytorchjob-elastic": Kind(
-        "pytorchjob-elastic.yaml",
-        "pytorchjobs.kubeflow.org",
-        {"training.kubeflow.org/replica-index": "0"},
-        "the Kubeflow training operator",
-    ),
+    "pytorchjob": Kind("pytorchjob.yaml", *PYTORCH),
+    "pytorchjob-elastic": Kind("pytorchjob-elastic.yaml", *PYTORCH),
     "mpijob": Kind(
         "mpijob.yaml", "mpijobs.kubeflow.org", {"training.kubeflow.org/job-role": "launcher"}, "the MPI operator"
     ),
@@ -148,7 +140,7 @@ def render(request: Request) -> list[dict[str, Any]]:
     rename(documents, documents[-1]["metadata"]["name"], request.name)
     job = documents[-1]["spec"]
     containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]
-    set_nodes(request, job, containers)
+    set_nodes(request.nodes, job, containers)
     if request.gpus is not None:
         set_gpus(request.gpus, job, list(pod_templates(documents)))
         if request.gpus == 0:
@@ -166,7 +158,7 @@ def render(request: Request) -> list[dict[str, Any]]:
     for holder in [*containers, job.get("trainer", {})]:
         if "args" in holder:
             holder["args"] = arguments(request, holder["args"])
-    if request.kind == "pytorchjob-elastic":
+    if "elasticPolicy" in job:
         # A pod of an older job of this name may still be on its way out.
         job["elasticPolicy"]["rdzvId"] = f"{request.name}-{secrets.token_hex(4)}"
     return documents
@@ -238,24 +230,21 @@ def set_env(container: dict[str, Any], name: str, value: str) -> None:
             variable["value"] = value
 
 
-def set_nodes(request: Request, job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
+def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
     """Set the number of nodes wherever the kind has it."""
-    nodes = request.nodes
-    if request.kind in ("indexed-job", "doctor", "jobset"):
-        spec = job["replicatedJobs"][0]["template"]["spec"] if request.kind == "jobset" else job
+    spec = job["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in job else job
+    if "completions" in spec:
         spec.update(completions=nodes, parallelism=nodes)
         set_env(containers[0], "NNODES", str(nodes))
-    elif request.kind == "trainjob":
+    if "trainer" in job:
         job["trainer"]["numNodes"] = nodes
-    elif request.kind == "pytorchjob":
-        job["pytorchReplicaSpecs"]["Worker"]["replicas"] = nodes
+    for replicas in {"pytorchReplicaSpecs", "mpiReplicaSpecs"} & job.keys():
+        job[replicas]["Worker"]["replicas"] = nodes
+    if "elasticPolicy" in job:
+        job["elasticPolicy"]["maxReplicas"] = max(nodes, job["elasticPolicy"]["maxReplicas"])
+    elif "pytorchReplicaSpecs" in job:
         # The operator adds up the restarts of all containers, and fails at the limit: three restarts of all.
         job["runPolicy"]["backoffLimit"] = 3 * nodes + 1
-    elif request.kind == "mpijob":
-        job["mpiReplicaSpecs"]["Worker"]["replicas"] = nodes
-    else:
-        job["pytorchReplicaSpecs"]["Worker"]["replicas"] = nodes
-        job["elasticPolicy"]["maxReplicas"] = max(nodes, job["elasticPolicy"]["maxReplicas"])
 
 
 def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
