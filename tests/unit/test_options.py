@@ -38,6 +38,7 @@ REFUSED = {
     "batch -1": (["--global-batch-size", "-1"], "--global-batch-size"),
     "batch abc": (["--global-batch-size", "abc"], "expects a whole number of at least 1, got 'abc'"),
     "batch 1.5": (["--global-batch-size", "1.5"], "expects a whole number of at least 1, got '1.5'"),
+    "batch 1_0": (["--global-batch-size", "1_0"], "expects a whole number of at least 1, got '1_0'"),
     "epochs 0": (["--epochs", "0"], "--epochs"),
     "lr 0": (["--lr", "0"], "--lr: expects a number above 0, got '0'"),
     "lr nan": (["--lr", "nan"], "--lr"),
