@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.launch.command import ROOT
+from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_losses
 
 TIMEOUT_S = 600.0
@@ -74,4 +75,4 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
 
 def threads(processes: int) -> dict[str, str]:
     """Return the environment that gives each process its share of the cores, as `make run` does."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes)), "GOMP_SPINCOUNT": "10000"}
+    return {"OMP_NUM_THREADS": str(max(1, count_cores() // processes)), "GOMP_SPINCOUNT": "10000"}

@@ -7,7 +7,6 @@ with a thread for each core in all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.bench.figures import NO_SPEED, Figure, Rounds, of, speed_figure, take_turns
 from scripts.bench.programs import contender, recipe
+from scripts.launch.cores import count_cores
 
 PART = "small-data"
 SAMPLES, SIDE, CLASSES = 60_000, 28, 10
 BATCH_SIZE, STEPS, LOG_EVERY = 256, 150, 10
 COMPARED = 50
 """Steps whose losses are compared: rounding grows with the steps, whatever the program."""
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_data(folder: Path) -> None:
@@ -95,7 +94,7 @@ class Bench:
 
     def best_workers(self, processes: int) -> int:
         """Return with how many workers the usual loop is fastest here."""
-        choices = range(CORES // processes + 1)
+        choices = range(count_cores() // processes + 1)
         speed = {n: self.other("try", "plain", processes, "--workers", str(n), steps=60) for n in choices}
         return max(speed, key=lambda n: speed[n])
 

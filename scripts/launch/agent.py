@@ -47,7 +47,7 @@ from recipes.common.process.node import (
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.processes import wait_for
+from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.rejoin import (
     LOST_STATUS,
     UnsavedStopError,
@@ -281,13 +281,6 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
     return 0
-
-
-def end_groups(pids: list[int]) -> None:
-    """Kill what ranks that have ended leave behind: each leads a process group, of its data loaders and others."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
 
 
 def run_processes(command: list[str], environments: dict[int, dict[str, str]], logs: str) -> int:

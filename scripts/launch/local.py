@@ -46,7 +46,7 @@ from scripts.launch.command import (
     recipes,
 )
 from scripts.launch.cores import count_cores
-from scripts.launch.processes import start_process
+from scripts.launch.processes import end_groups, start_process
 from scripts.launch.rejoin import LOST_STATUS
 from scripts.launch.stopped_status import option
 
@@ -238,9 +238,7 @@ class LocalJob:
 
     def kill(self) -> None:
         """Kill every node's agent; its processes end with it (recipes/common/process/parent.py)."""
-        for node in self.nodes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(node.pid, signal.SIGKILL)
+        end_groups([node.pid for node in self.nodes])
 
 
 class ElasticJob(LocalJob):

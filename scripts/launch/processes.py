@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -126,3 +127,10 @@ def run_with_signals(command: Sequence[str], env: Mapping[str, str]) -> tuple[in
         if pid == process.pid:
             process.returncode = os.waitstatus_to_exitcode(wait_status)
             return process.returncode, received
+
+
+def end_groups(pids: list[int]) -> None:
+    """Kill the process groups of these leaders, with what those that have ended left behind: data loaders, say."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
