@@ -36,7 +36,7 @@ from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
 from scripts.launch.command import CommandParser, command, parse
-from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo
+from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
 WAIT_S = 60
 """For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
@@ -187,7 +187,7 @@ def lead(place: Node, args: Namespace, word: str) -> int:
     if place.nnodes > 1:
         try:
             met.gather(
-                met.listen(node.listening_address(place.master_addr, place.rdzv_timeout_s), place.master_port),
+                listen(node.listening_address(place.master_addr, place.rdzv_timeout_s), place.master_port),
                 place.rdzv_timeout_s,
                 say,
             )

@@ -157,11 +157,6 @@ class Meeting:
         """Return the nodes that still answer, node 0 among them."""
         return [0, *sorted(self.channels)]
 
-    def listen(self, address: str, port: int) -> socket.socket:
-        """Return a listener on one address of this node; raises OSError where the port is taken."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=128)
-
     def gather(self, listener: socket.socket, timeout_s: float, say: Callable[[str], None]) -> None:
         """Let the other nodes in until all are there, or until the bound."""
         begin, said_at = time.monotonic(), time.monotonic()

@@ -40,13 +40,21 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listener at an address ("": all) and a port (0: one that the kernel chooses); raises OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(4096)
+    return listener
+
+
 class Echo:
     """Answer at a port (0: one that the kernel chooses) of an address ("": all); send up to LARGE_BYTES back."""
 
     def __init__(self, address: str, word: str, port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.word = word
-        self.listener = socket.create_server((address, port), family=family, backlog=1024)
+        self.listener = listen(address, port)
         self.port = int(self.listener.getsockname()[1])
         threading.Thread(target=self.serve, daemon=True).start()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -52,6 +51,7 @@ from recipes.common.process.node import port_taken
 from recipes.common.process.parent import end_with_launcher
 from scripts.launch import script
 from scripts.launch.command import command
+from scripts.launch.echo import listen
 from scripts.launch.rejoin import UnsavedStopError, how_to_go_on, say
 
 BACKEND = "elastic"
@@ -102,7 +102,7 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
         UserError: the port is taken, or the address is not this machine's.
     """
     try:
-        listener = socket.create_server((address, port), backlog=4096)
+        listener = listen(address, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise port_taken(port) from None

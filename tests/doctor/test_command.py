@@ -143,7 +143,7 @@ def test_a_stranger_cannot_be_node_0():
 
 def test_strangers_do_not_hold_up_the_meeting():
     met = meeting.Meeting("word", 2, lambda order: order)
-    listener = met.listen("127.0.0.1", port := free_port())
+    listener = echo.listen("127.0.0.1", port := free_port())
     with socket.create_connection(("127.0.0.1", port)) as silent:
         with socket.create_connection(("127.0.0.1", port)) as rude:
             rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
