@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import resource
 import signal
@@ -91,8 +92,12 @@ def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
     """Of columns, whole rows are read: a matrix that tensor parallelism has cut so is read once in all."""
     recipe, world_size, *layout = writer
     first = train(recipe, tmp_path, world_size, *GPT, *DOCS, *layout, *SHARDED)
-    files = read_checkpoint(max((first / "checkpoints").glob("step-*.pt")))["shards"]["files"]
+    content = read_checkpoint(max((first / "checkpoints").glob("step-*.pt")))
+    files = content["shards"]["files"]
     assert len(files) == 2, "of two replicas, one writes"
+    numbers = sum(math.prod(ref["shape"]) for name, ref in content["model"].items() if name != "head.weight")
+    counts = sum(entry["size"] for entry in files) - 12 * numbers  # AdamW: two numbers beside each weight
+    assert 0 < counts < 1000, "the tied matrix once"
     words = words_for(tmp_path, "run", *GPT, *DOCS, *SHARDED, "--resume", str(first), "--max-steps", "3")
     setup = functools.partial(note_read_bytes, tmp_path)
     outcome = Ranks("fsdp", words, 3, tmp_path / "out", setup=setup).wait()

@@ -485,6 +485,21 @@ def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, mo
     assert [path.name for path in folder.paths()[:2]] == ["step-000000050.pt", "step-000000040.pt"]
 
 
+def test_a_tied_weight_is_copied_and_written_once(folder):
+    writer, matrix = CheckpointWriter(folder, on_error=pytest.fail), torch.randn(100, 100)
+    names = {
+        "tied": {"first": matrix, "second": matrix.detach()},
+        "untied": {"first": matrix, "second": matrix + 1},
+    }
+    sizes = {}
+    for step, kind in ((40, "tied"), (50, "untied"), (60, "tied")):
+        writer.begin({**content(step), "model": names[kind]})
+        writer.wait()
+        assert is_equal(read_checkpoint(folder.paths()[0])["model"], names[kind])
+        sizes[step] = folder.paths()[0].stat().st_size
+    assert sizes[40] == sizes[60] < sizes[50] - 0.9 * matrix.nbytes
+
+
 def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch):
     def fail(*_):
         raise UserError("the disk is full")

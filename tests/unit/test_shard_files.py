@@ -21,6 +21,8 @@ from recipes.common.checkpoint.checkpoint import (
 )
 from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole
 from recipes.common.errors import UserError
+from recipes.common.models.gpt import GPT
+from recipes.common.parallel.sharding import map_states
 from scripts.dev import export
 from tests.support import is_equal
 from tests.unit.test_checkpoint import ARGS, files
@@ -147,6 +149,19 @@ def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
                 assert capsys.readouterr().err.count("warning: passed over ") == 1
         path.write_bytes(whole)
     assert folder.read_newest(set_aside=False)[0].name == "step-000000020.pt"
+
+
+def test_a_tied_weight_is_gathered_or_written_once():
+    model, changed = GPT(7, width=4, depth=1, heads=2), []
+
+    def change(name, value):
+        changed.append(name)
+        return value.clone()
+
+    state = map_states({"model": model.state_dict(), "optimizer": {"state": {}}}, model, change)["model"]
+    assert is_equal(state, dict(model.state_dict()))
+    assert state["head.weight"] is state["embedding.weight"]
+    assert changed == [name for name, _ in model.named_parameters()]
 
 
 def test_without_a_shard_file_it_is_passed_over(folder, capsys):

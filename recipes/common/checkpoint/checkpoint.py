@@ -406,19 +406,33 @@ class CheckpointWriter:
 
 
 def copy_tree(value: Any, old: Any = None) -> Any:
-    """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old one where it fits."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        if isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype:
-            return old.copy_(value)
-        return value.to("cpu", copy=True)
-    if isinstance(value, dict):
-        olds = old if isinstance(old, dict) else {}
-        return {key: copy_tree(item, olds.get(key)) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
-        return type(value)(copy_tree(item, other) for item, other in zip(value, others, strict=True))
-    return value
+    """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old one where it fits.
+
+    What shares memory, such as a tied matrix under both of its names, shares its copy: a file has it once.
+    """
+    copies: dict[Any, torch.Tensor] = {}
+    used: set[int] = set()
+
+    def copy_tensor(value: torch.Tensor, old: Any) -> torch.Tensor:
+        place = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if place not in copies:
+            fits = isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype
+            copies[place] = old.copy_(value) if fits and id(old) not in used else value.to("cpu", copy=True)
+            used.add(id(old))
+        return copies[place]
+
+    def copy(value: Any, old: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copy_tensor(value.detach(), old)
+        if isinstance(value, dict):
+            olds = old if isinstance(old, dict) else {}
+            return {key: copy(item, olds.get(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
+            return type(value)(copy(item, other) for item, other in zip(value, others, strict=True))
+        return value
+
+    return copy(value, old)
 
 
 def reason_of(error: BaseException) -> str:

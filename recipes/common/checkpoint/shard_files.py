@@ -55,7 +55,15 @@ def read_whole(content: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content with all tensors whole in memory, whichever way it was written."""
     if not (shards := content.get("shards")):
         return content
-    whole = map_references(content, lambda ref: read_box(ref, tuple((0, n) for n in ref["shape"]), shards))
+    tensors: dict[str, Tensor] = {}
+
+    def read(reference: Reference) -> Tensor:
+        key = str(reference)  # a tied tensor has two names
+        if key not in tensors:
+            tensors[key] = read_box(reference, tuple((0, n) for n in reference["shape"]), shards)
+        return tensors[key]
+
+    whole = map_references(content, read)
     return {key: value for key, value in whole.items() if key != "shards"}
 
 

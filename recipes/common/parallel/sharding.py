@@ -17,7 +17,7 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWri
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.job import Job
 from recipes.common.optim import optimizer_state
-from recipes.common.world.agreement import Slot, map_tree
+from recipes.common.world.agreement import Slot
 from recipes.common.world.peers import Peers
 
 Boxes = Callable[[str | None, Box], list[Box]]
@@ -48,14 +48,16 @@ def whole(tensor: Tensor) -> Tensor:
 def gather_state(job: Job) -> dict[str, Any] | None:
     """Return the whole weights and optimizer state on rank 0; call it on all ranks."""
 
-    def gather(tensor: Tensor) -> Tensor:
+    def gather(name: str | None, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         # Sharding: all-gathers a tensor at a time, (N-1)/N of its bytes per rank; rank 0 keeps it in main memory.
-        value = whole(tensor.detach())
-        return value.cpu() if job.peers.rank == 0 else value.new_empty(0)
+        tensor = whole(value.detach())
+        return tensor.cpu() if job.peers.rank == 0 else tensor.new_empty(0)
 
     with job.peers.watch("checkpoint"):
         own = {"model": job.model.state_dict(), "optimizer": optimizer_state(job.optimizer)}
-        state = map_tree(own, Tensor, gather)
+        state = map_states(own, job.model, gather)
     return state if job.peers.rank == 0 else None
 
 
@@ -166,12 +168,21 @@ def map_states(
     """Return a checkpoint's content with change(name, value) in place of weights and of the optimizer's state.
 
     The name is that of the weight, or of the parameter to which the state belongs (None: the model has none such).
+    A tied weight is changed once, under its first name.
     """
     names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
+    first_names: dict[int, str] = {}
+    own_names = {
+        name: first_names.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     optimizer = content["optimizer"]
     state = {
         number: {key: change(names.get(number), value) for key, value in values.items()}
         for number, values in optimizer["state"].items()
     }
-    weights = {name: change(name, value) for name, value in content["model"].items()}
+    weights: dict[str, Any] = {}
+    for name, value in content["model"].items():
+        first = own_names.get(name, name)
+        weights[name] = weights[first] if first in weights else change(name, value)
     return {**content, "model": weights, "optimizer": {**optimizer, "state": state}}
