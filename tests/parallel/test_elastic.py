@@ -31,9 +31,9 @@ GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu",
 OFTEN = ("--checkpoint-every", "20")
 
 
-def elastic(nodes, min_nodes, max_restarts, *options, **env):
+def elastic(nodes, min_nodes, max_restarts, *options, recipe="ddp", **env):
     counts = ("--nodes", str(nodes), "--min-nodes", str(min_nodes), "--max-restarts", str(max_restarts))
-    return Command(sys.executable, "-m", "scripts.launch.local", "ddp", *counts, "--", *options, **env)
+    return Command(sys.executable, "-m", "scripts.launch.local", recipe, *counts, "--", *options, **env)
 
 
 def launches(run, key="world_size"):
@@ -106,6 +106,30 @@ def test_a_rank_that_is_killed_and_a_signal_that_ends_it_with_a_checkpoint(tmp_p
     assert re.search("^stopped by .*: wrote ", result.stdout, re.MULTILINE)
     assert last_step(run) == newest_checkpoint(run)["position"]["step"]
     assert launches(run) == [2, 2]
+
+
+def test_shards_of_two_ranks_go_on_in_one(tmp_path):
+    """A node of fsdp is lost; the other reads what both have written, and writes it by itself from then on."""
+    sharded = (*GENTLE, *OFTEN, "--sharded-checkpoints", "--max-steps", "100000")
+    run, job = tmp_path / "f", elastic(2, 1, 1, *words_for(tmp_path, "f", *sharded), recipe="fsdp")
+    job.wait_for_step(run, 30)
+    assert num_shards(run) == 2
+    process_of(job, 1).kill()
+    wait_until(lambda: launches(run) == [2, 1], TIMEOUT_S, lambda: job.text)
+    assert launches(run, "step")[1] >= 20
+    job.wait_for_step(run, launches(run, "step")[1] + 20)
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait()
+    assert result.status == 0, result.stderr
+    assert num_shards(run) == 1
+    stop = Interrupt(signal.SIGTERM, last_step(run))
+    words = words_for(tmp_path, "whole", *GENTLE)
+    assert Ranks("single", words, 1, tmp_path / "output", interrupt=stop).wait().statuses == [0]
+    assert_same_curve(run, tmp_path / "whole")
+
+
+def num_shards(run):
+    return len(newest_checkpoint(run)["shards"]["files"])
 
 
 def test_ranks_that_fail_again_and_again_end_the_job_and_so_does_a_refusal(tmp_path):
