@@ -4,10 +4,10 @@
     make drill FAULTS="kill-rank truncate" SEED=3
     make drill ROUNDS=50
 
-Each fault gets a job of its own: DDP on local nodes, with a network for each node where root allows. The fault
-comes at a drawn step to a drawn victim; the job has to notice, to end everywhere, and, started again with --resume
-auto, to end with the very weights of a job that nothing has disturbed. Prints a table, writes
-runs/drill-001/drill.json.
+Each fault gets a job of its own on local nodes, of ddp or of fsdp with sharded checkpoints, with a network for
+each node where root allows. The fault comes at a drawn step to a drawn victim; the job has to notice, to end
+everywhere, and, started again with --resume auto, to end with the very weights of a job that nothing has
+disturbed. Prints a table, writes runs/drill-001/drill.json.
 Exit status 0: all faults were survived; 1: not all, and the last lines name them; 2: bad usage.
 docs/drill.md says what each fault and each column is.
 """
@@ -97,10 +97,13 @@ def show(cells: Sequence[str]) -> None:
     print("  ".join(texts).rstrip(), flush=True)
 
 
-def undisturbed(setting: Setting, model: str) -> Path:
-    """Run the job that nothing disturbs; return its record."""
-    name = f"undisturbed-{model}"
-    job = setting.launch(setting.options(setting.folder, name, model, 60), setting.folder / "log.txt", False, {})
+def undisturbed(setting: Setting, fault: Fault) -> Path:
+    """Run the job of a fault without it, unless there is one already; return its record."""
+    name = f"undisturbed-{fault.recipe}-{fault.model}"
+    if (setting.folder / name).exists():
+        return setting.folder / name
+    options = setting.options(fault, setting.folder, name, 60)
+    job = setting.launch(fault.recipe, options, setting.folder / "log.txt", False, {})
     status = job.wait(START_S)
     job.kill()
     if status != 0:
@@ -123,11 +126,11 @@ def facts(setting: Setting, is_plain: bool) -> dict[str, Any]:
 
 def run_all(setting: Setting, faults: Sequence[Fault]) -> list[Figures]:
     """Run a trial of each fault, with a line of the table for each."""
-    references = {model: undisturbed(setting, model) for model in sorted({fault.model for fault in faults})}
+    references = [undisturbed(setting, fault) for fault in faults]
     show(list(WIDTHS))
     done = []
-    for number, fault in enumerate(faults, start=1):
-        trial = Trial(setting, fault, number, references[fault.model])
+    for number, (fault, reference) in enumerate(zip(faults, references, strict=True), start=1):
+        trial = Trial(setting, fault, number, reference)
         try:
             figures = trial.run()
         finally:

@@ -37,6 +37,9 @@ class Fault:
     """--timeout-s: how long a rank waits for another."""
     intervals: int = 1
     """As many checkpoint intervals may be lost."""
+    recipe: str = "ddp"
+    options: tuple[str, ...] = ()
+    """Of its job, besides those of all."""
 
     @property
     def model(self) -> str:
@@ -198,6 +201,9 @@ def send(process: psutil.Process, number: signal.Signals) -> int:
     return 1
 
 
+SHARDED = ("--sharded-checkpoints",)
+"""Of fsdp, whose ranks then write a file each."""
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -217,6 +223,7 @@ FAULTS = {
         Fault("lose-rank", kill_rank, ROUNDS),
         Fault("lose-agent", kill_agent, ROUNDS),
         Fault("lose-node", lose_node, ROUNDS),
+        Fault("lose-shards", lose_node, ROUNDS, recipe="fsdp", options=SHARDED),
         Fault("stop-node", stop_node, ROUNDS),
         Fault("cut-node", cut, ROUNDS, needs="network"),
     )

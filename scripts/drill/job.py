@@ -67,12 +67,14 @@ class Steps:
 class Job:
     """What `make run` starts, in a session of its own, with what it prints in a file."""
 
-    def __init__(self, words: Sequence[str], options: Sequence[str], log: Path, env: dict[str, str]) -> None:
-        self.mark, self.log = uuid.uuid4().hex, log
+    def __init__(
+        self, recipe: str, words: Sequence[str], options: Sequence[str], log: Path, env: dict[str, str]
+    ) -> None:
+        self.recipe, self.mark, self.log = recipe, uuid.uuid4().hex, log
         inherited = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MAKEFLAGS", "MIN_NODES")}
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.launch.local", "ddp", *words, "--", *options],
+                [sys.executable, "-m", "scripts.launch.local", recipe, *words, "--", *options],
                 cwd=ROOT,
                 env={**inherited, MARK: self.mark, **env},
                 stdin=subprocess.DEVNULL,
@@ -104,7 +106,7 @@ class Job:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the ranks in their order."""
-        found = self.processes("-m recipes.ddp.train")
+        found = self.processes(f"-m recipes.{self.recipe}.train")
         return sorted(found, key=lambda process: int(environment_of(process).get("RANK", "0")))
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:

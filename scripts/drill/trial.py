@@ -27,7 +27,7 @@ NOTICE_S = 15.0
 ELASTIC_NOTICE_S, ELASTIC_STEP_S = 10.0, 30.0
 """An elastic job has to notice a fault within the first, and to have done a new step within the second."""
 
-START_S = 120.0
+START_S = 300.0
 """How long a job may take to begin, and an undisturbed rest of it to end."""
 
 RESTARTS = 3
@@ -45,12 +45,12 @@ class Setting:
     folder: Path
     network: Network | None
 
-    def options(self, runs_dir: Path, name: str, model: str, timeout_s: float) -> list[str]:
-        """Return the recipe's options: gentle steps, so that rounding does not grow with them."""
+    def options(self, fault: Fault, runs_dir: Path, name: str, timeout_s: float) -> list[str]:
+        """Return the options of a fault's job: gentle steps, so that rounding does not grow with them."""
         words = {
             "--runs-dir": runs_dir,
             "--name": name,
-            "--model": model,
+            "--model": fault.model,
             "--seed": self.seed,
             "--max-steps": self.steps,
             "--epochs": 100000,
@@ -61,16 +61,16 @@ class Setting:
             "--device": "cpu",
         }
         pairs = [str(word) for pair in words.items() for word in pair]
-        return [*pairs, "--deterministic", "--no-tensorboard"]
+        return [*pairs, "--deterministic", "--no-tensorboard", *fault.options]
 
-    def launch(self, options: list[str], log: Path, is_elastic: bool, env: dict[str, str]) -> Job:
+    def launch(self, recipe: str, options: list[str], log: Path, is_elastic: bool, env: dict[str, str]) -> Job:
         """Start a job."""
         words = ["--nodes", str(self.nodes), "--nproc-per-node", "1"]
         if self.network:
             words += ["--networks", self.network.option()]
         if is_elastic:
             words += ["--min-nodes", str(max(1, self.nodes - 1)), "--max-restarts", "4"]
-        return Job(words, options, log, env)
+        return Job(recipe, words, options, log, env)
 
 
 @dataclass
@@ -140,8 +140,9 @@ class Trial:
 
     def launch(self, *more: str) -> None:
         """Start the job."""
-        options = [*self.setting.options(self.runs_dir, "drill", self.fault.model, self.fault.timeout_s), *more]
-        self.job = self.setting.launch(options, self.folder / "log.txt", self.fault.then == ROUNDS, self.env)
+        fault, log = self.fault, self.folder / "log.txt"
+        options = [*self.setting.options(fault, self.runs_dir, "drill", fault.timeout_s), *more]
+        self.job = self.setting.launch(fault.recipe, options, log, fault.then == ROUNDS, self.env)
         self.figures.starts += 1
 
     def run(self) -> Figures:
@@ -290,6 +291,7 @@ def equal_weights(run: Path, other: Path) -> bool:
     import torch  # a second or two, which a refusal must not cost
 
     from recipes.common.checkpoint.checkpoint import read_checkpoint
+    from recipes.common.checkpoint.shard_files import read_whole
 
     def is_equal(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor):
@@ -300,5 +302,5 @@ def equal_weights(run: Path, other: Path) -> bool:
             return len(a) == len(b) and all(map(is_equal, a, b))
         return bool(a == b)
 
-    one, two = (read_checkpoint(max(path.glob("checkpoints/step-*.pt"))) for path in (run, other))
+    one, two = (read_whole(read_checkpoint(max(path.glob("checkpoints/step-*.pt")))) for path in (run, other))
     return all(is_equal(one[part], two[part]) for part in ("position", "model", "optimizer"))

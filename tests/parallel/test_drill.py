@@ -29,4 +29,4 @@ def test_a_fault_is_survived_and_measured(tmp_path):
     assert fault["left_over"] == []
     assert fault["starts"] == 2
     assert fault["victim"] in ("node 0", "node 1", "rank 0", "rank 1")
-    assert [path.name for path in (tmp_path / "drill-001").iterdir() if path.is_dir()] == ["undisturbed-lenet"]
+    assert [path.name for path in (tmp_path / "drill-001").iterdir() if path.is_dir()] == ["undisturbed-ddp-lenet"]
