@@ -164,6 +164,29 @@ def preempt_in_checkpoint(trial: Trial) -> str:
     return f"KILL {grace_s:.2f} s later" + ("" if caught else ", between checkpoints")
 
 
+def kill_in_save(trial: Trial) -> str:
+    """A rank is killed once its shard file is begun, before a marker makes the files of all ranks a checkpoint."""
+    folder = trial.run_dir / "checkpoints"
+    rank, process = trial.pick_rank()
+
+    def unfinished() -> str:
+        """Return the checkpoint of which there is this rank's file and no marker yet."""
+        newest = max((path.stem for path in folder.glob("step-*.pt")), default="")
+        begun = max((path.name[:14] for path in folder.glob(f"step-*-{rank:05d}-*.shard")), default="")
+        return begun if begun > newest else ""
+
+    while trial.job.wait_for(lambda: bool(unfinished()), 30):
+        process.suspend()
+        time.sleep(0.5)  # where this rank was done, the marker comes now
+        if name := unfinished():
+            trial.planted = time.monotonic()
+            process.kill()
+            return f"rank {rank}, before {name}.pt"
+        process.resume()
+    process.kill()
+    return f"rank {rank}, between checkpoints"
+
+
 def two_at_once(trial: Trial) -> str:
     """Two faults at once, of those that need no network."""
     drawn = trial.chance.sample((kill_rank, kill_agent, stop_rank, storm), 2)
@@ -219,6 +242,7 @@ FAULTS = {
         Fault("clock", jump_clock, RIDES, needs="cc"),
         Fault("usr1-storm", storm, STOPPED),
         Fault("preempt", preempt_in_checkpoint, ERROR),
+        Fault("kill-shard", kill_in_save, ERROR, timeout_s=20, intervals=2, recipe="fsdp", options=SHARDED),
         Fault("two", two_at_once, ERROR),
         Fault("lose-rank", kill_rank, ROUNDS),
         Fault("lose-agent", kill_agent, ROUNDS),

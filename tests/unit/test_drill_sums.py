@@ -1,11 +1,13 @@
 """The fire drill's own sums: what it draws, what it compares, and when it is red."""
 
+import functools
 import json
 import types
 
 import pytest
 
 from scripts.drill import __main__ as drill
+from scripts.drill import faults as plants
 from scripts.drill import trial
 from scripts.drill.faults import FAULTS
 from scripts.drill.job import Steps
@@ -118,3 +120,29 @@ def test_an_elastic_job_without_a_second_round_has_not_survived(tmp_path):
     one.lines_before = 0
     with pytest.raises(trial.NotSurvivedError, match="no second round began"):
         one._first_end()
+
+
+def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, monkeypatch):
+    folder, calls = tmp_path / "checkpoints", []
+    folder.mkdir()
+
+    def write(step, ending):
+        (folder / f"step-{step:09d}{ending}").touch()
+
+    def wait_for(condition, timeout_s):
+        step = 20 * len(calls) or 20
+        write(step, "-00000-0123abcd.shard")
+        assert not condition(), "the file is another rank's, or of a checkpoint that is whole"
+        write(step, "-00001-0123abcd.shard")
+        return condition()
+
+    def sleep(seconds):
+        if calls == ["suspend"]:  # the rank had done its part: rank 0 makes the checkpoint whole
+            write(20, ".pt")
+
+    monkeypatch.setattr(plants.time, "sleep", sleep)
+    actions = {name: functools.partial(calls.append, name) for name in ("suspend", "resume", "kill")}
+    process, job = types.SimpleNamespace(**actions), types.SimpleNamespace(wait_for=wait_for)
+    one = types.SimpleNamespace(run_dir=tmp_path, pick_rank=lambda: (1, process), job=job)
+    assert plants.kill_in_save(one) == "rank 1, before step-000000040.pt"
+    assert calls == ["suspend", "resume", "suspend", "kill"]
