@@ -30,11 +30,8 @@ OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
 ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
 
 EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
-RUNS = [
-    *(("single", 1, 1), ("dataparallel", 1, 1)),
-    *((page, world_size, world_size) for page in PAGES[2:] for world_size in (1, 2, 3)),
-]
-"""Pages with their number of processes and of those that share a replica: pipeline's stages, tensor's shards."""
+RUNS = [*((page, 1) for page in PAGES), ("tensor", 3), ("pipeline", 3)]
+"""Pages with their number of processes, which share a replica; those that resume have 2 and 3 (or 4) processes."""
 
 EVERY_STEP = ["--log-every", "1"]
 
@@ -108,9 +105,9 @@ def assert_same_run(found, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "world_size", "stages"), RUNS)
-def test_every_step_and_evaluation_equals_single(reference, tmp_path, page, world_size, stages):
-    argv, started = options_of(page, world_size, stages)
+@pytest.mark.parametrize(("page", "world_size"), RUNS)
+def test_every_step_and_evaluation_equals_single(reference, tmp_path, page, world_size):
+    argv, started = options_of(page, world_size, stages=world_size)
     found = run(page, tmp_path, started, ["--epochs", str(EPOCHS), *argv])
     assert len(found.losses) == 110
     assert_same_run(found, reference)
@@ -124,13 +121,13 @@ def test_it_goes_on_at_another_world_size_as_single_does(reference, tmp_path, pa
     for epochs, world_size in ((2, 2), (EPOCHS, 4 if page in ("tensor", "pipeline") else 3)):
         argv, started = options_of(page, world_size, 2) if page in PAGES[2:] else ([], 1)
         part = run(page, tmp_path, started, ["--epochs", str(epochs), "--checkpoint", str(path), *argv])
+        assert part.result == (page, world_size if page in PAGES[2:] else 1, reference.evaluations[epochs][1])
         assert torch.load(path, weights_only=True)["epoch"] == epochs
         assert not (tmp_path / "checkpoint.pt.tmp").exists()
         assert not found.keys() & part.losses.keys()
         found, evaluated = found | part.losses, evaluated | part.evaluations
     assert len(found) == EPOCHS * STEPS_PER_EPOCH == 110
     assert_same_run(Run(found, evaluated, part.result), reference)
-    assert part.result[2] == reference.result[2]
 
 
 def test_a_complete_run_only_repeats_its_result(tmp_path):
@@ -153,10 +150,9 @@ HOROVODRUN = (".venv/bin/horovodrun", "--gloo", "-np", "2", "--disable-cache", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("page", "launcher"), [("ddp", TORCHRUN), ("spawn", (sys.executable,)), ("horovod", HOROVODRUN)]
-)
+@pytest.mark.parametrize(("page", "launcher"), [("ddp", TORCHRUN), ("horovod", HOROVODRUN)])
 def test_its_own_launcher_starts_two_processes(reference, page, launcher):
+    """That of spawn is a plain python, which starts it in test_your_own.py."""
     if page == "horovod":
         need_horovod()
     argv = (f"recipes/{page}/minimal.py", "--epochs", "1", *EVERY_STEP)

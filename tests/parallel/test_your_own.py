@@ -19,7 +19,7 @@ from scripts.launch import script as contract
 from scripts.launch.command import check_recipe
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod
-from tests.support import ROOT, TIMEOUT_S, Command, wait_until
+from tests.support import ROOT, TIMEOUT_S, Command, losses, train, wait_until
 
 SHOW = """
 import os, sys
@@ -290,19 +290,25 @@ def test_runs_without_a_name_are_numbered(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["single", "ddp", "spawn", "horovod"])
 def test_the_pages_run_unchanged(tmp_path, recipe):
-    """They know nothing of launchers; test_minimal.py holds their losses and resumes to those of the recipes."""
+    """They know nothing of launchers; test_minimal.py holds their losses and resumes to those of the recipes.
+
+    Those of spawn are held here: `python minimal.py` is how it starts, also without our launcher.
+    """
     if recipe == "horovod":
         need_horovod()
     nproc_per_node = 1 if recipe == "single" else 2
     own = ("--nproc-per-node", "2") if recipe == "spawn" else ()
     source = (ROOT / f"recipes/{recipe}/minimal.py").read_text()
-    options = (*own, "--epochs", "1", "--checkpoint", "{run_dir}/lenet.pt")
+    options = (*own, "--log-every", "1", "--epochs", "1", "--checkpoint", "{run_dir}/lenet.pt")
     env = {"CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(free_port())}
     job = Job(tmp_path, source, recipe, 1, nproc_per_node, options, **env)
     result = job.wait()
     assert result.status == 0, result.stderr
     assert f"result recipe={recipe} world_size={nproc_per_node} test_accuracy=0." in result.stdout
     assert (job.run / "lenet.pt").exists()
+    if recipe == "spawn":
+        found = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", result.stdout, re.MULTILINE)]
+        assert found == pytest.approx(losses(train("single", tmp_path, 1, "--max-steps", "22")), rel=1e-5)
     if recipe == "single":  # what the others get is the same: the folder, and RESUME
         options = ("--epochs", "2", *options[-2:])
         again = Job(tmp_path, source, recipe, 1, nproc_per_node, options, RESUME="auto", **env)
