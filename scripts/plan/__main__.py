@@ -30,6 +30,7 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int
 from recipes.common.process.signals import vote_interval
 from scripts.launch.command import ROOT, Column, CommandParser, check_recipe, command, next_folder, table
+from scripts.launch.stopped_status import option
 from scripts.plan import model
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
@@ -137,7 +138,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     )
     if not args.gbit:
         args.fabric = args.fabric or "ib-400"
-    if not any(word.split("=")[0] == "--data" for word in words):
+    args.is_fixed_batch = bool(option("--global-batch-size", "", words))
+    if not option("--data", "", words):
         words = ["--data", "imagefolder", *words]
     try:
         options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
@@ -146,14 +148,15 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         if match and (hint := nearest(match[1], parser.flags(), cutoff=0.7)):
             raise UserError(f"unknown option {match[1]}{hint}; --help lists all") from None
         raise
-    args.is_fixed_batch = any(word.split("=")[0] == "--global-batch-size" for word in words)
+    if getattr(options, "opt_level", "O0") != "O0":  # apex's, which says it in place of --amp
+        options = replace(options, amp="fp16")
     check_layout(args, options)
     return args, options
 
 
 def check_layout(args: Namespace, options: Options) -> None:
     """Raise UserError where GPUs make up no replicas, or where the plan does not know an option."""
-    ranks, gpus = getattr(options, "tensor_parallel", 1), args.gpus
+    ranks, gpus, replicas = getattr(options, "tensor_parallel", 1), args.gpus, getattr(options, "replicas", 1)
     whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
     few = f"--tensor-parallel {ranks}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"
     names = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel")
@@ -161,6 +164,10 @@ def check_layout(args: Namespace, options: Options) -> None:
     refuse(
         (ranks > 1 and args.measure, whole),
         (ranks > args.nodes * gpus, few),
+        (
+            replicas > args.nodes * gpus,
+            f"--replicas {replicas}: NODES={args.nodes} have {args.nodes * gpus} ranks",
+        ),
         (ranks % gpus and gpus % ranks, f"--tensor-parallel {ranks} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
     )
@@ -176,7 +183,9 @@ def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
 
 def method_of(args: Namespace, options: Options, sums: tuple[float, ...] = ()) -> model.Method:
     """Return how the recipe exchanges gradients under its options."""
-    known: dict[str, Any] = {"grad_compression": getattr(options, "compression", "none")} | options.as_dict()
+    is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex's: the model itself, and so its gradients
+    compression = "fp16" if is_half else getattr(options, "compression", "none")
+    known: dict[str, Any] = {"grad_compression": compression} | options.as_dict()
     names = {one.name for one in fields(model.Method)} & set(known)
     return model.Method(args.recipe, args.algorithm, sums, **{name: known[name] for name in names})
 
@@ -201,9 +210,13 @@ def plan_row(
 ) -> Row | None:
     """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
     cluster, tensor_parallel = cluster_of(args, nodes), getattr(options, "tensor_parallel", 1)
+    shards = cluster.ranks // getattr(options, "replicas", cluster.ranks)  # of fsdp
+    is_whole = not (cluster.ranks % tensor_parallel or cluster.ranks % getattr(options, "replicas", 1))
+    if not (is_whole and shards) or (shards % args.gpus and args.gpus % shards):
+        return None
     parts = cluster.ranks // tensor_parallel  # the ranks of tensor's replicas have the same samples
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
-    if cluster.ranks % tensor_parallel or global_batch < parts or global_batch > kind.num_samples:
+    if not parts * getattr(options, "accumulate_steps", 1) <= global_batch <= kind.num_samples:
         return None
     local = math.ceil(global_batch / parts)  # the largest share is what all wait for
     own = compute.scaled(local / args.local_batch_size)
@@ -334,7 +347,9 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     found = [plan_row(nodes, args, options, kind, workload, compute) for nodes in counts]
     rows = [row for row in found if row]
     if not rows:
-        raise UserError("the global batch leaves ranks without a sample, or is larger than the data, on one node")
+        raise UserError(
+            "the global batch leaves ranks or passes without a sample, or is larger than the data, on one node"
+        )
     last, where = rows[-1], cluster_of(args, 1)
     fabric = args.fabric or "own"
     lines = [

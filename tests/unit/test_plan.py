@@ -480,6 +480,31 @@ def test_horovods_compression_is_that_of_its_option():
     assert command.method_of(*command.parse_args(["horovod", "--compression", "none"])).grad_compression == "none"
 
 
+def test_a_configuration_says_the_data_and_the_batch(tmp_path):
+    config = tmp_path / "job.yaml"
+    config.write_text("data: digits\nglobal-batch-size: 64\n")
+    words = ("ddp", "--nodes", "1", "--gpus", "2", "--compute-ms", "8")
+    rows = plan(tmp_path, *words, "--config", str(config))["rows"]
+    assert rows == plan(tmp_path, *words, "--data", "digits", "--global-batch-size", "64")["rows"]
+    assert rows[0]["global_batch_size"] == 64
+
+
+def test_apex_computes_and_sends_by_its_level(tmp_path):
+    words = "apex --data digits --nodes 2 --gpus 1 --opt-level"
+    full, mixed, half = (plan(tmp_path, *words.split(), level) for level in ("O0", "O1", "O2"))
+    assert mixed["compute"]["forward_s"] == half["compute"]["forward_s"] < full["compute"]["forward_s"]
+    sent = [made["rows"][-1]["sent_bytes_per_node"] for made in (full, mixed, half)]
+    assert sent[0] == sent[1] == pytest.approx(2 * sent[2])
+
+
+def test_what_the_recipe_would_refuse_is_left_out(tmp_path, capsys):
+    words = (
+        "fsdp --data digits --model vit-tiny --gpus 2 --nodes 6 --local-batch-size 8 --compute-ms 8 --replicas 3"
+    )
+    assert [row["nodes"] for row in plan(tmp_path, *words.split())["rows"]] == [6]
+    assert "left out [1, 2, 4] nodes" in capsys.readouterr().out
+
+
 def test_a_fixed_global_batch_is_shared_out(tmp_path):
     """64 samples on 1, 2 and 4 ranks: 64, 32 and 16 each; what --compute-ms says is for 64 of them."""
     words = ("ddp", "--data", "digits", "--nodes", "4", "--gpus", "1", "--global-batch-size", "64")
@@ -545,6 +570,11 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         ),
         (("tensor", "--tensor-parallel", "16", "--nodes", "1"), "NODES=1 of 8 GPUs are no replica; raise NODES"),
         (("tensor", "--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet,"),
+        (("fsdp", "--replicas", "16", "--nodes", "1"), "--replicas 16: NODES=1 have 8 ranks"),
+        (
+            ("ddp", "--data", "digits", "--local-batch-size", "2", "--accumulate-steps", "8"),
+            "leaves ranks or passes without a sample",
+        ),
         (("ddp", "--sharded-checkpoints"), "--sharded-checkpoints: the ranks of this recipe hold no shards"),
         (("ddp", "--data", "digits", "--local-batch-size", "5000"), "larger than the data, on one node"),
     ],
