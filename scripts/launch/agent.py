@@ -49,11 +49,12 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.rejoin import (
+    HAS_RETURNED,
     LOST_STATUS,
-    UnsavedStopError,
     how_to_go_on,
     options_of_later_rounds,
     say,
+    unsaved_stop,
 )
 from scripts.launch.stopped_status import option
 
@@ -134,16 +135,12 @@ def pass_signals_on(logs: str) -> None:
             return
         if not has_begun:
             status = 0
-            if not have_run:
+            if not (have_run or os.environ.get(HAS_RETURNED)):
                 print(f"stopped by {received.name} before any process had started", flush=True)
             elif not have_ended_well():
-                status = UnsavedStopError.status
-                print(
-                    f"error: stopped by {received.name} while no ranks ran: this node's have ended without a "
-                    f"checkpoint; {how_to_go_on()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                error = unsaved_stop(received)
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                status = error.status
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(status)
         # Launchers repeat a signal; a script may save in its handler, which a second one would interrupt.
@@ -156,6 +153,8 @@ def pass_signals_on(logs: str) -> None:
 
 def have_ended_well() -> bool:
     """Whether ranks of an elastic job's node, of which none runs, have finished or written a checkpoint."""
+    if not announce:
+        return False  # no rendezvous yet: those of an earlier agent were lost with it
     if all(tell() for tell in announce):
         return True
     time.sleep(NOTICE_S)

@@ -16,6 +16,7 @@ handler in torch's registry of rendezvous handlers and a subclass of its agent:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -35,6 +36,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -52,7 +54,7 @@ from recipes.common.process.parent import end_with_launcher
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.echo import listen
-from scripts.launch.rejoin import UnsavedStopError, how_to_go_on, say
+from scripts.launch.rejoin import HAS_RETURNED, UnsavedStopError, how_to_go_on, say
 
 BACKEND = "elastic"
 """The name of the handler in torch's registry."""
@@ -179,6 +181,8 @@ class Handler(DynamicRendezvousHandler):
     round = 0
     has_stopped = False
     """Whether this node's ranks have stopped for a node that joins or leaves."""
+    has_saved = False
+    """Whether they have ended with status 0 then, after a checkpoint."""
     has_announced_finish = False
     has_result = False
     """Whether this node's ranks have finished, or failed for the last time."""
@@ -199,6 +203,8 @@ class Handler(DynamicRendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round, or wait for the end of one in which ranks of a script have finished."""
         before = self.members
+        if before and self.is_ending():
+            self._wait_for_end()
         while True:
             try:
                 info = super().next_rendezvous()
@@ -215,6 +221,15 @@ class Handler(DynamicRendezvousHandler):
             without = f", without {names_of(before - self.members)}" if before - self.members else ""
             say(f"round {self.round + 1}: {info.world_size} of {self.settings.max_nodes} nodes{without}")
         return info
+
+    def _wait_for_end(self) -> NoReturn:
+        """Leave the job once no ranks run: some have finished, so that those of this node cannot start again."""
+        self.leave()
+        with contextlib.suppress(UnfinishedError):
+            while not self.has_finished():
+                time.sleep(BEAT_S / 4)
+        self.has_result = True  # shutdown() then closes the rendezvous, so that no other node begins a round
+        raise RendezvousClosedError
 
     def num_nodes_waiting(self) -> int:
         """Return 1 where the ranks are to restart: a node was lost, restarts its own, leaves or joins; else 0."""
@@ -267,11 +282,12 @@ class Handler(DynamicRendezvousHandler):
     def announce_stop(self) -> bool:
         """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job.
 
-        Return whether those of this node have finished, or stopped for another one.
+        Return whether those of this node have finished, or written a checkpoint for another one.
         """
-        if not self.has_result:
-            self.notes.add(f"stopping/{self.round}", 1)
-        return self.has_announced_finish or self.has_stopped
+        if self.members and not self.has_result:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the ranks are to stop all the same
+                self.notes.add(f"stopping/{self.round}", 1)
+        return self.has_announced_finish or self.has_saved
 
     def is_stopping(self) -> bool:
         """Whether any node has noted that."""
@@ -387,10 +403,14 @@ class Job:
 class Agent(LocalElasticAgent):
     """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
 
+    has_run = False
+    """Whether ranks of this node have run, so that a stop between two rounds may lose what they had done."""
+
     def __init__(self, job: Job, **parameters: Any) -> None:
         super().__init__(**{**parameters, "exit_barrier_timeout": EXIT_BARRIER_S})
         self.job = job
         self.handler: Handler = parameters["spec"].rdzv_handler
+        self.has_run = bool(os.environ.get(HAS_RETURNED))
         job.announce.append(self.handler.announce_stop)
         threading.Thread(target=self.handler.watch_store, args=(job.give_up,), daemon=True).start()
 
@@ -404,7 +424,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self.job.stopped_by:  # while the nodes met
-            self._leave(has_checkpoint=False)
+            self._leave(has_checkpoint=self.handler.has_saved or not self.has_run)
+        self.handler.has_saved, self.has_run = False, True
         self.job.failures.clear()
         if self.handler.round > 0:
             worker_group.spec.args = self.job.later_arguments()
@@ -415,7 +436,7 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED:
             if self.job.stopped_by:
                 self._leave(has_checkpoint=True)
-            self.handler.has_stopped = self.handler.is_stopping()
+            self.handler.has_stopped = self.handler.has_saved = self.handler.is_stopping()
             if self.handler.has_stopped:
                 return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() then restarts them
             self.handler.has_result = True
@@ -426,7 +447,10 @@ class Agent(LocalElasticAgent):
             if self.job.stopped_by:
                 self._leave(has_checkpoint=self.job.is_stopped(statuses))
             if script.is_set() and self.handler.is_stopping():
-                # Ranks that do not handle the signal end by it, and the others for want of them: no failure.
+                # Ranks that do not handle the signal end by it, and the others for want of them: no failure. One
+                # that could not write its checkpoint looks the same, so its end is told.
+                if ended := {rank: status for rank, status in statuses.items() if status > 0}:
+                    say(f"{self.job.cause(ended, pids)}; it was to stop, so that no restart is counted")
                 self.handler.has_stopped = True
                 return RunResult(state=WorkerState.HEALTHY)
             self.job.failures[:] = [statuses, pids]
@@ -454,7 +478,7 @@ class Agent(LocalElasticAgent):
                 has_ended = result.state == WorkerState.SUCCEEDED
                 if self.job.stopped_by and (has_ended or self.job.is_stopped(statuses)):
                     self._leave(has_checkpoint=True)
-                self.handler.has_stopped = has_ended
+                self.handler.has_saved = has_ended
             if self.job.stopped_by:
                 self._leave(has_checkpoint=False)
         super()._stop_workers(worker_group)
@@ -472,7 +496,7 @@ class Agent(LocalElasticAgent):
         self.handler.leave()
         if not has_checkpoint:
             raise UnsavedStopError(
-                "ranks ended after the stop signal without a checkpoint; their own words are above"
+                f"stopped after this node's ranks had ended without a checkpoint, as said above; {how_to_go_on()}"
             )
         raise SignalException("this node leaves the job", signal.Signals(min(self.job.stopped_by)))
 

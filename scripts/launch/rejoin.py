@@ -32,6 +32,9 @@ LOST_STATUS = 69
 RETURN_AFTER_S = 1.0
 """How long a lost node stays away: what broke it may need a moment."""
 
+HAS_RETURNED = "HAS_RETURNED"
+"""Variable that is set for an agent where an earlier one of its node was lost, and ranks with it."""
+
 LINGER_S = 3.0
 """How long node 0's store outlives its ranks: others read there how the job has ended."""
 
@@ -50,6 +53,14 @@ class UnsavedStopError(UserError):
     """Ranks that were to stop have failed."""
 
     status = 1
+
+
+def unsaved_stop(number: int) -> UnsavedStopError:
+    """Return the error of a stop signal that comes while no ranks run, after they were killed or had failed."""
+    name = signal.Signals(number).name
+    return UnsavedStopError(
+        f"stopped by {name} while no ranks ran: this node's have ended without a checkpoint; {how_to_go_on()}"
+    )
 
 
 def options_of_later_rounds(options: list[str]) -> list[str]:
@@ -110,7 +121,8 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
     store = OwnStore()
     for restart in range(max_restarts + 1):
         store.start()
-        status, was_stopped = run([*agent, *options], {**os.environ, LAUNCHER_PID: str(os.getpid())})
+        variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
+        status, was_stopped = run([*agent, *options], {**os.environ, **variables})
         if was_stopped or (status <= 128 and status != LOST_STATUS):
             # A refusal ends the whole job; that of a node that comes back is its own.
             if restart and status in (USAGE_STATUS, MissingStoreError.status):
@@ -119,15 +131,19 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
                 status = MissingNodeError.status
             break
         how = "lost the store" if status == LOST_STATUS else how_ended(128 - status)
+        if restart == max_restarts:
+            say(f"this node's agent {how}; no more returns (MAX_RESTARTS {max_restarts})")
+            status = LOST_STATUS  # for good: the others go on
+            break
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
         options = options_of_later_rounds(options)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        if signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
-            status = 0
+        if stop := signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
+            error = unsaved_stop(stop.si_signo)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = error.status
             break
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    else:
-        status = LOST_STATUS  # for good: the others go on
     store.end()
     return status
 

@@ -123,6 +123,27 @@ def test_a_node_joins_the_next_round(nodes):
     assert not b.is_stopping(), "in the next round"
 
 
+def test_a_node_that_is_stopped_before_it_joins_stops_no_ranks(nodes):
+    a, b, c = nodes(3)
+    c.announce_stop()
+    join(a, b, c)
+    assert not a.is_stopping()
+    c.announce_stop()
+    assert a.is_stopping()
+
+
+def test_a_stop_reaches_the_ranks_without_the_store(nodes, monkeypatch):
+    """Else the thread that passes the signal on would end before it has."""
+    [a] = nodes(1, min_nodes=1, max_nodes=1)
+    join(a)
+
+    def add(key, amount):
+        raise RuntimeError("Connection was likely closed")
+
+    monkeypatch.setattr(elastic.Handler, "notes", SimpleNamespace(add=add))
+    assert not a.announce_stop()
+
+
 def test_the_first_round_waits_for_missing_nodes(nodes, monkeypatch):
     a, b, c = nodes(3)
     with ThreadPoolExecutor(2) as pool:
@@ -209,7 +230,8 @@ class FakeHandler:
     def __init__(self, stopping=False, refusal=True):
         self.stopping, self.refusal, self.noted = stopping, refusal, {}
         self.left = self.lost = frozenset()
-        self.has_stopped = False
+        self.has_stopped = self.has_saved = False
+        self.round = 0
         self.notes = SimpleNamespace(set=self.noted.__setitem__)
 
     def is_stopping(self):
@@ -302,10 +324,16 @@ def test_ranks_that_end_well(monkeypatch):
 def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys):
     """A node joins, or all are to stop: who does not handle the signal ends by it, its peers for want of it."""
     monkeypatch.setenv("SCRIPT", "train.py")
-    one, monitor = monitored(monkeypatch, failed(r0=1), FakeHandler(stopping=True))
+    one, monitor = monitored(monkeypatch, failed(r0=1, r1=-10), FakeHandler(stopping=True))
     assert monitor().state == WorkerState.HEALTHY
     assert one.handler.has_stopped
+    assert not one.handler.has_saved, "so that a stop signal before the next round does not end with status 0"
     assert one.job.failures == []
+    line = capsys.readouterr().err
+    assert line.startswith("elastic: rank 0 (pid 7 on "), "it may be a checkpoint that could not be written"
+    assert line.endswith(
+        "ended with status 1; its own error is above; it was to stop, so that no restart is counted\n"
+    )
     assert monitored(monkeypatch, failed(r0=1), FakeHandler())[1]().state == WorkerState.FAILED
     monkeypatch.setattr(agent, "STOPPED_BY", {signal.SIGTERM})
     _, monitor = monitored(monkeypatch, failed(r0=1, r1=-15), FakeHandler(), stopped_by=[signal.SIGTERM])
@@ -375,6 +403,24 @@ def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_jo
     assert elastic.status_of_job(store, "job") == 1
 
 
+def test_no_round_begins_once_a_node_has_finished_and_gone(nodes, store, monkeypatch):
+    """Its ranks have finished, and it was stopped or lost then: those of the other cannot finish any more."""
+    monkeypatch.setenv("SCRIPT", "train.py")
+    monkeypatch.setattr(elastic, "FIRST_CALL_S", 0.3)
+    a, b = nodes(2, min_nodes=1)
+    join(a, b)
+    b.announce_finish()
+    b._stop_heartbeats()
+    wait_until(lambda: a.num_nodes_waiting() or b._this_node not in a._state_holder.state.participants, 10, "b")
+    with pytest.raises(RendezvousClosedError):
+        a.next_rendezvous()
+    a.shutdown()
+    [c] = nodes(1, min_nodes=1)
+    with pytest.raises(RendezvousClosedError):
+        c.next_rendezvous()
+    assert elastic.status_of_job(store, "job") == 1
+
+
 def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
     monkeypatch.setenv("SCRIPT", "train.py")
     a, b = nodes(2, max_nodes=2)
@@ -393,6 +439,22 @@ def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
     a.has_result = True
     a.announce_stop()
     assert not b.is_stopping(), "a stop signal that comes after the end is none of the others"
+
+
+@pytest.mark.parametrize(
+    ("has_run", "has_saved", "status"), [(False, False, 0), (True, True, 0), (True, False, 1)]
+)
+def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, status):
+    """The main thread says the same as the one that takes the signals, whichever ends this process."""
+    one, _ = monitored(monkeypatch, None, FakeHandler(), stopped_by=[signal.SIGTERM])
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    group = SimpleNamespace(spec=SimpleNamespace(args=()))
+    one.has_run, one.handler.has_saved = has_run, has_saved
+    with pytest.raises(UserError if status else SignalException):
+        one._start_workers(group)
+    one.job.stopped_by.clear()
+    one._start_workers(group)
+    assert (one.has_run, one.handler.has_saved) == (True, False), "from now on there is something to lose"
 
 
 @pytest.mark.parametrize(
@@ -434,11 +496,31 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
     assert not a.announce_stop()
     a.announce_finish()
     assert a.announce_stop()
+    assert not b.announce_stop()
     done = RunResult(state=WorkerState.SUCCEEDED)
     one, _ = monitored(monkeypatch, done, b)
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: None)
     one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))
     assert b.announce_stop()
+    join(a, b)
+    assert b.announce_stop(), "until its ranks run again"
+
+
+def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, capfd):
+    """Ranks of the earlier one were killed with it: before it has met the others, and while it does."""
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
+    monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(agent, "NOTICE_S", 0)
+    monkeypatch.setenv(agent.HAS_RETURNED, "1")
+    for announce in ([], [lambda: False]):
+        monkeypatch.setattr(agent, "STOPPED_BY", set())
+        monkeypatch.setattr(agent, "announce", announce)
+        (tmp_path / "logs").mkdir()
+        with pytest.raises(SystemExit) as caught:
+            agent.pass_signals_on(str(tmp_path / "logs"))
+        assert caught.value.code == 1
+        assert capfd.readouterr().err.startswith("error: stopped by SIGTERM while no ranks ran: ")
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
@@ -500,14 +582,12 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
 
 
 AGENT = """
-import os, sys, time
+import os, sys
 log = sys.argv[1]
 with open(log, "a") as file:
     print(*sys.argv[2:], file=file)
 line = sum(1 for _ in open(log))
 status = int(os.environ["STATUSES"].split()[line - 1])
-if status == 0 and os.environ.get("WAIT"):
-    time.sleep(60)
 os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """
 
@@ -546,6 +626,24 @@ def test_an_agent_that_is_lost_runs_again(monkeypatch, tmp_path, statuses, statu
     first, later = "--name=x", "--name=x --resume auto"
     expected = [first, later, f"{later} --resume auto", f"{later} --resume auto --resume auto"][:starts]
     assert kept(monkeypatch, tmp_path, statuses) == (status, expected)
+
+
+def test_the_last_loss_of_a_node_is_told_as_such(monkeypatch, tmp_path, capfd):
+    assert kept(monkeypatch, tmp_path, "-9 69", max_restarts=1)[0] == 69
+    returns = "elastic: this node's agent was killed by SIGKILL; return 1 of at most 1\n"
+    assert capfd.readouterr().err == (
+        f"{returns}elastic: this node's agent lost the store; no more returns (MAX_RESTARTS 1)\n"
+    )
+
+
+def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(signal, "sigtimedwait", lambda signals, seconds: SimpleNamespace(si_signo=signal.SIGTERM))
+    status, starts = kept(monkeypatch, tmp_path, "-9 0")
+    assert (status, len(starts)) == (1, 1)
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "error: stopped by SIGTERM while no ranks ran: this node's have ended without a checkpoint; to go on: "
+        "the same command with --resume auto"
+    )
 
 
 def test_later_rounds_go_on_with_the_run(tmp_path):
