@@ -81,13 +81,16 @@ class GradientSum:
         self.replicas, self.everyone, self.is_last = replicas, everyone, True
         self.buckets: dict[dist.ProcessGroup, list[Tensor]] = {replicas: [], everyone: []}
         self.sums: list[tuple[list[Tensor], Tensor, dist.Work]] = []
-        for parameter in model.parameters():
+        self.names: dict[Tensor, str] = {x: name for name, x in model.named_parameters() if x.requires_grad}
+        self.taken: set[Tensor] = set()
+        for parameter in self.names:
             parameter.register_post_accumulate_grad_hook(self.add)
 
     def add(self, parameter: Tensor) -> None:
         """Take a gradient that is complete after the last pass of a step, and send a bucket that is full."""
         if not self.is_last:
             return
+        self.taken.add(parameter)
         gradient, group = cast(Tensor, parameter.grad), self.replicas
         if isinstance(gradient, DTensor):
             own = gradient.to_local()
@@ -111,7 +114,17 @@ class GradientSum:
         self.buckets[group] = []
 
     def finish(self) -> None:
-        """Put the sums in place of all gradients that were taken."""
+        """Put the sums in place of all gradients after the last pass of a step.
+
+        Raises:
+            UserError: the pass gave a parameter no gradient. That of an earlier pass would not be summed, and
+                replicas in which others are missing would sum what does not belong together.
+        """
+        missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
+        if missing and self.is_last and self.replicas.size() > 1:
+            fix = "use it in every forward pass, or set its requires_grad to False"
+            raise UserError(f"{missing[0]} got no gradient, so that replicas cannot sum it; {fix}")
+        self.taken.clear()
         for group in [group for group, bucket in self.buckets.items() if bucket]:
             self.send(group)
         for gradients, flat, work in self.sums:

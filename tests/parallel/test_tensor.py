@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, read_checkpoint
@@ -159,6 +161,27 @@ def test_refusals(tmp_path, world_size, argv, message):
     outcome = Ranks("tensor", words, world_size, tmp_path / "out").wait(60)
     assert outcome.statuses == [2] * world_size, outcome.text
     assert f"error: {message}" in outcome.text
+
+
+@pytest.mark.parametrize("has_earlier_pass", [True, False])
+def test_a_parameter_that_only_some_passes_or_replicas_use_is_refused(has_earlier_pass):
+    """Its gradient would not be summed, and the replicas would drift apart."""
+    layers = nn.ModuleDict({"used": nn.Linear(2, 2), "frozen": nn.Linear(2, 2), "seldom": nn.Linear(2, 2)})
+    layers["frozen"].requires_grad_(False)
+    replicas, everyone = Mock(), Mock()
+    replicas.size.return_value = everyone.size.return_value = 2
+    gradients, inputs = GradientSum(layers, replicas, everyone), torch.ones(1, 2)
+    gradients.is_last = False
+    if has_earlier_pass:
+        layers["used"](layers["seldom"](inputs)).sum().backward()
+        gradients.finish()
+    gradients.is_last = True
+    layers["used"](layers["frozen"](inputs)).sum().backward()
+    with pytest.raises(UserError, match=r"^seldom.weight got no gradient"):
+        gradients.finish()
+    replicas.size.return_value = 1
+    gradients.buckets[replicas].clear()
+    gradients.finish()  # one replica sums nothing
 
 
 def test_switches_that_would_do_nothing_or_harm_are_refused():
