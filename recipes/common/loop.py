@@ -34,7 +34,7 @@ from recipes.common.world.agreement import (
 )
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
-from recipes.common.world.transport import check_network, needs_communicator, read_network
+from recipes.common.world.transport import check_network, end_log, needs_communicator, read_network
 
 Content = dict[str, Any]
 """What a checkpoint holds."""
@@ -168,6 +168,7 @@ def gather_places(job: Job) -> list[Place]:
             # All-reduce: 4 bytes, for which NCCL connects the ranks and says over what.
             peers.sum_tensor(torch.zeros(1, device=job.device))
             places = peers.gather_objects(place_of(job.device, read_network()))
+    end_log()  # where all ranks are on one host, there is no network to ask for
     return places
 
 

@@ -28,7 +28,7 @@ from tests.support import (
 pytestmark = pytest.mark.slow
 
 LONG = ("--data", "tests.slow_data:slower_images", "--global-batch-size", "16")
-LONG += ("--epochs", "12", "--deterministic")
+LONG += ("--epochs", "12", "--deterministic", "--workers", "0")
 """96 steps of 0.2 s, in which the cores are free, until go_on()."""
 
 

@@ -273,7 +273,7 @@ def double_losses(model, data, rank=0, world_size=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "argv"), [(3, ()), (4, ("--replicas", "2"))])
+@pytest.mark.parametrize(("world_size", "argv"), [(4, ()), (4, ("--replicas", "2"))])
 def test_200_steps_in_double_precision(tmp_path, world_size, argv):
     args = options(["--device", "cpu", "--no-channels-last"])
     data = load_data(args, torch.device("cpu"), print)

@@ -73,6 +73,14 @@ def test_the_log_is_of_this_process_and_goes_once_it_has_been_read(tmp_path):
     assert transport.read_network() is None
 
 
+def test_the_log_goes_where_all_ranks_are_on_one_host(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(TwoHosts, "gather_objects", lambda self, value: [value, value])
+    assert [place.host for place in loop.gather_places(job)] == ["n1", "n1"]
+    assert job.peers.sums == 0
+    assert list(tmp_path.iterdir()) == []
+    assert not os.environ.keys() & set(transport.VARIABLES)
+
+
 @pytest.mark.parametrize("name", transport.VARIABLES)
 def test_a_log_that_the_user_asks_for_stays_the_users(tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "mine")

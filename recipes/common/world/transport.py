@@ -8,6 +8,7 @@ and the network unknown here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -41,6 +42,7 @@ def log_nccl() -> None:
     os.close(descriptor)
     _log = Path(path)
     _log_to(path.replace("%", "%%"))
+    atexit.register(end_log)
 
 
 def _is_users_log() -> bool:
@@ -58,17 +60,24 @@ def read_network() -> str | None:
 
     A process has one network for all communicators.
     """
-    global _log
     if _log is None:
         return None
     with contextlib.suppress(OSError):
         if found := find_network(_log.read_text(errors="replace")):
-            _log.unlink()
-            _log = None
-            for name in VARIABLES:  # NCCL has read them; a program that this process starts has a log of its own
-                del os.environ[name]
+            end_log()
             return found
     return None
+
+
+def end_log() -> None:
+    """Remove the log: nothing reads it any more. A program that this process starts has a log of its own."""
+    global _log
+    if _log:
+        with contextlib.suppress(OSError):
+            _log.unlink()
+        _log = None
+        for name in VARIABLES:
+            os.environ.pop(name, None)
 
 
 def log_processes() -> tuple[int, int] | None:
