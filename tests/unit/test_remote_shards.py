@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
-from recipes.common.data.remote import plain_answer
 from recipes.common.data.shards import INDEX, RemoteImages, open_cached, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
@@ -225,64 +224,6 @@ FAULTS = {
     "drip": (drip, r"the server took longer than 0.1 s, 4 times|not there after 0.6 s", 4),
     "silent": (sleep, r"timed out, 4 times|not there after 0.6 s", 4),
 }
-
-
-def answer_oddly(handler, number):
-    """As servers may, each in a way that http.client has to read: chunks, a header twice, the last answer."""
-    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
-    content = (handler.folder / handler.path.lstrip("/")).read_bytes()
-    part = content[start : end + 1]
-    handler.send_response(206)
-    handler.send_header("content-range", f"bytes {start}-{end}/{len(content)}")
-    if number % 3:
-        handler.send_header("Content-Length", str(len(part)))
-        handler.send_header("Connection" if number % 3 == 1 else "X", "close")
-        handler.send_header("X", "twice")
-    else:
-        handler.send_header("Transfer-Encoding", "chunked")
-        part = b"%x\r\n%s\r\n0\r\n\r\n" % (len(part), part)
-    handler.end_headers()
-    handler.wfile.write(part)
-    return True
-
-
-def answer_in_pieces(handler, number):
-    """A plain answer as nginx gives it, in two pieces: the first ends within the head, or within the image."""
-    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
-    content = (handler.folder / handler.path.lstrip("/")).read_bytes()
-    head = f"HTTP/1.1 206 Partial Content\r\nConnection: keep-alive\r\nContent-Length: {end + 1 - start}\r\n"
-    answer = f"{head}Content-Range: bytes {start}-{end}/{len(content)}\r\n\r\n".encode() + content[start : end + 1]
-    cut = 30 if number % 2 else len(answer) - 1
-    handler.wfile.write(answer[:cut])
-    time.sleep(0.002)
-    handler.wfile.write(answer[cut:])
-    return True
-
-
-@pytest.mark.parametrize("fault", [answer_oddly, answer_in_pieces])
-def test_however_a_server_answers_the_images_are_those_of_the_disk(shards, fault):
-    with serve(shards, fault=fault) as (url, _):
-        assert_equal(load(url).train, load(shards).train)
-
-
-def test_what_is_not_plain_is_left_to_http_client():
-    def answer(status=b"HTTP/1.1 206 OK", length=b"4", sent=b"bytes 2-5/9", more=b"", content=b"abc"):
-        fields = b"Content-Length: %s\r\ncontent-range: %s\r\n%s" % (length, sent, more)
-        return plain_answer(status + b"\r\n" + fields + b"\r\n" + content, 2, 6)
-
-    assert answer() == (9, b"abc")
-    assert answer(more=b"Connection: Keep-Alive\r\n") == (9, b"abc")
-    assert answer(content=b"") == (9, b"")
-    others = [
-        ("status", b"HTTP/1.1 200 OK"),
-        ("status", b"HTTP/1.0 206 OK"),
-        ("length", b"5"),
-        ("content", b"abcde"),
-    ]
-    others += [("sent", b"bytes 3-6/9"), ("sent", b"bytes */9"), ("more", b"Content-Length: 4\r\n")]
-    others += [("more", b"Transfer-Encoding: chunked\r\n"), ("more", b"Connection: close\r\n"), ("more", b"x\r\n")]
-    assert [answer(**{name: value}) for name, value in others] == [(0, b"")] * len(others)
-    assert plain_answer(b"", 0, 1) == (0, b"")
 
 
 @pytest.mark.parametrize("name", FAULTS)

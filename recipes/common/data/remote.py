@@ -10,17 +10,15 @@ import errno
 import functools
 import http.client
 import inspect
-import io
 import os
 import re
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from recipes.common.errors import UserError
@@ -30,9 +28,6 @@ READS_IN_FLIGHT = 32
 
 PART_BYTES = 2**20
 """A longer file is read in parts of so many bytes, several at once."""
-
-MAX_HEAD_BYTES = 2**16
-"""Of an answer; a head is much shorter."""
 
 ADDRESS = "http://HOST:PORT/FOLDER"
 
@@ -76,8 +71,7 @@ class Store(ABC):
 
     def _try(self, action: Callable[[], Any]) -> Any:
         for pause in PAUSES:
-            if pause:
-                time.sleep(pause * self.attempt_s)
+            time.sleep(pause * self.attempt_s)
             try:
                 return action()
             except RefusedError:
@@ -106,19 +100,7 @@ class Store(ABC):
 
 
 class HttpStore(Store):
-    """A folder on a web server that answers requests for parts of a file.
-
-    A plain answer is taken from the socket as it is. http.client reads all others; it takes headers for those of
-    an e-mail, which costs the processor more than all else of a request.
-    """
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        super().__init__(url, timeout_s)
-        self.place = urlsplit(url)
-        self.folder = quote(self.place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
-        host = self.place.hostname or ""
-        host = f"[{host}]" if ":" in host else host.encode("idna").decode()
-        self.host = f"{host}:{self.place.port}" if self.place.port else host
+    """A folder on a web server that answers requests for parts of a file."""
 
     def _size(self, name: str) -> int:
         return self._get(name, 0, 1)[1]
@@ -126,55 +108,35 @@ class HttpStore(Store):
     def _read(self, name: str, start: int, end: int) -> bytes:
         return self._get(name, start, end)[0]
 
-    def _connect(self) -> socket.socket:
-        kind = http.client.HTTPSConnection if self.place.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self.place.netloc, timeout=self.attempt_s)
-        connection.connect()
-        return cast(socket.socket, connection.sock)
-
     def _get(self, name: str, start: int, end: int) -> tuple[bytes, int]:
         """Return bytes of a file and its size, by this thread's connection; it is kept unless something failed."""
-        deadline = time.monotonic() + self.attempt_s
-        connection = CONNECTIONS.idle.pop(self.url, None) or self._connect()
+        place, deadline = urlsplit(self.url), time.monotonic() + self.attempt_s
+        connection = CONNECTIONS.idle.pop(self.url, None)
+        if connection is None:
+            kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+            connection = kind(place.netloc, timeout=self.attempt_s)
         try:
-            request = f"GET {self.folder}/{quote(name)} HTTP/1.1\r\nHost: {self.host}\r\n"
-            request += f"Accept-Encoding: identity\r\nRange: bytes={start}-{end - 1}\r\n\r\n"
-            connection.sendall(request.encode("ascii"))
-            head = b""
-            while b"\r\n\r\n" not in head and len(head) < MAX_HEAD_BYTES:
-                piece = connection.recv(MAX_HEAD_BYTES)
-                if not piece:
-                    break
-                self._check_time(deadline)
-                head += piece
-            content, seen = bytearray(end - start), 0
-            size, begun = plain_answer(head, start, end)
-            response = None
-            if size:
-                content[: len(begun)], seen = begun, len(begun)
-            else:
-                rewound = Rewound(head, connection, lambda: self._check_time(deadline))
-                response = http.client.HTTPResponse(cast(socket.socket, rewound))
-                response.begin()
-                size = self._check(response, start, end)
-            receive = response.readinto if response else connection.recv_into
-            with memoryview(content) as rest:
-                while seen < len(content):
-                    count = receive(rest[seen:])
-                    if not count:
-                        raise OSError(errno.EIO, f"the server sent {seen} bytes of {len(content)}")
-                    self._check_time(deadline)
-                    seen += count
-            if not response or (response.length == 0 and not response.will_close):
+            headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+            folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+            connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
+            response = connection.getresponse()
+            size = self._check(response, start, end)
+            parts, missing = [], end - start
+            while missing:
+                part = response.read1(min(missing, PART_BYTES))
+                if not part:
+                    raise OSError(errno.EIO, f"the server sent {end - start - missing} bytes of {end - start}")
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
+                parts.append(part)
+                missing -= len(part)
+            if response.length == 0:
+                response.close()
                 CONNECTIONS.idle[self.url] = connection
         finally:
             if self.url not in CONNECTIONS.idle:
                 connection.close()
-        return bytes(content), size
-
-    def _check_time(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
+        return b"".join(parts), size
 
     def _check(self, response: http.client.HTTPResponse, start: int, end: int) -> int:
         """Return the file's size where the answer is that part of it."""
@@ -193,49 +155,6 @@ class HttpStore(Store):
             what = f"{response.getheader('Content-Range', '')[:100]} in {response.length} bytes"
             raise OSError(errno.EIO, f"the server sent {what}, in place of bytes {start}-{end - 1}")
         return int(sent[3])
-
-
-def plain_answer(head: bytes, start: int, end: int) -> tuple[int, bytes]:
-    """Return the file's size and how its part begins; 0 where http.client has to read the answer."""
-    head, _, content = head.partition(b"\r\n\r\n")
-    status, *lines = head.lower().split(b"\r\n")
-    fields = dict(line.split(b": ", 1) for line in lines if b": " in line)
-    sent = re.fullmatch(NUMBERS.encode(), fields.get(b"content-range", b""))
-    is_plain = (
-        status.startswith(b"http/1.1 206 ")
-        and len(fields) == len(lines)  # none twice
-        and b"transfer-encoding" not in fields
-        and fields.get(b"connection", b"keep-alive") == b"keep-alive"
-        and fields.get(b"content-length") == b"%d" % (end - start)
-        and len(content) <= end - start
-    )
-    if not is_plain or not sent or (int(sent[1]), int(sent[2]) + 1) != (start, end):
-        return 0, b""
-    return int(sent[3]), content
-
-
-class Rewound(io.RawIOBase):
-    """What http.client takes for a connection: bytes that came already, and then the connection's, in time."""
-
-    def __init__(self, head: bytes, connection: socket.socket, check_time: Callable[[], None]) -> None:
-        self.head, self.connection, self.check_time = head, connection, check_time
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Return this as a file."""
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        """Return that it can be read."""
-        return True
-
-    def readinto(self, memory: Any) -> int:
-        """Read some bytes."""
-        self.check_time()
-        if not self.head:
-            return self.connection.recv_into(memory)
-        count = min(len(memory), len(self.head))
-        memory[:count], self.head = self.head[:count], self.head[count:]
-        return count
 
 
 def told_to(response: http.client.HTTPResponse) -> str:
@@ -277,7 +196,7 @@ class Connections(threading.local):
     """Those of each thread that wait for another request, by URL."""
 
     def __init__(self) -> None:
-        self.idle: dict[str, socket.socket] = {}
+        self.idle: dict[str, http.client.HTTPConnection] = {}
 
 
 CONNECTIONS = Connections()
