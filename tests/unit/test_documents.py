@@ -270,7 +270,7 @@ def test_every_figure_of_the_readme_belongs_to_a_claim():
 
 
 def test_every_guarantee_and_place_of_the_readme_has_a_claim():
-    section = text_of("README.md").split("\n## What holds")[1].split("\n## ")[0]
+    section = text_of("README.md").split("\n## What is guaranteed")[1].split("\n## ")[0]
     said = re.findall(r"^- \*\*(?:.|\n)*?(?=\n- |\n\n)|^\| (?!where|---).*$", section, re.MULTILINE)
     assert len(said) > 8
     for line in said:
