@@ -44,7 +44,7 @@ BUGS = {
     "loss multiplied by it": Bug(
         "loss-scaled", {"(ddp(points), labels) /": "(ddp(points), labels) * world_size /"}
     ),
-    "gradients summed by hand": Bug(
+    "gradients summed, not averaged": Bug(
         "loss-scaled", {**UNWRAPPED, STEP: BY_HAND.replace("/= world_size", "/= 1") + STEP}
     ),
     "no set_epoch": Bug("no-set-epoch", {"    sampler.set_epoch(epoch)\n": ""}),
