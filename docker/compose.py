@@ -207,7 +207,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     recipe = check_recipe(args.recipe)
     if args.min_nodes or args.max_restarts:
-        raise UserError("containers that are lost do not come back: MIN_NODES is not for WITH=docker")
+        raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")
     nodes, shares = args.nodes, share_out(visible_gpus(), args.nodes)
     processes = processes_per_node(args, recipe, shares)
     docker = shutil.which(os.environ.get("DOCKER", "docker"))

@@ -76,7 +76,7 @@ class Cluster:
     def __init__(self, namespace: str | None) -> None:
         self.command = [os.environ.get("KUBECTL", "kubectl")]
         if not shutil.which(self.command[0]):
-            raise UserError(f"{self.command[0]} is not there; install kubectl, or set KUBECTL to where it is")
+            raise UserError(f"{self.command[0]} not found; install kubectl, or set KUBECTL to its path")
         if namespace:
             self.command.append(f"--namespace={namespace}")
 

@@ -172,7 +172,7 @@ def check(request: Request) -> None:
         raise UserError(f"KIND=doctor runs probe, not {request.recipe}")
     if request.kind == "pytorchjob-elastic" and request.recipe in NOT_ELASTIC:
         raise UserError(
-            f"KIND=pytorchjob-elastic goes on with fewer nodes, which {request.recipe} cannot; RECIPE=ddp"
+            f"KIND=pytorchjob-elastic: {request.recipe} cannot be elastic; use KIND=indexed-job, or RECIPE=ddp"
         )
     if request.script:
         check_script(request.script, request.kind)
@@ -278,7 +278,7 @@ def scale(quantity: str | int | float, gpus: int, before: int) -> str:
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)([a-zA-Z]*)", str(quantity))
     if not found:
-        raise UserError(f"{quantity!r} in the manifest is no quantity; such as 8, 500m or 1.5Gi")
+        raise UserError(f"{quantity!r} in the manifest is no quantity; write one such as 8, 500m or 1.5Gi")
     number = Decimal(found[1])
     step = Decimal(1).scaleb(min(0, int(number.as_tuple().exponent)))
     return f"{(number * gpus / before).quantize(step, ROUND_CEILING):f}{found[2]}"

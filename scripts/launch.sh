@@ -50,7 +50,7 @@ if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it call
 fi
 
 if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|spawn|horovod)$ ]]; then
-    refuse "$recipe cannot go on without a node; unset MIN_NODES, or RECIPE=ddp"
+    refuse "$recipe cannot be elastic; unset MIN_NODES, or use RECIPE=ddp"
 fi
 
 if [[ -n ${FABRIC:-} || -n ${SITE_ENV:-} || -e site.env ]]; then # FABRIC is set by a cluster's launch files

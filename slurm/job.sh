@@ -13,7 +13,7 @@
 #   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
 #   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
 #   MAX_REQUEUES      how often a job may start again (10)
-#   MAX_EXCLUDED      how many nodes with a broken GPU a job may leave out and start again without (3)
+#   MAX_EXCLUDED      how many nodes with a broken GPU a job may exclude and start again without (3)
 #   SCRIPT            a script of your own in the recipe's place, with the recipe's way of starting ranks
 #                     (docs/your-own.md); with it WORKDIR, RUNS_DIR and RESUME. Paths start at the folder of sbatch.
 # After make_elastic, as in ddp-elastic.sbatch:
@@ -318,8 +318,8 @@ stop_step() {
 end_job() {
     if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
     if is_complete; then exit 0; fi
-    go_on="to go on: sbatch ... --name $(basename "$run_dir") --resume auto"
-    if [[ -n ${SCRIPT:-} ]]; then go_on="to go on: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
+    go_on="to resume: sbatch ... --name $(basename "$run_dir") --resume auto"
+    if [[ -n ${SCRIPT:-} ]]; then go_on="to resume: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
     start_again
     local log
     for log in "$logs"/*.txt; do
@@ -382,8 +382,8 @@ end_submitted() {
     if ((status == 0)); then status=$greatest; fi
     if is_complete; then exit 0; fi
     echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE" # for slurm/submit.py
-    go_on="to go on: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
-    if [[ -n $SCRIPT ]]; then go_on="to go on: RESUME=auto make submit ... NAME=$(basename "$run_dir")"; fi
+    go_on="to resume: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
+    if [[ -n $SCRIPT ]]; then go_on="to resume: RESUME=auto make submit ... NAME=$(basename "$run_dir")"; fi
     start_again
     exit "$status"
 }
@@ -453,13 +453,13 @@ leave_out() {
         if [[ -n $old ]]; then scontrol show hostnames "$old"; fi
     } | sort -u | comm -13 - <(echo "$usable") | wc -l)
     if (($(wc -l <<<"$all") > limit)); then
-        echo "error: job $job: broken GPU on $new, and it may leave out $limit nodes (MAX_EXCLUDED);" \
+        echo "error: job $job: broken GPU on $new, and a job may exclude at most $limit nodes (MAX_EXCLUDED);" \
             "have those in $list repaired; $go_on" >&2
     elif ((others < NNODES)); then
-        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other nodes that work, for" \
+        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other working nodes for" \
             "$NNODES; have it repaired; $go_on" >&2
     else
-        requeue "broken GPU on $new, left out from now on" "${old:+$old,}$new"
+        requeue "broken GPU on $new, excluded from now on" "${old:+$old,}$new"
     fi
 }
 
@@ -471,7 +471,7 @@ requeue() {
             "$go_on" >&2
         exit 1
     fi
-    echo "job $job: $1; it is requeued and goes on from its last checkpoint"
+    echo "job $job: $1; it is requeued and resumes from its last checkpoint"
     if [[ -n ${2:-} ]]; then trap '' TERM; else trap - TERM; fi
     if scontrol requeue "$job"; then
         if [[ -z ${2:-} ]]; then exec sleep 60; fi # until Slurm ends this script

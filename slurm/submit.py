@@ -179,7 +179,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         if is_script:
             run.script = script.job_environment(run_name)
         elif (run.folder / "metrics.jsonl").exists() and not parsed.overwrite and resume != "auto":
-            remedy = "add --resume auto to go on with it, --overwrite to replace it, or choose another NAME"
+            remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another NAME"
             raise UserError(f"the run {run.folder} exists; {remedy}")
         elif hasattr(parsed, "name"):  # the probe keeps no record
             run.argv += ["--name", run.name]

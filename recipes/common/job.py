@@ -200,7 +200,7 @@ class Job:
             with self.peers.watch("gradients"):
                 is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
             if self.record and self.guard.skipped > before:
-                self.record.progress.say(f"warning: left step {step} out: its loss or gradient is not finite")
+                self.record.progress.say(f"warning: skipped step {step}: its loss or gradient is not finite")
             return is_allowed
 
         return check

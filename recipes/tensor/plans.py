@@ -146,7 +146,8 @@ def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: i
         if fnmatch(path, pattern) and isinstance(module, nn.Linear):
             size = module.out_features if style == "column" else module.in_features
             if size % ranks:
-                raise UserError(f"--tensor-parallel {ranks} does not divide the {size} units of {name}'s {path}")
+                what = f"does not divide the {size} units of {name}'s {path}"
+                raise UserError(f"--tensor-parallel {ranks} {what}; use a divisor of {size}")
 
 
 def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> list[str]:
@@ -158,7 +159,8 @@ def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: s
     ranks = mesh.size()
     heads: int = attention.heads if isinstance(attention, Attention) else attention.num_heads
     if heads % ranks:
-        raise UserError(f"--tensor-parallel {ranks} does not divide the {heads} attention heads of {name}")
+        what = f"does not divide the {heads} attention heads of {name}"
+        raise UserError(f"--tensor-parallel {ranks} {what}; use a divisor of {heads}")
     if isinstance(attention, Attention):
         attention.heads = heads // ranks
         attention.qkv.weight.data = swap(attention.qkv.weight.data, 3, ranks)

@@ -32,11 +32,11 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 HEAD = """# Evidence
 
-What these pages claim, what shows it, and what came of it when it was last run. `make evidence` writes it from
+Every claim of these pages, what shows it, and the result of its last run. `make evidence` writes this page from
 [claims.toml](claims.toml) and [evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` renews some rows.
-A row has the commit, the date and the machine of its own last run; of a measurement that a file of the repository
-keeps ("recorded in"), the commit that brought the file. "Not run": nobody has run it, or no record was kept.
-`make test-all ARGS=FILE` runs the tests of a row.
+Each row has the commit, date and machine of its last run. For a measurement that a file keeps ("recorded in"),
+the commit is the one that added the file. "Not run": nobody has run it, or no record was kept. To run the tests
+of a row: `make test-all ARGS=FILE`.
 """
 
 

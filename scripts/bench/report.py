@@ -31,13 +31,13 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 HEAD = """# Benchmarks
 
-Written by `make report` from the files that `make bench` leaves beside it; the newest run comes first. A figure is
-measured side by side with what it is held against: contenders take turns in each round, and the median over the
-rounds stands with the least and the largest. A goal that is not met says "no", and stays one.
+`make report` writes this page from the files that `make bench` leaves in this folder; the newest run comes first.
+Each figure compares programs that take turns in each round. The tables have the median over the rounds, the least
+and the largest value. "met" is "no" where a goal was missed.
 
-In the pictures, a row is a figure over its limit: the most that this machine allows, measured in the same rounds.
-The band goes from the least to the largest; the axis of a ratio is logarithmic. What has no limit, or whose limit
-the run did not measure, is in the tables only.
+In the pictures, a row is a figure divided by its limit: the most that this machine allows, measured in the same
+rounds. The band goes from the least to the largest value; the axis of a ratio is logarithmic. Figures without a
+limit, or whose limit the run did not measure, are only in the tables.
 """
 
 
@@ -107,7 +107,7 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
     """Return docs/benchmarks/README.md; others are pages of the same folder that people have written."""
     lines = [HEAD]
     if others:
-        lines += ["Beside it: " + ", ".join(f"[{name}]({name})" for name in others) + ".", ""]
+        lines += ["Other pages: " + ", ".join(f"[{name}]({name})" for name in others) + ".", ""]
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())
         lines += [
@@ -121,7 +121,7 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
     lines += [
         "## The drill",
         "",
-        "Of [docs/drill.md](../drill.md), which says when and where.",
+        "From the tables of [docs/drill.md](../drill.md).",
         "",
         *sections(drill, ""),
     ]

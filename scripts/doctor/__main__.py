@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     )
     args = parse(parser, argv)
     if args.nproc_per_node and not args.nodes:
-        raise UserError("--nproc-per-node belongs to --nodes; else NPROC_PER_NODE says it")
+        raise UserError("--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE")
     return args
 
 

@@ -366,7 +366,7 @@ def torch_works(case: Case) -> Findings:
         usual = median(speed for speed, _, _ in found)
         for speed, rank, device in found:
             if speed < SLOW_GPU * usual:
-                what = f"{device} ({name}) does {speed:.0f} Tflop/s, its like {usual:.0f}"
+                what = f"{device} ({name}) does {speed:.0f} Tflop/s, others of its kind {usual:.0f}"
                 fix = "see its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), and who else uses it"
                 yield case.error(rank, what, fix)
 

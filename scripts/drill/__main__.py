@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--plain", action="store_true", help="plain processes, also where root allows networks")
     args = parse(parser, argv)
     if args.nodes < 2:
-        raise UserError("NODES: at least 2 for a drill; one node has nobody to lose")
+        raise UserError(f"NODES: a drill needs at least 2 nodes, got {args.nodes}")
     args.faults = check_names("FAULTS", args.faults, list(FAULTS))
     return args
 

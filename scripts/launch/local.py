@@ -219,7 +219,7 @@ class LocalJob:
         if not is_refused:  # else node 0 has said it
             sys.stderr.writelines(self.refusals)
         if self.interrupted_by:
-            whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to go on"
+            whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to resume"
             print(f"interrupted{whole}", file=sys.stderr)
             return 128 + self.interrupted_by
         if not failed:
@@ -302,7 +302,7 @@ def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[in
     if args.min_nodes > nodes:
         raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {nodes}")
     if recipe in NOT_ELASTIC:
-        raise UserError(f"{recipe} is not for an elastic job; RECIPE=ddp is, say")
+        raise UserError(f"{recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
@@ -379,7 +379,7 @@ def run_job(
         if script.is_set():
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
-        job = ElasticJob(*elastic, address, f"to go on: the same command with {words}")
+        job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
     job.listen()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
         for node in range(nodes):

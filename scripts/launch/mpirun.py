@@ -92,7 +92,7 @@ def check_module(name: str) -> None:
         hint = nearest(name, known) or f"; one of {', '.join(known)}"
         raise UserError(f"there is no module {name}{hint}")
     if name == "recipes.horovod.train":
-        raise UserError(f"horovod speaks MPI itself: mpirun -np 4 python -m {name}, without scripts.launch.mpirun")
+        raise UserError(f"horovod uses MPI itself; run mpirun -np 4 .venv/bin/python -m {name}")
 
 
 def start_mpi() -> MPI.Comm:

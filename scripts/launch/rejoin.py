@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 def how_to_go_on() -> str:
     """Return what to say where an elastic job ends before its end."""
-    return f"to go on: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
+    return f"to resume: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
 
 
 class UnsavedStopError(UserError):
@@ -82,13 +82,13 @@ def check(options: list[str]) -> int:
     """Return MAX_RESTARTS; raises UserError for variables that make no sense."""
     nnodes, min_nodes = read_number("NNODES", 1, at_least=1), read_number("MIN_NODES", 1, at_least=1)
     if min_nodes > nnodes:
-        raise UserError(f"MIN_NODES {min_nodes} of NNODES {nnodes}: at most as many as there are")
+        raise UserError(f"MIN_NODES {min_nodes} is more than NNODES {nnodes}; lower it")
     endpoint = os.environ.get("RDZV_ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
     if endpoint and not (host and port.isdigit()):
         raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
     if not script.is_set() and not option("--name", "", options):
-        raise UserError("an elastic job needs a name, by which it goes on after a restart: add --name")
+        raise UserError("an elastic job needs a name to resume after a restart; add --name")
     return read_number("MAX_RESTARTS", 3, at_least=0)
 
 

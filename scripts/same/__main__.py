@@ -78,7 +78,7 @@ def check_args(args: Namespace) -> None:
     if args.resume not in ("none", "auto"):
         raise UserError(f"RESUME {args.resume!r}: invalid choice; RESUME=auto kills a run and resumes it")
     if len(args.sizes) == 1 and args.resume == "none":
-        raise UserError("WORLD_SIZES has 1 alone; add another number of processes, such as '1 2'")
+        raise UserError("WORLD_SIZES has only 1; add another number of processes, such as '1 2'")
     used = {name for word in [*args.options, args.launch] for name in re.findall(r"\{(\w+)\}", word)}
     if unknown := sorted(used - {*PLACEHOLDERS}):
         known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)

@@ -248,7 +248,7 @@ class TestRequeue:
         assert "got USR1: ranks write a checkpoint" in job.text
         near_the_limit(cluster, job)
         assert job.wait() == "FAILED"
-        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=1\); to go on: NAME=\S+ RESUME=auto SCRIPT="
+        words = r"error: job \d+: it was stopped .* \(MAX_REQUEUES=1\); to resume: NAME=\S+ RESUME=auto SCRIPT="
         assert re.match(words, job.text.splitlines()[-1])
         assert job.field("Restarts") == "1"
 
@@ -460,7 +460,7 @@ class TestYourOwn:
         finally:
             cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
         assert (job.field("Restarts"), job.field("ExcNodeList"), job.field("NodeList")) == ("1", "n2", "n[1,3]")
-        assert f"job {job.number}: broken GPU on n2, left out from now on; it is requeued" in job.text
+        assert f"job {job.number}: broken GPU on n2, excluded from now on; it is requeued" in job.text
         assert "Xid 79 once in a day: fallen off the bus" in (job.run / "slurm/excluded.txt").read_text()
 
     @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch"])

@@ -160,7 +160,7 @@ def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
     cluster.run("scancel", "--signal=USR1", job_id(command))
     done = command.wait(gone_within_s=15)
     assert done.status == 1
-    assert "it was stopped before its end, and it has started 1 times (MAX_REQUEUES=0); to go on: " in done.stdout
+    assert "it was stopped before its end, and it has started 1 times (MAX_REQUEUES=0); to resume: " in done.stdout
     assert re.fullmatch(r"error: job \d+ ended before the run was complete \(FAILED\); all .*", *done.errors)
     assert not (run / "result.json").exists()
     go_on(tmp_path)
@@ -180,7 +180,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(cluster, submit, tmp_p
         cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
     assert done.status == 0, done.stdout + done.stderr
     job = job_id(command)
-    assert f"job {job}: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert f"job {job}: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
     assert f"job {job}: requeued, start 2" in done.stdout
     shown = cluster.run("scontrol", "show", "job", job)
     assert (" ExcNodeList=n2\n" in shown, " NodeList=n[1,3]\n" in shown) == (True, True), shown

@@ -257,7 +257,7 @@ GPU_FAULTS = {
     ),
     "torch_works, slow": (
         lambda case: case.facts[1]["torch"]["devices"][0].update(tflops=300.0),
-        "node 1 (n1): cuda:0 (NVIDIA H100) does 300 Tflop/s, its like 700; see its clocks",
+        "node 1 (n1): cuda:0 (NVIDIA H100) does 300 Tflop/s, others of its kind 700; see its clocks",
     ),
     "versions, driver": (
         lambda case: [gpu.update(driver_version="470.2") for gpu in case.facts[1]["gpus"]],

@@ -442,7 +442,7 @@ def test_delete_of_what_is_not_there(tmp_path):
         (["ddp", "--name", "My_Job"], "NAME expects at most 40 small letters, digits and '-', the first a letter"),
         (["ddp", "--kind", "mpijob"], "KIND=mpijob runs horovod, not ddp"),
         (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
-        (["single", "--kind", "pytorchjob-elastic"], "goes on with fewer nodes, which single cannot"),
+        (["single", "--kind", "pytorchjob-elastic"], "single cannot be elastic; use KIND=indexed-job"),
         (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
     ],
 )
@@ -455,7 +455,7 @@ def test_bad_input_is_refused_before_anything_is_asked(argv, words):
 
 def test_without_kubectl():
     result = run_command(sys.executable, "-m", "k8s.apply", "ddp", KUBECTL="no-such-kubectl")
-    expected = "error: no-such-kubectl is not there; install kubectl, or set KUBECTL to where it is\n"
+    expected = "error: no-such-kubectl not found; install kubectl, or set KUBECTL to its path\n"
     assert (result.status, result.stderr) == (2, expected)
 
 

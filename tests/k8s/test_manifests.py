@@ -274,7 +274,7 @@ def test_any_quantity_is_scaled(quantity, expected):
 
 
 def test_what_is_no_quantity_is_not_scaled():
-    with pytest.raises(UserError, match=r"^'8 Gi' in the manifest is no quantity; such as"):
+    with pytest.raises(UserError, match=r"^'8 Gi' in the manifest is no quantity; write one such as"):
         manifest.scale("8 Gi", 2, 1)
 
 

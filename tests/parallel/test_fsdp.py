@@ -107,7 +107,7 @@ def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
         words = words_for(tmp_path, fault.__name__, *words)
         outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=functools.partial(fault, 3)).wait()
         assert outcome.statuses == [0, 0], outcome.text
-        assert ("warning: left step 3 out: " in outcome.outputs[0]) == (fault is spoil_own_shards)
+        assert ("warning: skipped step 3: " in outcome.outputs[0]) == (fault is spoil_own_shards)
         runs.append(tmp_path / fault.__name__)
     assert losses(runs[0]) == losses(runs[1])
     assert largest_difference(*map(weights, runs)) == 0

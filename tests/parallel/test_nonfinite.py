@@ -64,7 +64,7 @@ def test_stop_names_step_and_ranks_and_saves_nothing_bad(tmp_path, recipe, world
 def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, world_size, victims):
     outcome, run = spoilt(recipe, tmp_path, world_size, "loss", victims, "--on-nonfinite", "skip")
     assert set(outcome.statuses) == {0}, outcome.text
-    assert f"warning: left step {BAD} out: " in outcome.outputs[0]
+    assert f"warning: skipped step {BAD}: " in outcome.outputs[0]
     _, other = spoilt(recipe, tmp_path, world_size, "optimizer_step", None, name="other")
     ours, theirs = newest_checkpoint(run), newest_checkpoint(other)
     for part in ("model", "optimizer", "position"):

@@ -193,7 +193,7 @@ def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_p
     paths[1].write_bytes(os.urandom(5000))
     words = words_for(tmp_path, "ddp-2", "--max-steps", "25", "--deterministic", "--resume", "auto")
     outcome = run_ranks("ddp", words, 2, tmp_path / "out")
-    assert outcome.text.count("warning: passed over ") == 2
+    assert outcome.text.count("warning: skipped ") == 2
     assert f"resumed from {paths[2]} at step 20" in outcome.outputs[0]
     assert is_equal(newest_checkpoint(folder)["model"], newest_checkpoint(trained)["model"])
     assert [line["step"] for line in metrics(folder) if "loss" in line] == list(range(1, 26))

@@ -66,7 +66,7 @@ def test_a_pattern_names_what_it_finds():
         (["--", "{local_batch}"], "ARGS has {local_batch}: give the samples of a step, such as GLOBAL_BATCH=48"),
         (["--global-batch", "32", "--", "{local_batch}"], "GLOBAL_BATCH 32: 3 processes do not divide it; use 36"),
         (["--world-sizes", "1 two"], "WORLD_SIZES '1 two': expected numbers from 1 to 64, such as '1 2 3'"),
-        (["--world-sizes", "1"], "WORLD_SIZES has 1 alone; add another number of processes, such as '1 2'"),
+        (["--world-sizes", "1"], "WORLD_SIZES has only 1; add another number of processes, such as '1 2'"),
         (["--loss", "("], "LOSS '(': missing ), unterminated subpattern at position 0; give a regular expression"),
     ],
 )

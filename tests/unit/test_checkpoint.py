@@ -175,7 +175,7 @@ def test_a_foreign_file_is_passed_over_and_never_executed(folder, tmp_path, caps
     assert not trace.exists()
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"warning: passed over {newest}: ")
+    assert warnings[0].startswith(f"warning: skipped {newest}: ")
 
 
 def test_the_bomb_of_these_tests_does_go_off(tmp_path):

@@ -374,4 +374,4 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
 @pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
 def test_an_elastic_job_is_refused(capsys, words):
     assert compose.main(["ddp", "--nodes", "3", *words]) == 2
-    assert capsys.readouterr().err.startswith("error: containers that are lost do not come back: ")
+    assert capsys.readouterr().err.startswith("error: MIN_NODES: WITH=docker does not restart lost containers; ")

@@ -146,7 +146,7 @@ def test_the_port_follows_from_the_job(job):
     ("status", "greatest", "restarts", "is_requeued", "said"),
     [
         (75, 75, "0", True, "job 7: another process took port 2"),
-        (75, 75, "10", False, " 11 times (MAX_REQUEUES=10); to go on: sbatch ... --name ddp-job7 --resume auto"),
+        (75, 75, "10", False, " 11 times (MAX_REQUEUES=10); to resume: sbatch ... --name ddp-job7 --resume auto"),
         (2, 75, "0", True, "job 7: another process took port 2"),  # of a node that had met that process
         (2, 2, "0", False, "error: job 7 ended with status 2"),
     ],
@@ -212,7 +212,7 @@ RECORD = 'touch "$run_dir/config.json"'
             "0 TERM",
             0,
             1,
-            "error: job 7: its ranks were told to stop before their end; to go on: make submit ",
+            "error: job 7: its ranks were told to stop before their end; to resume: make submit ",
         ),
         (RECORD, "2", 137, 2, ""),
         (RECORD, "75", 143, "requeue", "another process took port"),
@@ -259,7 +259,7 @@ def test_a_submitted_script_is_requeued_if_a_restart_would_go_on(
 def test_requeues_of_a_submitted_job_have_a_bound(submitted, tmp_path):
     done = submitted("0 USR1", 0, RECORD, max_requeues=1, SLURM_RESTART_COUNT="1")
     assert done.returncode == 1
-    assert "it was stopped before its end, and it has started 2 times (MAX_REQUEUES=1); to go on: " in done.stderr
+    assert "it was stopped before its end, and it has started 2 times (MAX_REQUEUES=1); to resume: " in done.stderr
     assert "requeue" not in (tmp_path / "scontrol.txt").read_text()
 
 
@@ -533,7 +533,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
     assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
-    assert "job 7: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert "job 7: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
     assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
     _, calls = fault(excluded="n[3-4]", partition="n1-alloc n2-alloc n3-idle n4-idle n5-idle")
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
@@ -560,23 +560,23 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
         ({"status": 2}, "error: job 7 ended with status 2"),
         (
             {"partition": "n1-alloc n2-alloc"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
+            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"partition": "n1-alloc n2-alloc n3-down* n4-drain n5-drng"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
+            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"excluded": "n[3-4]"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other nodes that work, for 2; have",
+            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"MAX_EXCLUDED": "0"},
-            "error: job 7: broken GPU on n2, and it may leave out 0 nodes (MAX_EXCLUDED); have",
+            "error: job 7: broken GPU on n2, and a job may exclude at most 0 nodes (MAX_EXCLUDED); have",
         ),
         (
             {"SLURM_RESTART_COUNT": "10"},
-            "error: job 7: broken GPU on n2, left out from now on, and it has started 11",
+            "error: job 7: broken GPU on n2, excluded from now on, and it has started 11",
         ),
     ],
 )
@@ -593,11 +593,11 @@ def test_a_submitted_job_goes_on_without_such_a_node_within_the_same_bounds(faul
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"], done.stderr
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
     assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
-    assert "job 7: broken GPU on n2, left out from now on; it is requeued" in done.stdout
+    assert "job 7: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
     assert re.fullmatch(line + "\n", (tmp_path / "logs/excluded.txt").read_text())
     for changed, said in (
-        ({"MAX_EXCLUDED": "0"}, "and it may leave out 0 nodes (MAX_EXCLUDED); have"),
-        ({"max_requeues": 0}, "left out from now on, and it has started 1 times (MAX_REQUEUES=0)"),
+        ({"MAX_EXCLUDED": "0"}, "and a job may exclude at most 0 nodes (MAX_EXCLUDED); have"),
+        ({"max_requeues": 0}, "excluded from now on, and it has started 1 times (MAX_REQUEUES=0)"),
     ):
         done, calls = fault(is_submitted=True, **changed)
         assert (calls, done.returncode) == ([], 1)

@@ -25,7 +25,7 @@ def test_lines_that_look_like_refusals_are_printed_when_all_goes_well(capsys):
 @pytest.mark.parametrize(
     ("stop", "status", "last"),
     [
-        ("interrupt", 130, "interrupted; checkpoints so far are whole: add --resume auto to go on"),
+        ("interrupt", 130, "interrupted; checkpoints so far are whole: add --resume auto to resume"),
         ("pass_on", 1, "error: still running 0 s after the signal; killed"),
     ],
 )
@@ -44,16 +44,16 @@ def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
 
 def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatch, capsys):
     monkeypatch.setattr(local, "ERROR_GRACE_S", 0.1)
-    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to go on: again"), "sleep 60")
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "sleep 60")
     job.store.kill()
     assert (job.wait(), capsys.readouterr().err) == (
         1,
-        "error: the job's store was killed by SIGKILL, so all nodes are stopped; to go on: again\n",
+        "error: the job's store was killed by SIGKILL, so all nodes are stopped; to resume: again\n",
     )
 
 
 def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
     """Signals are repeated, and Python has no handlers any more at its end."""
-    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to go on: again"), "kill -KILL $$", "kill -TERM $$")
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", "kill -TERM $$")
     job.stop_signals.add(signal.SIGTERM)
     assert job.wait() == 0

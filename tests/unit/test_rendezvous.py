@@ -485,7 +485,7 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
         agent.pass_signals_on(str(logs))
     assert caught.value.code == status
     output = "".join(capfd.readouterr())
-    assert output == said + ("to go on: the same command with --resume auto\n" if status else "")
+    assert output == said + ("to resume: the same command with --resume auto\n" if status else "")
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
@@ -641,7 +641,7 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "error: stopped by SIGTERM while no ranks ran: this node's have ended without a checkpoint; to go on: "
+        "error: stopped by SIGTERM while no ranks ran: this node's have ended without a checkpoint; to resume: "
         "the same command with --resume auto"
     )
 
@@ -711,8 +711,8 @@ def test_a_store_whose_port_is_taken(monkeypatch):
         (("MIN_NODES=x",), "MIN_NODES expects a whole number of at least 0, got 'x'"),
         (("MIN_NODES=1", "MAX_RESTARTS=1001"), "MAX_RESTARTS expects a whole number from 0 to 1000"),
         (("MAX_RESTARTS=1",), "MAX_RESTARTS belongs to an elastic job"),
-        (("MIN_NODES=1", "RECIPE=single"), "single is not for an elastic job"),
-        (("MIN_NODES=1", "RECIPE=horovod"), "horovod is not for an elastic job"),
+        (("MIN_NODES=1", "RECIPE=single"), "single cannot be elastic; unset MIN_NODES"),
+        (("MIN_NODES=1", "RECIPE=horovod"), "horovod cannot be elastic; unset MIN_NODES"),
     ],
 )
 def test_make_run_refuses(words, refusal):

@@ -222,7 +222,7 @@ def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
     """The old record goes once the checkpoint has been restored and the steps are known to be enough."""
     other = shutil.copytree(run, tmp_path / "b")
     before = files(run)
-    with pytest.raises(UserError, match=rf"stands at step {EPOCH}, beyond the 5 steps"):
+    with pytest.raises(UserError, match=rf"is at step {EPOCH}, beyond the 5 steps"):
         single("a", "--max-steps", "5", "--overwrite", "--resume", str(other))
     assert files(run) == before
     content = newest_checkpoint(other)
@@ -307,7 +307,7 @@ def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
 def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
     (run / "result.json").unlink()  # it was stopped there
     before = files(run)
-    words = rf"step-{EPOCH:09d}.pt stands at step {EPOCH}, beyond the 5 steps that .*; ask for more"
+    words = rf"step-{EPOCH:09d}.pt is at step {EPOCH}, beyond the 5 steps of .*; raise them"
     with pytest.raises(UserError, match=words):
         single("a", "--max-steps", "5", "--resume", "auto")
     with pytest.raises(UserError, match=words):
@@ -364,7 +364,7 @@ def test_a_resume_applies_the_optimizers_options(run, single):
     lines = single("a", "--epochs", "2", "--momentum", "0.5", "--weight-decay", "0.25", "--resume", "auto")
     (group,) = newest_checkpoint(run)["optimizer"]["param_groups"]
     assert (group["momentum"], group["weight_decay"]) == (0.5, 0.25)
-    says = "options unlike the last launch's (defaults where not given): "
+    says = "options that differ from the last launch (defaults if not given): "
     changed = "--epochs 2 (was 1), --momentum 0.5 (was 0.9), --weight-decay 0.25 (was 0.01)"
     assert lines[:4][-1] == says + changed
 
@@ -398,7 +398,7 @@ def test_a_record_of_an_earlier_version_goes_on(run, single):
     del content["timed"]
     record.CheckpointFolder(run / "checkpoints").write(content)
     lines = single("a", "--epochs", "2", "--resume", "auto")
-    assert lines[3] == "options unlike the last launch's (defaults where not given): --epochs 2 (was 1)"
+    assert lines[3] == "options that differ from the last launch (defaults if not given): --epochs 2 (was 1)"
     assert read(run)["launches"][1]["options"]["epochs"] == 2
     assert newest_checkpoint(run)["timed"]["steps"] == EPOCH - 1
 
@@ -470,4 +470,4 @@ def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single,
     opened, _ = record.open_run(args, "single", [])
     assert opened.folder == run
     warning = capsys.readouterr().err
-    assert warning.startswith(f"warning: looked for the newest run and passed over one: {tmp_path}/b/config.json")
+    assert warning.startswith(f"warning: skipped a run in the search for the newest one: {tmp_path}/b/config.json")

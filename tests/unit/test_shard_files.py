@@ -146,7 +146,7 @@ def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
                 found, content = folder.read_newest(set_aside=False)
                 assert is_equal(read_whole(content)["model"], tensors(10))
                 assert found.name == "step-000000010.pt"
-                assert capsys.readouterr().err.count("warning: passed over ") == 1
+                assert capsys.readouterr().err.count("warning: skipped ") == 1
         path.write_bytes(whole)
     assert folder.read_newest(set_aside=False)[0].name == "step-000000020.pt"
 

@@ -352,7 +352,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             (*FIT, "classification"),
             "--task classification does not go with --data mine:data, whose targets are values",
         ),
-        ((*FIT, "mine:Mean"), "of each alone"),
+        ((*FIT, "mine:Mean"), "the sum of each one"),
         ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
         ((*FIT, "mine:TooFew"), "metric_sums() returned 0 values for metrics ('absolute_error',)"),
         ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),

@@ -279,7 +279,7 @@ def work(steps, busy_s):
 def test_a_rank_whose_own_work_takes_longer_is_named():
     """Of 10 s for 100 steps, rank 2 works 5 s by itself, the others 1 s: 40 ms of a step of 100."""
     before, after = work(100, [3, 3, 3, 3]), work(200, [4, 4.1, 8, 3.9])
-    text = "rank 2 on n2 is slow: of a step of 100 ms it works 50 ms by itself, the others 10 ms"
+    text = "rank 2 on n2 is slow: of a step of 100 ms, its own work takes 50 ms, the work of the others 10 ms"
     assert stragglers(before, after, 10, share=0.25) == [text]
     assert stragglers(before, after, 10, share=0.39) == [text]
     assert stragglers(before, after, 10, share=0.41) == []

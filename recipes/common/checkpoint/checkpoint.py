@@ -252,7 +252,7 @@ class CheckpointFolder:
     def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest good checkpoint, or None where there has never been one.
 
-        A bad one is passed over with a warning. With set_aside, those that are newer than the good one are
+        A bad one is skipped with a warning. With set_aside, those that are newer than the good one are
         renamed to *.bad, so that they never count among the newest again.
 
         Raises:
@@ -264,7 +264,7 @@ class CheckpointFolder:
             try:
                 content = read_checkpoint(path)
             except BadCheckpointError as error:
-                print(f"warning: passed over {path}: {error}", file=sys.stderr, flush=True)
+                print(f"warning: skipped {path}: {error}", file=sys.stderr, flush=True)
                 bad.append(path)
                 continue
             for old in bad if set_aside else ():

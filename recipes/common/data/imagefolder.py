@@ -252,7 +252,7 @@ def walk(folder: Path) -> Listing:
     test, test_classes = _scan(folder, "val")
     unknown = sorted(set(test_classes) - set(classes))
     if unknown:
-        raise UserError(f"{folder / 'val'} has the class {unknown[0]!r}, which train does not have")
+        raise UserError(f"{folder / 'val'} has the class {unknown[0]!r}, which train does not have; remove it")
     number = {name: i for i, name in enumerate(classes)}
 
     def numbered(samples: list[tuple[str, str]]) -> list[tuple[str, int]]:
@@ -351,6 +351,6 @@ def _scan(folder: Path, half: str) -> tuple[list[tuple[str, str]], list[str]]:
             if file.lower().endswith(EXTENSIONS)
         ]
         if not found:
-            raise UserError(f"--data-dir: {root / name} has no images ({', '.join(EXTENSIONS)})")
+            raise UserError(f"--data-dir: {root / name} has no images ({', '.join(EXTENSIONS)}); remove it")
         samples += [(path, name) for path in sorted(found)]
     return samples, classes

@@ -193,8 +193,8 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not is_sequence and family not in FLATTENED_BEFORE:
         known = ", ".join([*OWN_MODELS, *GPTS, "resnet*, resnext*, wide_resnet*, vgg* and alexnet"])
         raise UserError(
-            f"a {family} is no plain sequence of layers, so it cannot be split; --model may be {known}, or your "
-            "own that applies its children in order and says is_sequence = True"
+            f"a {family} is no plain sequence of layers and cannot be split; --model may be {known}, or your "
+            "own that applies its children in order and has is_sequence = True"
         )
     sequence: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():

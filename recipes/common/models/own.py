@@ -56,7 +56,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if not math.isclose(loss.item(), alone, rel_tol=1e-3, abs_tol=1e-5):
         fix = 'return the sum over the samples (reduction="sum"), not the mean'
         raise UserError(
-            f"{what}: loss_sum() of both is {loss.item():.6g}, of each alone {alone:.6g} in all; {fix}"
+            f"{what}: loss_sum() of two samples is {loss.item():.6g}, the sum of each one's {alone:.6g}; {fix}"
         )
     means = call(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
     try:

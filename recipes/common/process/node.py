@@ -68,7 +68,7 @@ def check_port(port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise port_taken(port) from None
-            raise UserError(f"MASTER_PORT {port} refuses: {error.strerror}; choose another one") from None
+            raise UserError(f"cannot listen at MASTER_PORT {port}: {error.strerror}; choose another one") from None
 
 
 def is_port_chosen() -> bool:

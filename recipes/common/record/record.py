@@ -187,7 +187,7 @@ def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (UserError, PermissionError) as error:
-            print(f"warning: looked for the newest run and passed over one: {error}", file=sys.stderr, flush=True)
+            print(f"warning: skipped a run in the search for the newest one: {error}", file=sys.stderr, flush=True)
             continue
         last = {**config, **config["launches"][-1]}
         if last["recipe"] == recipe:
@@ -293,8 +293,8 @@ class Record:
         if step > total_steps:
             self.discard()
             raise UserError(
-                f"{self.checkpoint} stands at step {step}, beyond the {total_steps} steps that --epochs and "
-                "--max-steps ask for; ask for more"
+                f"{self.checkpoint} is at step {step}, beyond the {total_steps} steps of --epochs and "
+                "--max-steps; raise them"
             )
         path = self.folder / "config.json"
         with _as_user_error("write", self.folder):
@@ -358,7 +358,7 @@ class Record:
             before = {**config, **config["launches"][-1]}["options"]
             changes = _changes(before, {name: _plain(value) for name, value in self.args.as_dict().items()})
             if changes:
-                say(f"options unlike the last launch's (defaults where not given): {', '.join(changes)}")
+                say(f"options that differ from the last launch (defaults if not given): {', '.join(changes)}")
 
     def _read_result(self, step: int) -> dict[str, Any] | None:
         """Return result.json; None where there is none, it was cut, or it is that of another step."""

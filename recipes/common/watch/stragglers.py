@@ -36,8 +36,8 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
         others_s = median_without(ordered, work_s[rank])
         if work_s[rank] - others_s > max(share * step_s, LEAST_EXCESS_S):
             found.append(
-                f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms it works "
-                f"{1000 * work_s[rank]:.0f} ms by itself, the others {1000 * others_s:.0f} ms"
+                f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms, "
+                f"its own work takes {1000 * work_s[rank]:.0f} ms, the work of the others {1000 * others_s:.0f} ms"
             )
     return found
 

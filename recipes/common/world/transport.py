@@ -117,5 +117,5 @@ def check_hosts(hosts: Sequence[str]) -> None:
         names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
         raise UserError(
             f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}; see docs/site.md "
-            "(devices, libraries, locked memory), or set FABRIC=auto to go on over TCP"
+            "(devices, libraries, locked memory), or set FABRIC=auto to use TCP"
         )
