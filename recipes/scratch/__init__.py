@@ -1,1 +1,1 @@
-"""Data parallelism by hand: see train.py."""
+"""Data parallelism from sends and receives: see train.py."""

@@ -1,4 +1,4 @@
-"""Data parallelism by hand: the ranks' gradients are summed by sends and receives around a ring.
+"""Data parallelism from sends and receives: the ranks' gradients are summed around a ring.
 
 Run `torchrun --nproc-per-node=2 recipes/scratch/minimal.py --checkpoint lenet.pt`; train.py has all options.
 """

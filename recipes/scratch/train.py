@@ -1,4 +1,4 @@
-"""Data parallelism by hand: parameters copied, batches split and gradients added up by sends and receives alone.
+"""Data parallelism from sends and receives alone: parameters are copied, batches split, gradients summed.
 
     make run RECIPE=scratch NODES=2
     .venv/bin/torchrun --nproc-per-node=2 -m recipes.scratch.train --allreduce ring --log-bytes
@@ -36,7 +36,7 @@ Message = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class ScratchOptions(Options):
-    """Data parallelism by hand."""
+    """Data parallelism from sends and receives."""
 
     allreduce: str = option(
         "ring", one_of("naive", "ring"), "how gradients are added up: naive (all to rank 0 and back) or ring"

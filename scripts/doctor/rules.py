@@ -449,7 +449,7 @@ def collectives(case: Case) -> Findings:
     for (stage, why), nodes in stuck.items():
         count = f"{len(nodes)} ranks" if len(nodes) > 1 else "a rank"
         what = f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}"
-        fix = "other findings may be the cause; else NCCL_DEBUG=INFO, or the probe by hand, shows what fails"
+        fix = "other findings may be the cause; else NCCL_DEBUG=INFO, or make run RECIPE=probe, shows what fails"
         yield case.error(sorted(set(nodes)), what, fix)
 
 
