@@ -207,7 +207,7 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, bool | None] | None:
     for condition in status.get("conditions", []):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message", condition.get("reason", ""))
-            return f"{name} finds no place: {explain(message)}", "not found" in message
+            return f"{name} cannot be scheduled: {explain(message)}", "not found" in message
     return None
 
 

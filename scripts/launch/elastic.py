@@ -276,7 +276,7 @@ class Handler(DynamicRendezvousHandler):
         self.notes.compare_set("status", "", "1")
         unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
         raise UnfinishedError(
-            f"ranks of this node have finished, and those of {names_of(unfinished)} have not; {how_to_go_on()}"
+            f"ranks of this node have finished, but not those of {names_of(unfinished)}; {how_to_go_on()}"
         )
 
     def announce_stop(self) -> bool:
@@ -450,7 +450,7 @@ class Agent(LocalElasticAgent):
                 # Ranks that do not handle the signal end by it, and the others for want of them: no failure. One
                 # that could not write its checkpoint looks the same, so its end is told.
                 if ended := {rank: status for rank, status in statuses.items() if status > 0}:
-                    say(f"{self.job.cause(ended, pids)}; it was to stop, so that no restart is counted")
+                    say(f"{self.job.cause(ended, pids)}; it was stopping, so no restart is counted")
                 self.handler.has_stopped = True
                 return RunResult(state=WorkerState.HEALTHY)
             self.job.failures[:] = [statuses, pids]

@@ -59,7 +59,7 @@ def unsaved_stop(number: int) -> UnsavedStopError:
     """Return the error of a stop signal that comes while no ranks run, after they were killed or had failed."""
     name = signal.Signals(number).name
     return UnsavedStopError(
-        f"stopped by {name} while no ranks ran: this node's have ended without a checkpoint; {how_to_go_on()}"
+        f"stopped by {name} while no ranks ran: this node's ranks had ended without a checkpoint; {how_to_go_on()}"
     )
 
 

@@ -332,7 +332,7 @@ def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys)
     line = capsys.readouterr().err
     assert line.startswith("elastic: rank 0 (pid 7 on "), "it may be a checkpoint that could not be written"
     assert line.endswith(
-        "ended with status 1; its own error is above; it was to stop, so that no restart is counted\n"
+        "ended with status 1; its own error is above; it was stopping, so no restart is counted\n"
     )
     assert monitored(monkeypatch, failed(r0=1), FakeHandler())[1]().state == WorkerState.FAILED
     monkeypatch.setattr(agent, "STOPPED_BY", {signal.SIGTERM})
@@ -466,7 +466,7 @@ def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, sta
             True,
             False,
             1,
-            "error: stopped by SIGUSR1 while no ranks ran: this node's have ended without a checkpoint; ",
+            "error: stopped by SIGUSR1 while no ranks ran: this node's ranks had ended without a checkpoint; ",
         ),
     ],
 )
@@ -641,7 +641,7 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "error: stopped by SIGTERM while no ranks ran: this node's have ended without a checkpoint; to resume: "
+        "error: stopped by SIGTERM while no ranks ran: this node's ranks had ended without a checkpoint; to resume: "
         "the same command with --resume auto"
     )
 
