@@ -177,11 +177,13 @@ REMOVES = "; make k8s-delete NAME=ddp removes the job"
         (pod(CONFIG_GONE), f'ddp-0-abcde: configmap "cluster-recipes" not found{ONCE}{REMOVES}'),
         (
             pod(conditions=[NO_CLAIM]),
-            f'ddp-0-abcde cannot be scheduled: persistentvolumeclaim "cluster-recipes-runs" not found{ONCE}{REMOVES}',
+            'ddp-0-abcde cannot be scheduled: persistentvolumeclaim "cluster-recipes-runs" '
+            f"not found{ONCE}{REMOVES}",
         ),
         (
             pod(conditions=[GPUS_GONE]),
-            "ddp-0-abcde cannot be scheduled: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; wait for other "
+            "ddp-0-abcde cannot be scheduled: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; "
+            "wait for other "
             f"jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
         ),
         (

@@ -641,8 +641,8 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "error: stopped by SIGTERM while no ranks ran: this node's ranks had ended without a checkpoint; to resume: "
-        "the same command with --resume auto"
+        "error: stopped by SIGTERM while no ranks ran: this node's ranks had ended without a checkpoint; "
+        "to resume: the same command with --resume auto"
     )
 
 
