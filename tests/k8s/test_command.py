@@ -183,8 +183,7 @@ REMOVES = "; make k8s-delete NAME=ddp removes the job"
         (
             pod(conditions=[GPUS_GONE]),
             "ddp-0-abcde cannot be scheduled: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; "
-            "wait for other "
-            f"jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
+            f"wait for other jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
         ),
         (
             pod(waiting("ContainerCreating")),

@@ -378,7 +378,7 @@ def test_a_node_that_is_lost_after_another_has_finished_fails_the_job(nodes, sto
     assert not a.has_finished(), "b may"
     b.announce_finish()
     for handler in (a, b):
-        with pytest.raises(UserError, match=r"those of 127.0.0.1 \(pid \d+\) have not; .* RESUME=auto") as caught:
+        with pytest.raises(UserError, match=r"but not those of 127.0.0.1 \(pid \d+\); .* RESUME=auto") as caught:
             wait_until(handler.has_finished, 10, "the end")
         assert caught.value.status == 1
     assert elastic.status_of_job(store, "job") == 1
@@ -680,7 +680,7 @@ def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "options", "words"),
     [
-        ({"NNODES": "2", "MIN_NODES": "3"}, ["--name=x"], "MIN_NODES 3 of NNODES 2"),
+        ({"NNODES": "2", "MIN_NODES": "3"}, ["--name=x"], "MIN_NODES 3 is more than NNODES 2"),
         ({"MIN_NODES": "0"}, ["--name=x"], "MIN_NODES expects a whole number of at least 1"),
         ({"RDZV_ENDPOINT": "here"}, ["--name=x"], "RDZV_ENDPOINT: expected host:port, got 'here'"),
         ({}, [], "an elastic job needs a name"),
