@@ -48,7 +48,7 @@ def test_a_trial_draws_the_same_again(tmp_path):
     [
         (("kil-rank",), "did you mean 'kill-rank'?"),
         (("--plain", "cut"), "cut cannot be planted here: "),
-        (("--nodes", "1"), "NODES: at least 2 for a drill"),
+        (("--nodes", "1"), "NODES: a drill needs at least 2 nodes, got 1"),
         (("--seed", "x"), "SEED expects a whole number of at least 0, got 'x'"),
         (("--rounds", "many"), "ROUNDS expects a whole number"),
     ],
