@@ -13,14 +13,16 @@ class UserError(ValueError):
 
     Args:
         on_every_node: rank 0 may not have it, so the first rank of each node that has it prints it.
+        on_one_rank: the other ranks do not have it: this one prints it and ends without them.
     """
 
     status = 2
     """Exit status of a process that ends by it."""
 
-    def __init__(self, message: str, on_every_node: bool = False) -> None:
+    def __init__(self, message: str, on_every_node: bool = False, on_one_rank: bool = False) -> None:
         super().__init__(message)
         self.on_every_node = on_every_node
+        self.on_one_rank = on_one_rank
 
 
 class PortTakenError(UserError):

@@ -117,13 +117,16 @@ class GradientSum:
         """Put the sums in place of all gradients after the last pass of a step.
 
         Raises:
-            UserError: the pass gave a parameter no gradient. That of an earlier pass would not be summed, and
-                replicas in which others are missing would sum what does not belong together.
+            UserError: the pass gave a parameter no gradient, on this rank alone perhaps. That of an earlier pass
+                would not be summed, and replicas in which others are missing would sum what does not belong
+                together.
         """
         missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:
             fix = "use it in every forward pass, or set its requires_grad to False"
-            raise UserError(f"{missing[0]} got no gradient, so that replicas cannot sum it; {fix}")
+            raise UserError(
+                f"{missing[0]} got no gradient, so that replicas cannot sum it; {fix}", on_one_rank=True
+            )
         self.taken.clear()
         for group in [group for group, bucket in self.buckets.items() if bucket]:
             self.send(group)

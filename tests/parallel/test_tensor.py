@@ -184,6 +184,29 @@ def test_a_parameter_that_only_some_passes_or_replicas_use_is_refused(has_earlie
     gradients.finish()  # one replica sums nothing
 
 
+class Forgetful(nn.Module):
+    """A model of which the second rank leaves out a layer."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.seldom = nn.Linear(64, 64)
+        self.head = nn.Linear(64, data.num_classes)
+
+    def forward(self, images):
+        hidden = images.flatten(1)
+        return self.head(hidden if os.environ["RANK"] == "1" else self.seldom(hidden))
+
+
+def test_a_parameter_that_one_replica_does_not_use_ends_the_job_with_its_name(tmp_path):
+    """The other replica waits for its gradient, and ends as soon as that rank has gone."""
+    words = words_for(tmp_path, "run", "--device", "cpu", "--model", "tests.parallel.test_tensor:Forgetful")
+    outcome = Ranks("tensor", [*words, "--tensor-parallel", "1"], 2, tmp_path / "out").wait(60)
+    assert outcome.statuses == [1, 2], outcome.text
+    assert "error: seldom.weight got no gradient, so that replicas cannot sum it; use it in" in outcome.outputs[1]
+    assert "error: rank 0" in outcome.outputs[0]
+    assert "lost another rank" in outcome.outputs[0]
+
+
 def test_switches_that_would_do_nothing_or_harm_are_refused():
     with pytest.raises(UserError, match="--sequence-parallel: --tensor-parallel 1 splits nothing; drop one"):
         options(["--tensor-parallel", "1", SEQUENCE])

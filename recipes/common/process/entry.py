@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from recipes.common.errors import UserError
 from recipes.common.process.ranks import HAVE_MET
@@ -66,6 +67,8 @@ def exit_status(main: Callable[[], object]) -> int:
         main()
     except UserError as error:
         _print_refusal(error)
+        if error.on_one_rank:
+            _end_now(error.status)
         return error.status
     except RuntimeError as error:
         said = _said(error)
@@ -76,11 +79,7 @@ def exit_status(main: Callable[[], object]) -> int:
             Watch.active.end(error)
         rank, host = os.environ.get("RANK", "0"), socket.gethostname()
         print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
-        for thread in threading.enumerate():
-            if thread.name == CHECKPOINT_THREAD:
-                thread.join(CHECKPOINT_GRACE_S)
-        # Threads that wait for the lost rank would keep the interpreter from ending.
-        os._exit(1)
+        _end_now(1)
     finally:
         # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
         for number in STOP_SIGNALS:
@@ -91,11 +90,19 @@ def exit_status(main: Callable[[], object]) -> int:
     return 0
 
 
+def _end_now(status: int) -> NoReturn:
+    """End this process; threads that wait for another rank would keep the interpreter from ending."""
+    for thread in threading.enumerate():
+        if thread.name == CHECKPOINT_THREAD:
+            thread.join(CHECKPOINT_GRACE_S)
+    os._exit(status)
+
+
 def _print_refusal(error: UserError) -> None:
     """Print one line, if this is the rank to do so; where others are to, leave them the time for it."""
     rank = os.environ.get("RANK", "0")
     local_rank = os.environ.get("LOCAL_RANK", rank)
-    if rank != "0" and not (error.on_every_node and local_rank == "0"):
+    if rank != "0" and not error.on_one_rank and not (error.on_every_node and local_rank == "0"):
         # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that, and after it
         # the first rank of this node.
         for number in STOP_SIGNALS:

@@ -122,7 +122,7 @@ class World:
 
 @contextlib.contextmanager
 def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> Iterator[World]:
-    """Connect this process with the others; disconnect at the end, and where all ranks raise a UserError.
+    """Connect this process with the others; disconnect at the end, and where all ranks raise the same UserError.
 
     Raises:
         UserError: as join_world().
@@ -130,8 +130,9 @@ def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> I
     world = join_world(args, ranks, devices_per_rank)
     try:
         yield world
-    except UserError:
-        leave_world(world)
+    except UserError as error:
+        if not error.on_one_rank:
+            leave_world(world)
         raise
     leave_world(world)
 
