@@ -24,6 +24,7 @@ from recipes.common.checkpoint.checkpoint import (
     CheckpointWriter,
     Position,
     check_options,
+    copy_tree,
     pack,
     position_of,
     read_checkpoint,
@@ -521,3 +522,41 @@ def test_the_stall_of_checkpoints_is_in_the_result(tmp_path, is_async):
     assert result["checkpoints"] == 6
     assert 0 < result["checkpoint_stall_s"] < 10
     assert newest_checkpoint(run)["position"]["step"] == 44
+
+
+def test_what_shares_memory_is_copied_once_and_nothing_else_is_taken_for_it():
+    weight = torch.arange(6.0).view(2, 3)
+    wave = torch.tensor([1 + 2j, 3 - 4j])
+    sparse = torch.eye(3).to_sparse()
+    tree = {"a": weight, "tied": weight.view(2, 3), "turned": weight.t(), "wave": wave, "conjugate": wave.conj()}
+    tree |= {"negative": wave.conj().imag, "imaginary": wave.imag, "sparse": sparse, "csr": sparse.to_sparse_csr()}
+    copied = copy_tree(tree)
+    assert copied["a"] is copied["tied"] is not weight
+    for name, value in tree.items():
+        assert torch.equal(copied[name].to_dense(), value.to_dense()), name
+    again = copy_tree(tree, copied)
+    assert again["a"] is copied["a"]
+    assert torch.equal(again["conjugate"], wave.conj())
+
+
+def test_wrapped_tensors_without_an_address_are_two():
+    """As DTensors are."""
+
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            inner = [value.inner if isinstance(value, cls) else value for value in args]
+            return cls(function(*inner, **(kwargs or {})))
+
+    one, other = Wrapped(torch.zeros(2)), Wrapped(torch.ones(2))
+    assert one.data_ptr() == other.data_ptr() == 0
+    copied = copy_tree({"one": one, "other": other})
+    assert copied["one"].inner.tolist() == [0, 0]
+    assert copied["other"].inner.tolist() == [1, 1]

@@ -414,7 +414,10 @@ def copy_tree(value: Any, old: Any = None) -> Any:
     used: set[int] = set()
 
     def copy_tensor(value: torch.Tensor, old: Any) -> torch.Tensor:
-        place = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            return value.to("cpu", copy=True)  # sparse, a DTensor or the like: it has no address of its own
+        view = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+        place = value.device, value.data_ptr(), *view
         if place not in copies:
             fits = isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype
             copies[place] = old.copy_(value) if fits and id(old) not in used else value.to("cpu", copy=True)
