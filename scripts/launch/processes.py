@@ -102,10 +102,12 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[int]]
     return (returned if returned >= 0 else 128 - returned), received
 
 
-def run_with_signals(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[int]]:
+def run_with_signals(
+    command: Sequence[str], env: Mapping[str, str], process_group: int | None = None
+) -> tuple[int, list[int]]:
     """Return a command's exit status, -n for signal n, and the stop signals that came to this process.
 
-    The command gets each of them once.
+    The command gets each of them once; with process_group=0, also where all of this process's group get them.
     """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -118,7 +120,7 @@ def run_with_signals(command: Sequence[str], env: Mapping[str, str]) -> tuple[in
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    process = subprocess.Popen(command, env=env)
+    process = subprocess.Popen(command, env=env, process_group=process_group)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the launcher has blocked them
     for early in received:  # before there was a process to pass it on to
         process.send_signal(early)
