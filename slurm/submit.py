@@ -352,7 +352,7 @@ class Watched:
         refused = status == USAGE_STATUS
         how = "was refused by the recipe" if refused else f"ended before the run was complete ({self.state})"
         print(f"error: {self.title} {how}; all ranks' logs: {self.log.with_name(pattern)}", file=sys.stderr)
-        return status or 1
+        return USAGE_STATUS if refused else 1
 
 
 def cause_in(log: str) -> str:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_float, positive_int
+from recipes.common.options import non_negative_float, one_of, positive_int
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train
 from scripts.bench.figures import Figure, spread, unmeasured
@@ -177,7 +177,10 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument(
         "--mbit", type=non_negative_float, nargs="+", default=[100, 300, 1000], metavar="X", help="0: no limit"
     )
-    parser.add_argument("--compression", nargs="+", default=["none"], metavar="KIND", help="none, fp16, bf16")
+    kinds = ("none", "fp16", "bf16")
+    parser.add_argument(
+        "--compression", type=one_of(*kinds), nargs="+", default=["none"], metavar="KIND", help=", ".join(kinds)
+    )
     parser.add_argument("--model", default=MODEL, help="of the recipe's")
     parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help="medians are over them")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="of a run (about four seconds of them)")

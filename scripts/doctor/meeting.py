@@ -189,7 +189,7 @@ class Meeting:
             rank, nnodes, own = hello["rank"], hello["nnodes"], hello["nonce"]
             expected = mac(self.word, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
             with self.door:
-                if self.is_closed or len(self.refused) >= MAX_REFUSED:
+                if self.is_closed:
                     raise ConnectionAbortedError
                 if not hmac.compare_digest(str(hello["mac"]), expected):
                     reason = "it has another RDZV_ID: it belongs to another job"
@@ -201,6 +201,8 @@ class Meeting:
                     channel.send({"mac": mac(self.word, f"head {own}".encode()).hex()})
                     self.channels[rank] = channel
                     return
+                if len(self.refused) >= MAX_REFUSED:
+                    raise ConnectionAbortedError
                 self.refused.append((int(rank), f"{address}: {reason}"))
                 self.waiting.append(channel)
             channel.send({"refusal": reason})

@@ -116,11 +116,14 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     by = f"the way to {master_addr}"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(name, "")
-        if name == "GLOO_SOCKET_IFNAME" and wanted:
-            chosen, by = wanted, name
-        matches = [known for known in interfaces if interface_matches(wanted, known)]
+        if name == "GLOO_SOCKET_IFNAME":  # a list of whole names
+            matches = [known for known in wanted.split(",") if known in interfaces]
+        else:
+            matches = [known for known in interfaces if interface_matches(wanted, known)]
         if wanted and not matches:
             raise UserError(f"{name}={wanted} is no interface of this node (there are {', '.join(interfaces)})")
+        if name == "GLOO_SOCKET_IFNAME" and wanted:
+            chosen, by = matches[0], name
     addresses = interfaces[chosen]
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
@@ -149,7 +152,7 @@ def listening_address(master_addr: str, name_timeout_s: int) -> str:
     addresses = interface_addresses(family).get(interface, [])
     # It is on that interface, unless the name leads to the loopback here (as Debian sets up a host's own) or to a
     # service's address that is not this node's.
-    return target[0] if target[0] in addresses or interface == "lo" else addresses[0]
+    return target[0] if target[0] in addresses or interface == "lo" or not addresses else addresses[0]
 
 
 def interface_matches(wanted: str, name: str) -> bool:

@@ -176,14 +176,15 @@ def kill_in_save(trial: Trial) -> str:
         return begun if begun > newest else ""
 
     while trial.job.wait_for(lambda: bool(unfinished()), 30):
-        process.suspend()
+        send(process, signal.SIGSTOP)
         time.sleep(0.5)  # where this rank was done, the marker comes now
         if name := unfinished():
             trial.planted = time.monotonic()
-            process.kill()
+            send(process, signal.SIGKILL)
             return f"rank {rank}, before {name}.pt"
-        process.resume()
-    process.kill()
+        send(process, signal.SIGCONT)
+    trial.planted = time.monotonic()
+    send(process, signal.SIGKILL)
     return f"rank {rank}, between checkpoints"
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, cannot, nearest
 from recipes.common.options import Parser, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,14 +125,29 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: in
 
 
 def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
-    """Make runs/KIND-001, or the next free number."""
-    runs.mkdir(parents=True, exist_ok=True)
+    """Make runs/KIND-001, or the next free number; raises UserError where none can be made."""
+    make_folder(runs)
     for number in itertools.count(1):
         folder = runs / f"{kind}-{number:03d}"
         with contextlib.suppress(FileExistsError):  # of two that start together, one takes the next number
-            folder.mkdir()
+            make_folder(folder, exist_ok=False)
             break
     return folder
+
+
+def make_folder(folder: Path, exist_ok: bool = True) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        UserError: it cannot be made.
+        FileExistsError: it is there, and exist_ok is not set.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise cannot("make", folder, error) from None
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -67,7 +67,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     """Return the name of the interface that holds the local end of a way to the host.
 
     The host's own name may stand for 127.0.1.1 on the host itself, as Debian sets it up: others cannot reach that,
-    so the first interface that is up and not a loopback is taken.
+    so the first interface that is up, has an address and is not a loopback is taken.
 
     Raises:
         UserError: the name is unknown, or no route leads there. MissingNodeError: the name stays unknown.
@@ -79,7 +79,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     by_name = local.startswith("127.") and not _is_address(host) and host != "localhost"
     if by_name:
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-        others = [name for name in interfaces if name in up and "127.0.0.1" not in interfaces[name]]
+        others = [name for name, own in interfaces.items() if name in up and own and "127.0.0.1" not in own]
         if others:
             return others[0]
     return next((name for name, addresses in interfaces.items() if local in addresses), "lo")

@@ -123,6 +123,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         store.start()
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
         status, was_stopped = run([*agent, *options], {**os.environ, **variables})
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # was_stopped has those that have come
         if was_stopped or (status <= 128 and status != LOST_STATUS):
             # A refusal ends the whole job; that of a node that comes back is its own.
             if restart and status in (USAGE_STATUS, MissingStoreError.status):
@@ -137,7 +138,6 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
             break
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
         options = options_of_later_rounds(options)
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if stop := signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
             error = unsaved_stop(stop.si_signo)
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -25,12 +25,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.common.errors import UserError, cannot, nearest
+from recipes.common.errors import UserError, nearest
 from recipes.common.process.node import read_number
 from recipes.common.process.parent import LAUNCHER_PID, become, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
-from scripts.launch.command import ROOT, command, next_folder
+from scripts.launch.command import ROOT, command, make_folder, next_folder
 from scripts.launch.processes import run_with_signals
 
 
@@ -69,10 +69,7 @@ def read_script() -> Path:
 def check_job() -> None:
     """Make RUN_DIR where it is set, and raise UserError for what this node could not run."""
     if run_dir := os.environ.get("RUN_DIR"):
-        try:
-            Path(run_dir).mkdir(parents=True, exist_ok=True)  # it may be WORKDIR, too
-        except OSError as error:
-            raise cannot("make", run_dir, error) from None
+        make_folder(Path(run_dir))  # it may be WORKDIR, too
     read_script()
     read_resume()
 
@@ -94,14 +91,15 @@ def make_run_dir(script: Path, name: str) -> Path:
     """Make the folder of a run and return it: NAME, or the script's name with the next free number.
 
     Raises:
-        UserError: the name has folders in it, or the folder holds a run that is not to be resumed.
+        UserError: the name has folders in it, the folder cannot be made, or it holds a run that is not to be
+            resumed.
     """
     if name and (Path(name).name != name or name in (".", "..")):
         raise UserError(f"NAME: expected a name without folders, got {name!r}")
     if not name:
         return next_folder(script.stem, runs_dir())
     run_dir = runs_dir() / name
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     if read_resume() == "none" and any(run_dir.iterdir()):
         raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
     return run_dir
@@ -154,7 +152,9 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
     reader = threading.Thread(target=say_network, args=(pipe[0],), daemon=True)
     reader.start()
     command = [sys.executable, "-m", "scripts.launch.script", *argv]  # which now finds NCCL's log taken
-    returned, _ = run_with_signals(command, {**os.environ, LAUNCHER_PID: str(os.getpid())})
+    # In a group of its own: mpirun and some Slurms signal this process's whole group, and it passes signals on.
+    own = {**os.environ, LAUNCHER_PID: str(os.getpid())}
+    returned, _ = run_with_signals(command, own, process_group=0)
     os.close(pipe[1])
     reader.join(1.0)  # what the script leaves behind may still have it open
     if returned < 0:
@@ -168,6 +168,8 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
 @command
 def main(argv: Sequence[str]) -> None:
     """Become the script: in its folder, with stop signals that take effect at once, as long as its launcher."""
+    if not argv:
+        raise UserError("no script; usage: python -m scripts.launch.script [--check] SCRIPT [OPTION ...]")
     is_check = argv[0] == "--check"
     os.environ["SCRIPT"], *options = argv[is_check:]
     script, resume = read_script(), read_resume()
@@ -178,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(run_watched(argv, pipe))
     run_dir = Path(os.environ.get("RUN_DIR") or runs_dir() / script.stem).absolute()
     os.environ |= {"RUN_DIR": str(run_dir), "RESUME": resume}
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
     del os.environ["SCRIPT"]  # a launcher that the script itself calls starts something else
     os.environ["PYTHONUNBUFFERED"] = (

@@ -155,6 +155,21 @@ def test_strangers_do_not_hold_up_the_meeting():
     assert met.refused == []
 
 
+def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
+    monkeypatch.setattr(meeting, "MAX_REFUSED", 2)
+    met = meeting.Meeting("word", 2, lambda order: order)
+    listener = echo.listen("127.0.0.1", port := free_port())
+    gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
+    gathering.start()
+    for _ in range(3):
+        with pytest.raises((ConnectionError, meeting.TurnedAwayError)):
+            meeting.connect(("127.0.0.1", port), "another word", 1, 2, 0.1, lambda _: None)
+    meeting.connect(("127.0.0.1", port), "word", 1, 2, 5, lambda _: None)
+    gathering.join(20)
+    assert met.present == [0, 1]
+    assert len(met.refused) == 2
+
+
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
     one, other = socket.socketpair()
     met = meeting.Meeting("word", 2, lambda order: {"time": 0.0}, channels={1: meeting.Channel(one)})

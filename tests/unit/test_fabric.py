@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from recipes.common.errors import UserError
+from scripts.doctor import node
 from scripts.doctor.ranks import fabric_variables
+from scripts.launch import interface
 from scripts.launch.cores import count_cores
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import interface_to
@@ -291,3 +294,21 @@ def test_a_name_that_is_the_loopback_here_gives_an_interface_that_others_reach(m
 def test_no_such_host():
     with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
         interface_to("no-such-host.invalid")
+
+
+def test_an_interface_without_an_address_is_no_way_to_others(monkeypatch):
+    """A bond's or InfiniBand's own links are up, and have none."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
+    found = {"lo": ["127.0.0.1"], "slave0": [], "bond0": ["10.0.0.1"]}
+    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    assert interface_to("node-a") == "bond0"
+
+
+def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing,lo")
+    facts = node.network("127.0.0.1", 0)
+    assert (facts["interface"], facts["address"]) == ("lo", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=l is no interface of this node"):
+        node.network("127.0.0.1", 0)

@@ -719,3 +719,10 @@ def test_make_run_refuses(words, refusal):
     result = run_command("make", "run", "RECIPE=ddp", "NODES=2", *words)
     assert result.status == 2
     assert f"error: {refusal}" in result.stderr
+
+
+def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
+    """On Kubernetes TERM comes once. The handler here is still that of the agent that has ended."""
+    monkeypatch.setattr(rejoin, "say", lambda text: os.kill(os.getpid(), signal.SIGTERM))
+    status, starts = kept(monkeypatch, tmp_path, "-9 0")
+    assert (status, len(starts)) == (1, 1)

@@ -378,3 +378,11 @@ def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
         script.check_job()
     with pytest.raises(UserError, match=re.escape(words)), record._as_user_error("make", tmp_path):
         refuse()
+
+
+@pytest.mark.parametrize("name", ["", "mine"])
+def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, name):
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path / "runs"))
+    (tmp_path / "runs").touch()
+    with pytest.raises(UserError, match=rf"^cannot make {tmp_path}/runs.*: (File exists|Not a directory)$"):
+        script.make_run_dir(tmp_path / "train.py", name)

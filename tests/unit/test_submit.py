@@ -210,6 +210,14 @@ def watched(folder, **seen):
     return submit.Watched(SimpleNamespace(point={}), SimpleNamespace(job_id="7", paths=paths), **seen)
 
 
+@pytest.mark.parametrize(("left", "status"), [("2", 2), ("137", 1), ("143 TERM", 1), ("1", 1), ("", 1)])
+def test_a_refusal_is_2_and_every_other_failure_1(tmp_path, monkeypatch, left, status):
+    (tmp_path / "7_0_log.out").write_text("")
+    if left:
+        (tmp_path / "7_status").write_text(left)
+    assert watched(tmp_path, state="FAILED").end() == status
+
+
 def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, monkeypatch):
     asked, now = [], [0.0]
     monkeypatch.setattr(submit.time, "monotonic", lambda: now[0])

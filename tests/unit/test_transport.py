@@ -14,6 +14,7 @@ from recipes.common.errors import UserError
 from recipes.common.world import transport
 from recipes.common.world.peers import Alone
 from recipes.common.world.places import Place
+from scripts.launch import script
 from scripts.launch.local import free_port
 from tests.support import Command
 
@@ -212,3 +213,15 @@ def test_only_the_first_rank_of_a_node_is_asked_and_only_between_nodes(tmp_path)
 def test_the_process_around_a_script_ends_as_the_script_does(tmp_path, end, status):
     job = start_script(tmp_path, "rank", f"import os; os.environ['NCCL_DEBUG_FILE']; {end}", FABRIC="auto")
     assert job.wait(timeout_s=60).status == status
+
+
+def test_a_script_with_a_process_around_it_has_a_group_of_its_own(tmp_path):
+    """mpirun signals a rank's whole group, and the process around the script passes each signal on, once."""
+    source = "import os; print(os.getpgid(0) == os.getpid() != os.getpgid(os.getppid()))"
+    job = start_script(tmp_path, "rank", source, FABRIC="auto")
+    assert job.wait(timeout_s=60).stdout == "True\n"
+
+
+def test_without_a_script_its_launcher_says_how_to_call_it(capsys):
+    assert script.main([]) == 2
+    assert capsys.readouterr().err.startswith("error: no script; usage: python -m scripts.launch.script ")
