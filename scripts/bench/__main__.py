@@ -3,9 +3,9 @@
     make bench
     make bench PARTS="launch step" ROUNDS=7
 
-Prints goal, measured and peer of every figure and writes docs/benchmarks/DATE-DEVICE.json (--output FILE), from
-which `make report` renders the page. A part that this machine cannot measure says why. Goals are judged by people:
-Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
+Prints goal, measured and peer of every figure, and after each part writes docs/benchmarks/DATE-DEVICE.json
+(--output FILE), from which `make report` renders the page. A part that this machine cannot measure says why. Goals
+are judged by people. Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(part: str, rounds: int) -> list[Figure]:
         return module.measure(rounds, Path(folder))
 
 
-def write(figures: Sequence[Figure], rounds: int, path: Path) -> None:
+def write(figures: Sequence[Figure], about: dict[str, Any], path: Path) -> None:
     """Write the figures; those of other parts that an earlier run of the same day left there stay."""
     old = json.loads(path.read_text())["figures"] if path.exists() else []
     measured = {figure.part for figure in figures}
@@ -76,7 +76,7 @@ def write(figures: Sequence[Figure], rounds: int, path: Path) -> None:
         [*kept, *(figure.as_dict() for figure in figures)], key=lambda figure: PARTS.index(figure["part"])
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts(rounds), "figures": every}, indent=2) + "\n")
+    path.write_text(json.dumps({**about, "figures": every}, indent=2) + "\n")
 
 
 @command
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=count, default=5, help="measured rounds; medians are over them (5)")
     parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
     args = parse(parser, argv)
-    rounds = args.rounds
+    rounds, about = args.rounds, facts(args.rounds)
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
     figures: list[Figure] = []
@@ -102,9 +102,9 @@ def main(argv: list[str]) -> int:
             failed.append(part)
             continue
         figures += found
+        write(found, about, output)
         print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
     if figures:
-        write(figures, rounds, output)
         print(f"{table(figures)}\nwrote {os.path.relpath(output)}")
     return 1 if failed else 0
 

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from recipes.common.errors import UserError
+from scripts.bench import __main__ as bench
 from scripts.bench import report
 from scripts.bench.__main__ import PARTS
 from scripts.bench.figures import Figure
@@ -162,3 +163,18 @@ def test_a_readme_without_markers_is_refused(tmp_path):
     write(tmp_path, "a.json", "2026-01-02", LOOP)
     with pytest.raises(UserError, match=r"README\.md needs one line"):
         report.render(tmp_path, ["nothing"])
+
+
+def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, monkeypatch):
+    def measure(part, rounds):
+        if part == "wire":
+            raise KeyboardInterrupt
+        return [LOOP]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    path = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["small-data", "wire", "--output", str(path)])
+    kept = json.loads(path.read_text())
+    assert kept["figures"] == [LOOP.as_dict()]
+    assert kept["rounds"] == 5
