@@ -75,9 +75,9 @@ def options_of(page, world_size, stages):
     return own.get(page, []), 1 if page == "spawn" else world_size
 
 
-def run(page, folder, world_size, argv):
-    """Run a page to its end; return what rank 0 printed, and all others nothing."""
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def run(page, folder, world_size, argv, **env):
+    """Run a page to its end, on CPUs by default; return what rank 0 printed, and all others nothing."""
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     setup = functools.partial(run_page, page, [*argv, *EVERY_STEP])
     outcome = Ranks(page, [], world_size, folder, setup=setup, **env).wait()
     assert not any(outcome.statuses), outcome.text

@@ -1,0 +1,133 @@
+"""Every recipe and every minimal.py on a GPU has the curve of single on a CPU; so have two ranks that share it.
+
+NCCL refuses two ranks on one GPU: there, ranks exchange over gloo. All but NCCL is what runs on two GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import need_gpus, need_horovod, require
+from tests.parallel import test_minimal as minimal
+from tests.support import Ranks, accuracies, losses, train, words_for
+
+STEPS = ("--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
+FP32 = 1000 * 2**-24
+"""24 bits, and sums in another order on a GPU: 60 steps amplify that by less than a thousand."""
+TF32 = 60**0.5 * 2**-10
+"""Convolutions on tensor cores round to 11 bits, independently in each of 60 steps."""
+
+ALONE = {
+    **dict.fromkeys(("single", "dataparallel", "ddp", "spawn", "fsdp", "scratch"), ()),
+    "apex": ("--opt-level", "O0"),
+    "horovod": ("--compression", "none"),
+    "pipeline": ("--stages", "1"),
+    "tensor": ("--tensor-parallel", "1"),
+}
+"""The options of each recipe on one GPU, for full precision."""
+
+SHARED = {
+    **{name: ALONE[name] for name in ("ddp", "spawn", "apex", "fsdp", "scratch")},
+    "pipeline": ("--stages", "2", "--num-microbatches", "2"),
+    "tensor": ("--tensor-parallel", "2"),
+}
+"""The same with two ranks. Horovod exchanges between GPUs by NCCL alone."""
+
+VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+
+
+@dataclass
+class ThroughHost:
+    """A message to or from a GPU that gloo, which sends from the host's memory alone, has under way."""
+
+    work: dist.Work
+    host: torch.Tensor
+    received: torch.Tensor | None
+
+    def wait(self) -> None:
+        """Wait for it; a received one is then on the GPU."""
+        self.work.wait()
+        if self.received is not None:
+            self.received.detach().copy_(self.host)
+
+
+def exchange(operations: list[dist.P2POp]) -> list[ThroughHost]:
+    """Begin what dist.batch_isend_irecv() would, through copies on the host."""
+    works = []
+    for each in operations:
+        host = each.tensor.detach().to("cpu", copy=True)
+        received = each.tensor if each.op is dist.irecv else None
+        works.append(ThroughHost(each.op(host, each.peer, each.group, each.tag), host, received))
+    return works
+
+
+def share_a_gpu(device: str = "cuda:0") -> None:
+    """Let this rank use the first GPU, whichever its number, and exchange over gloo."""
+    from recipes.common.world import world
+
+    connect = dist.init_process_group
+    world.choose_device = lambda *args: torch.device(device)
+    dist.init_process_group = lambda backend, **more: connect("gloo", **more)
+    dist.batch_isend_irecv = exchange
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    need_gpus()
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory):
+    """Return the run of single on a CPU."""
+    need_gpus()
+    return train("single", tmp_path_factory.mktemp("cpu"), 1, *STEPS, "--device", "cpu")
+
+
+def assert_same_run(run, cpu):
+    assert len(losses(run)) == 60
+    assert losses(run) == pytest.approx(losses(cpu), rel=FP32)
+    assert accuracies(run) == pytest.approx(accuracies(cpu), abs=0.003)  # of 360 images, one
+
+
+def need_own_library(recipe):
+    """Skip Horovod where it cannot exchange between GPUs."""
+    if recipe == "horovod":
+        need_horovod()
+        import horovod.torch as hvd
+
+        require("nccl", hvd.nccl_built(), "Horovod was built without NCCL", "run `make horovod` where CUDA is")
+
+
+@pytest.mark.parametrize("recipe", ALONE)
+def test_one_gpu_equals_the_cpu(tmp_path, cpu, recipe):
+    need_own_library(recipe)
+    assert_same_run(train(recipe, tmp_path, 1, *STEPS, "--device", "cuda", *ALONE[recipe]), cpu)
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
+    words = words_for(tmp_path, "run", *STEPS, "--device", "cuda", *SHARED[recipe])
+    outcome = Ranks(recipe, words, 2, tmp_path, setup=share_a_gpu, **VISIBLE).wait()
+    assert outcome.statuses == [0, 0], outcome.text
+    assert_same_run(tmp_path / "run", cpu)
+
+
+def test_dataparallel_on_every_gpu_equals_the_cpu(tmp_path, cpu):
+    need_gpus(2)
+    assert_same_run(train("dataparallel", tmp_path, 1, *STEPS, "--device", "cuda"), cpu)
+
+
+@pytest.mark.parametrize("page", minimal.PAGES)
+def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
+    need_own_library(page)
+    argv, started = minimal.options_of(page, 1, 1)
+    run = functools.partial(minimal.run, page, world_size=started, argv=["--epochs", "2", *argv])
+    on_gpu, on_cpu = run(tmp_path / "gpu", **VISIBLE), run(tmp_path / "cpu")
+    assert len(on_gpu.losses) == 44
+    assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=TF32)
