@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
 import traceback
+
+import torch.multiprocessing as mp
 
 from tests.support import ROOT
 
@@ -14,6 +17,8 @@ def run_page(recipe: str, argv: list[str]) -> None:
     path = ROOT / "recipes" / recipe / "minimal.py"
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself takes GPUs only
+    # By fork: new interpreters import torch for 10 s of a core. test_your_own.py starts the page as a user does.
+    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     status = 0
     try:
         runpy.run_path(str(path), run_name="__main__")

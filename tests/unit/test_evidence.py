@@ -1,6 +1,7 @@
 """Claims and what shows them: what is wrong with a claim, and how a run of its tests or command is judged."""
 
 import contextlib
+import json
 import re
 import signal
 import subprocess
@@ -101,30 +102,43 @@ def test_fails_at_its_end(broken): pass
 """
 
 
-def run_pytest(folder, *options):
-    """Let pytest run small tests by what this repository's conftest.py does; return its status."""
+PARTIAL = [
+    (["-k", "passes"], "0.xml: -k passes has left tests out; run all of them"),
+    (["-m", "not slow"], "1.xml: -m not slow has left tests out; run all of them"),
+    (["--deselect", "test_a.py::test_passes"], "--deselect ['test_a.py::test_passes'] has left tests out"),
+    (["--ignore=test_b.py"], "--ignore ['test_b.py'] has left tests out"),
+    (["test_a.py::test_passes"], "4.xml: test_a.py::test_passes has left tests out; run all of them"),
+    (["-x"], "5.xml: --maxfail 1 has left tests out; run all of them"),
+]
+CHOSEN = ["test_a.py::test_passes", "test_a.py::TestThis"]
+RUN = """import json, sys, pytest
+own = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+runs = enumerate(json.loads(sys.argv[1]))
+statuses = [pytest.main([*own, f"--junit-xml={number}.xml", *options]) for number, options in runs]
+open("statuses.json", "w").write(json.dumps(statuses))
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Run small tests by what this repository's conftest.py does; return the folder of N.xml and statuses.json.
+
+    One process does it for all options: most of its time goes into importing torch, whose version a report has.
+    """
+    folder = tmp_path_factory.mktemp("reports")
     conftest = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.conftest import pytest_sessionfinish"
     own = {"conftest.py": conftest, "test_a.py": TESTS}
     own["test_b.py"] = "import pytest; pytest.skip('no', allow_module_level=True)"
     for name, text in own.items():
         (folder / name).write_text(text)
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--junit-xml=report.xml",
-    ]
-    return subprocess.run([*words, *options], cwd=folder, capture_output=True).returncode
+    options = json.dumps([*(options for options, _ in PARTIAL), CHOSEN, []])
+    subprocess.run([sys.executable, "-c", RUN, options], cwd=folder, capture_output=True, check=True)
+    return folder
 
 
-def test_a_report_of_pytest_is_read(tmp_path):
-    assert run_pytest(tmp_path) == 1
-    report = evidence.read_report(tmp_path / "report.xml")
+def test_a_report_of_pytest_is_read(reports):
+    assert json.loads((reports / "statuses.json").read_text())[-1] == 1
+    report = evidence.read_report(reports / "7.xml")
     assert abs(date.fromisoformat(report.date) - date.today()).days <= 1
     assert report.revision == evidence.revision()
     assert "torch" in report.on
@@ -139,29 +153,18 @@ def test_a_report_of_pytest_is_read(tmp_path):
     assert "needs it" in {case.reason for case in report.cases}
 
 
-def test_a_report_of_chosen_tests_is_one_of_these_tests_alone(tmp_path):
-    assert run_pytest(tmp_path, "test_a.py::test_passes", "test_a.py::TestThis") == 0
-    path = tmp_path / "report.xml"
-    assert len(evidence.read_report(path, ["test_a.py::test_passes", "test_a.py::TestThis"]).cases) == 2
+def test_a_report_of_chosen_tests_is_one_of_these_tests_alone(reports):
+    assert json.loads((reports / "statuses.json").read_text())[-2] == 0
+    path = reports / "6.xml"
+    assert len(evidence.read_report(path, CHOSEN).cases) == 2
     with pytest.raises(UserError, match=r"test_passes has left tests out"):
-        evidence.read_report(path, ["test_a.py::test_passes"])
+        evidence.read_report(path, CHOSEN[:1])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["-k", "passes"], "report.xml: -k passes has left tests out; run all of them"),
-        (["-m", "not slow"], "report.xml: -m not slow has left tests out; run all of them"),
-        (["--deselect", "test_a.py::test_passes"], "--deselect ['test_a.py::test_passes'] has left tests out"),
-        (["--ignore=test_b.py"], "--ignore ['test_b.py'] has left tests out"),
-        (["test_a.py::test_passes"], "report.xml: test_a.py::test_passes has left tests out; run all of them"),
-        (["-x"], "report.xml: --maxfail 1 has left tests out; run all of them"),
-    ],
-)
-def test_a_report_of_some_tests_is_refused(tmp_path, options, words):
-    run_pytest(tmp_path, *options)
-    with pytest.raises(UserError, match=re.escape(words)):
-        evidence.read_report(tmp_path / "report.xml")
+def test_a_report_of_some_tests_is_refused(reports):
+    for number, (_, words) in enumerate(PARTIAL):
+        with pytest.raises(UserError, match=re.escape(words)):
+            evidence.read_report(reports / f"{number}.xml")
 
 
 REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property name="revision" value="123456789abc"/>
