@@ -15,6 +15,7 @@ from tests.support import (
     TIMEOUT_S,
     Command,
     is_equal,
+    last_step,
     losses,
     metrics,
     newest_checkpoint,
@@ -28,8 +29,8 @@ from tests.support import (
 pytestmark = pytest.mark.slow
 
 LONG = ("--data", "tests.slow_data:slower_images", "--global-batch-size", "16")
-LONG += ("--epochs", "12", "--deterministic", "--workers", "0")
-"""96 steps of 0.2 s, in which the cores are free, until go_on()."""
+LONG += ("--epochs", "24", "--deterministic", "--workers", "0")
+"""192 steps of 0.2 s, in which the cores are free, until go_on()."""
 
 
 def go_on(folder):
@@ -106,14 +107,17 @@ def check_resumed(run, undisturbed, starts=2):
     assert is_equal(weights(run), weights(undisturbed))
     assert losses(run) == losses(undisturbed)
     launches = json.loads((run / "config.json").read_text())["launches"]
-    assert len(launches) == starts
-    assert launches[0]["step"] == 0
-    assert 0 < launches[1]["step"] < 96
+    steps = [launch["step"] for launch in launches]
+    assert (len(steps), steps[0]) == (starts, 0)
+    assert steps == sorted(set(steps))
+    assert steps[-1] < 192
 
 
-def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster, submit, tmp_path, undisturbed):
-    """An urgent job takes a node: signal, checkpoint, requeue, and once more from there."""
-    run = tmp_path / "preempted"
+def test_a_job_that_is_disturbed_ends_with_the_weights_of_an_undisturbed_one(
+    cluster, submit, tmp_path, undisturbed
+):
+    """An urgent job takes a node: signal, checkpoint, requeue. Then an operator requeues it: Slurm sends TERM."""
+    run = tmp_path / "disturbed"
     # All cores of its nodes, so that the urgent job disturbs no other.
     command = submit(
         "ddp", "--nodes", "2", "--cpus-per-task", "8", "--time", "5", "--",
@@ -125,28 +129,18 @@ def test_a_preempted_job_goes_on_with_the_weights_of_an_undisturbed_one(cluster,
         "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     )
     wait_until(lambda: "resumed from" in command.text, TIMEOUT_S, lambda: command.text)
-    go_on(tmp_path)
-    done = command.wait(gone_within_s=15)
-    assert done.status == 0, done.stdout + done.stderr
-    assert "stopped by SIGUSR1: wrote" in done.stdout
-    assert ": requeued, start 2" in done.stdout
-    assert "resumed from" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
-    check_resumed(run, undisturbed)
-
-
-def test_a_job_that_an_operator_requeues_goes_on(cluster, submit, tmp_path, undisturbed):
-    """Slurm sends TERM, and no callback of submitit's runs."""
-    run = tmp_path / "requeued"
-    command = submit("ddp", "--nodes", "2", "--time", "5", "--", *words_for(tmp_path, run.name, *LONG))
-    wait_for_log(command, 6, run)
+    wait_for_log(command, last_step(run) + 6, run)
     cluster.run("scontrol", "requeue", job_id(command))
-    wait_until(lambda: "resumed from" in command.text, TIMEOUT_S, lambda: command.text)
+    wait_until(lambda: command.text.count("resumed from") == 2, TIMEOUT_S, lambda: command.text)
     go_on(tmp_path)
     done = command.wait(gone_within_s=15)
     assert done.status == 0, done.stdout + done.stderr
-    assert "stopped by SIGTERM: wrote" in done.stdout
-    check_resumed(run, undisturbed)
+    said = ("stopped by SIGUSR1: wrote", ": requeued, start 2", "stopped by SIGTERM: wrote", ": requeued, start 3")
+    places = [done.stdout.find(words) for words in said]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert done.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
+    check_resumed(run, undisturbed, starts=3)
 
 
 def test_requeues_have_a_bound_and_a_stopped_job_does_not_look_complete(
