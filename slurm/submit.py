@@ -320,7 +320,8 @@ class Watched:
             self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state
-        if not is_done and (shown != self._shown or time.monotonic() > self._spoke + SILENCE_S):
+        is_new = shown != self._shown and self.state != "COMPLETING"  # the result is to be the last line
+        if not is_done and (is_new or time.monotonic() > self._spoke + SILENCE_S):
             self.say(f"{self.title}: {shown}")
         self._shown, self.restarts = shown, restarts
         if not self.run.point:

@@ -239,14 +239,15 @@ def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, m
 
 def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
     job, log = watched(tmp_path, state="RUNNING", _shown="RUNNING"), tmp_path / "7_0_log.out"
-    for text, is_done, printed in (
-        ("submitit INFO x\none\ntw", False, "one\n"),
-        ("o\nthr", False, "two\n"),
-        ("ee", True, "three\n"),
+    for text, state, printed in (
+        ("submitit INFO x\none\ntw", "RUNNING", "one\n"),
+        ("o\nthr", "RUNNING", "two\n"),
+        ("", "COMPLETING", ""),  # which would come after the result
+        ("ee", "COMPLETED", "three\n"),
     ):
         with open(log, "a") as file:
             file.write(text)
-        assert job.look({"7": ("COMPLETED" if is_done else "RUNNING", "None", "0")}) is is_done
+        assert job.look({"7": (state, "None", "0")}) is (state == "COMPLETED")
         assert capsys.readouterr().out == printed
 
 
