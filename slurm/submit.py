@@ -25,14 +25,14 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.options import add_switch, non_negative_int, plain_name, positive_int
+from recipes.common.options import non_negative_int, plain_name, positive_int
 from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
@@ -95,7 +95,8 @@ def parse_args(argv: Sequence[str]) -> Namespace:
         "--max-requeues", type=non_negative_int, default=10, metavar="N", help="times that a job may be requeued"
     )
     job.add_argument("--local", action="store_true", help="start all processes on this machine, without Slurm")
-    add_switch(job, "--follow", "watch the job until its end", default=True)
+    follow = "watch the job until its end"
+    job.add_argument("--follow", action=BooleanOptionalAction, default=True, help=follow)
     args = parse(parser, argv)
     check_recipe(args.recipe)
     return args

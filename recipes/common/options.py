@@ -74,10 +74,10 @@ def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], i
     return parse_value
 
 
-def read_number(name: str, default: int, at_least: int = 0) -> int:
+def read_number(name: str, default: int, at_least: int = 0, at_most: int | None = None) -> int:
     """Return the whole number in an environment variable; raises UserError for anything else."""
     try:
-        return whole_number(at_least)(os.environ.get(name) or str(default))
+        return whole_number(at_least, at_most)(os.environ.get(name) or str(default))
     except argparse.ArgumentTypeError as error:
         raise UserError(f"{name} {error}") from None
 
@@ -140,11 +140,6 @@ def plain_name(text: str) -> str:
             f"expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
         )
     return text
-
-
-def add_switch(group: argparse._ArgumentGroup, flag: str, help_text: str, default: bool = False) -> None:
-    """Add --flag and --no-flag."""
-    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=help_text)
 
 
 def option(default: Any, parse_value: Callable[[str], Any], help_text: str, metavar: str | None = None) -> Any:

@@ -87,10 +87,6 @@ class World:
         voting = hvd.allreduce_async(torch.tensor(vote, dtype=torch.int32), op=hvd.Max, name="vote")
         return lambda: int(hvd.synchronize(voting))
 
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        hvd.barrier()
-
 
 def join_world(args: HorovodOptions) -> World:
     """Choose this process's device; main() has connected it with the other processes."""
@@ -111,7 +107,7 @@ def join_world(args: HorovodOptions) -> World:
 def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     with world.watch("teardown"):
-        world.barrier()
+        hvd.barrier()
     world.watch.close()
     hvd.shutdown()
 

@@ -32,14 +32,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.errors import MissingNodeError, MissingStoreError, UserError
+from recipes.common.errors import MissingNodeError, MissingStoreError, UserError, port_taken
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import (
     Node,
     cause_of,
     check_head,
-    port_taken,
     read_master,
     status_of,
     wait_for_head,

@@ -47,9 +47,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import api as launcher
 
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, port_taken
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.node import port_taken
 from recipes.common.process.parent import end_with_launcher
 from scripts.launch import script
 from scripts.launch.command import command

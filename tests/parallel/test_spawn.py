@@ -206,7 +206,7 @@ def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_pa
         (["--nnodes", "2", "--node-rank", "2"], {"MASTER_ADDR": "127.0.0.1"}, "--node-rank 2 of --nnodes 2"),
         (["--nproc-per-node", "0"], {}, "--nproc-per-node: expects a whole number of at least 1, got '0'"),
         (["--nnodes", "2"], {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ([], {"MASTER_PORT": "70000"}, "up to 65535"),
+        ([], {"MASTER_PORT": "70000"}, "from 1 to 65535"),
         (["--nproc-per-nodes", "2"], {}, "did you mean '--nproc-per-node'"),
         (
             ["--nnodes", "2", "--node-rank", "1", "--rdzv-timeout-s", "1"],

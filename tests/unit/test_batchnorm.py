@@ -15,7 +15,7 @@ from recipes.common.models.batchnorm import (
     warning,
 )
 from recipes.common.options import Options, check_batch
-from recipes.common.world.peers import Alone
+from recipes.common.world.alone import Alone
 from recipes.dataparallel import train as dataparallel
 from recipes.pipeline.partition import check_microbatches
 

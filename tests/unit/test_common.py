@@ -30,7 +30,7 @@ from recipes.common.record.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.task import SKIPPED, Classification
 from recipes.common.world.agreement import shard
-from recipes.common.world.peers import Alone
+from recipes.common.world.alone import Alone
 from recipes.common.world.places import Place, describe, shorten
 from recipes.single.train import options
 
@@ -360,6 +360,7 @@ class TestRanks:
         *((name, value) for name in VARIABLES for value in (None, "")),
         *((name, value) for name in list(VARIABLES)[:4] for value in ("-1", "x", "1.5", "²")),
         *((name, "7") for name in ("RANK", "LOCAL_RANK")),
+        *(("MASTER_PORT", value) for value in ("0", "65536", "http", "tcp://10.0.0.1:80")),
     ]
 
     @pytest.mark.parametrize(("name", "value"), BAD)

@@ -11,7 +11,7 @@ from recipes.common.data.imagefolder import ImageSplit
 from recipes.common.job import Job
 from recipes.common.metrics import Throughput
 from recipes.common.task import Classification
-from recipes.common.world.peers import Alone
+from recipes.common.world.alone import Alone
 from recipes.single.train import options
 
 CPU = torch.device("cpu")

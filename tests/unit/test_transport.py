@@ -12,7 +12,7 @@ import torch
 from recipes.common import loop
 from recipes.common.errors import UserError
 from recipes.common.world import transport
-from recipes.common.world.peers import Alone
+from recipes.common.world.alone import Alone
 from recipes.common.world.places import Place
 from scripts.launch import script
 from scripts.launch.local import free_port

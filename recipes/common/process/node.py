@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from recipes.common.errors import MissingNodeError, MissingStoreError, PortTakenError, UserError
+from recipes.common.errors import MissingNodeError, MissingStoreError, PortTakenError, UserError, port_taken
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.watch.bounds import HANG_STATUS
@@ -40,10 +40,7 @@ def read_master(nnodes: int) -> tuple[str, int]:
     """
     if nnodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
-    port = read_number("MASTER_PORT", 29500, at_least=1)
-    if port > 65535:
-        raise UserError(f"MASTER_PORT expects a port up to 65535, got {port}")
-    return os.environ.get("MASTER_ADDR") or "127.0.0.1", port
+    return os.environ.get("MASTER_ADDR") or "127.0.0.1", read_number("MASTER_PORT", 29500, 1, 65535)
 
 
 def check_head(node: Node) -> None:
@@ -69,18 +66,6 @@ def check_port(port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise port_taken(port) from None
             raise UserError(f"cannot listen at MASTER_PORT {port}: {error.strerror}; choose another one") from None
-
-
-def is_port_chosen() -> bool:
-    """Whether a launcher chose MASTER_PORT, and not the user."""
-    return bool(os.environ.get("PORT_IS_CHOSEN"))
-
-
-def port_taken(port: int) -> UserError:
-    """Return the error of a port that is taken: the user's mistake, unless a launcher chose it."""
-    if is_port_chosen():
-        return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
-    return UserError(f"MASTER_PORT {port} is taken; choose another one")
 
 
 def wait_for_head(node: Node, store: str = "") -> str:

@@ -36,6 +36,7 @@ def read_ranks(recipe: str) -> Ranks:
             raise UserError(f"{name} is not set: a launcher sets it; {start}")
     try:
         ranks = Ranks(*(read_number(name, 0) for name in names[:4]))
+        read_number("MASTER_PORT", 0, 1, 65535)
     except UserError as error:
         raise UserError(f"{error}; {start}") from None
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:

@@ -48,18 +48,6 @@ def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl
     return torch.device("cuda", ranks.local_rank * devices_per_rank)
 
 
-def choose_devices(wanted: str) -> list[torch.device]:
-    """Return the devices of a job of one process: all visible GPUs, or the CPU where there is none.
-
-    Raises:
-        UserError: --device is cuda, and there is none.
-    """
-    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if wanted == "cuda" and not count:
-        raise UserError("--device cuda: no GPU is visible; use --device cpu")
-    return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]
-
-
 def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exchange) -> torch.device:
     """Return this rank's device once all ranks have chosen the same kind; call it on all ranks.
 

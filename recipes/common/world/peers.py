@@ -1,6 +1,6 @@
 """All ranks of a job as one of them sees them, whatever connects them.
 
-World (world.py) connects ranks by torch.distributed, the horovod recipe by Horovod; Alone is a job of one process.
+World (world.py) connects ranks by torch.distributed, the horovod recipe by Horovod; alone.py is one process.
 """
 
 from __future__ import annotations
@@ -62,51 +62,3 @@ class Peers(Protocol):
 
     def begin_vote(self, vote: int) -> Callable[[], int]:
         """Send this rank's vote; return a function that waits for the others' and returns the largest."""
-
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-
-
-class NoWatch:
-    """Watches nothing: one process waits for nobody."""
-
-    def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
-
-    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
-        """Do nothing."""
-
-    def take_stragglers(self) -> list[str]:
-        """Return no warnings."""
-        return []
-
-
-class Alone:
-    """A job of one process."""
-
-    rank, world_size = 0, 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.watch = device, NoWatch()
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return the value of the only rank."""
-        return [value]
-
-    def broadcast_object(self, value: T) -> T:
-        """Return the value."""
-        return value
-
-    def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def sum_tensor(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
-
-    def begin_vote(self, vote: int) -> Callable[[], int]:
-        """Return a function that returns the vote."""
-        return lambda: vote
-
-    def barrier(self) -> None:
-        """Return at once."""

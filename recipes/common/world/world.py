@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import MissingNodeError, UserError, is_port_chosen, port_taken
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
-from recipes.common.process.node import is_port_chosen, port_taken
 from recipes.common.process.ranks import Ranks
 from recipes.common.watch.bounds import bound_of_group, bound_of_waits
 from recipes.common.watch.watch import Watch
@@ -114,10 +113,6 @@ class World:
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group for a tensor: the gradients' (NCCL) on a GPU, else that for the CPU."""
         return None if tensor.is_cuda else self.control
-
-    def barrier(self) -> None:
-        """Return once every rank has called it."""
-        dist.barrier(group=self.control)
 
 
 @contextlib.contextmanager
@@ -234,6 +229,6 @@ def leave_world(world: World) -> None:
     """Disconnect, once no rank waits for another any more."""
     gc.collect()  # models and optimizers go before the connections that they use
     with world.watch("teardown"):
-        world.barrier()
+        dist.barrier(group=world.control)
     world.watch.leave()
     dist.destroy_process_group()
