@@ -18,9 +18,9 @@ from recipes.common import loop
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
+from recipes.common.language import LanguageModel
 from recipes.common.models.models import build_model
 from recipes.common.process.ranks import read_ranks
-from recipes.common.task import LanguageModel
 from recipes.common.watch.watch import Watch
 from recipes.common.world.world import connected_world
 from recipes.fsdp import train as fsdp

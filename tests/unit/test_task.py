@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from recipes.common.data import Data, Spec, load_data
+from recipes.common.data import Data, Spec, build_task, load_data
 from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
 from recipes.common.errors import UserError
+from recipes.common.language import TEMPERATURE, LanguageModel, generate
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import STANDARD_LIBRARY
-from recipes.common.task import SKIPPED, TEMPERATURE, Classification, LanguageModel, build_task, generate
+from recipes.common.task import SKIPPED, Classification
 from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
 from recipes.single.train import options
 

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import gzip
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from torch import Tensor
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, Normalise, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference
-from recipes.common.task import SKIPPED, build_task
+from recipes.common.task import SKIPPED, Classification, Task
+from recipes.common.user_code import call, load
 
 if TYPE_CHECKING:
     from recipes.common.data.imagefolder import Listing
@@ -167,3 +168,32 @@ def _one_process_at_a_time(folder: Path, enabled: bool) -> Iterator[None]:
                 "download once without a job, on a local disk, and copy the files there"
             ) from None
         yield
+
+
+def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
+    """Return --task, or what the targets of the data are for, by their kind and a sample's shape.
+
+    Raises:
+        UserError: the task does not go with the data, or is none.
+    """
+    if args.label_smoothing and (is_reference(args.task) or kind != "class"):
+        raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")
+    if is_reference(args.task):
+        task = call(f"--task {args.task}", load("--task", args.task))
+        if not isinstance(task, Task):
+            fix = "give a subclass of recipes.common.task.Task, without arguments"
+            raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
+        return task
+    if kind == "values" and args.task == "auto":
+        fix = "add --task package.module:Class (docs/your-model.md)"
+        raise UserError(f"--data {args.data}: no built-in task takes values; {fix}")
+    needed = "classification" if kind == "class" else "language-model"
+    if args.task not in ("auto", needed) or kind == "values":
+        raise UserError(f"--task {args.task} does not go with --data {args.data}, whose targets are {kind}")
+    if needed == "classification":
+        return Classification(args.label_smoothing)
+    if len(shape) != 1:
+        raise UserError(f"--data {args.data}: targets of shape {shape}; tokens have the shape (T,)")
+    from recipes.common.language import LanguageModel
+
+    return LanguageModel(shape[0], kind.removesuffix("s"), args.seed)
