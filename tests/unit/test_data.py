@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import socket
 import struct
 from pathlib import Path
 
@@ -117,6 +118,30 @@ def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monk
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(UserError, match=r"--download: cannot lock .*: Function not implemented .*; download once"):
         load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
+
+
+@pytest.mark.parametrize("size", [0, 3, 1000])
+def test_an_unpacked_file_that_was_cut_is_refused_with_the_fix(fashion, size):
+    """A kill while it was unpacked: torchvision takes it for whole."""
+    argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]))
+    load(*argv, "--download")
+    path = fashion[0] / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"fashion-mnist is missing or damaged in .*; add --download to fetch it"):
+        load(*argv)
+    with pytest.raises(UserError, match=r"--download does not replace it \(.+\); remove what is there") as caught:
+        load(*argv, "--download")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_falls_silent_ends_the_download(fashion, monkeypatch):
+    next(fashion[0].glob("FashionMNIST/raw/t10k-images*")).unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections wait in its queue for ever
+        monkeypatch.setattr(datasets.FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
+        argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download", "--timeout-s", "0.2")
+        with pytest.raises(UserError, match=r"--data fashion-mnist .*timed out"):
+            load(*argv)
+    assert socket.getdefaulttimeout() is None
 
 
 @pytest.fixture

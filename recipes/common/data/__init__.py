@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import gzip
 import importlib.util
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,14 +143,21 @@ def _torchvision(args: Options) -> RawSplits:
         labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
         return (images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)), labels
 
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(args.timeout_s)  # of a download: torchvision would wait for a silent server for ever
     try:
         return read(train=True), read(train=False)
     except OSError as error:  # a failed download is a URLError, which is an OSError
         raise UserError(f"--data {args.data} from --data-dir {args.data_dir}: {error}") from None
-    except RuntimeError:  # torchvision's "not found or corrupted"
-        raise UserError(
-            f"--data {args.data} is missing or damaged in --data-dir {args.data_dir}; add --download to fetch it"
-        ) from None
+    except (RuntimeError, ValueError, AssertionError) as error:  # of files that are missing, cut or damaged
+        what = f"--data {args.data} is missing or damaged in --data-dir {args.data_dir}"
+        if not args.download:
+            raise UserError(f"{what}; add --download to fetch it") from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        fix = "remove what is there of it, or copy it from a machine with a network"
+        raise UserError(f"{what}, and --download does not replace it ({reason}); {fix}") from None
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 @contextlib.contextmanager
