@@ -25,7 +25,7 @@ def digests(args: Options) -> dict[str, str]:
         if is_reference(text):
             load(flag, text)
             module = text.split(":")[0]
-            path = sys.modules[module].__file__
+            path = getattr(sys.modules[module], "__file__", None)
             found[module] = f"code with digest {zlib.crc32(Path(path).read_bytes()):08x}" if path else "no file"
     return found
 
@@ -51,7 +51,8 @@ def load(flag: str, text: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
-        raise UserError(f"{flag} {text}: {name} {what} in {module.__file__}{nearest(name, vars(module))}")
+        place = getattr(module, "__file__", module_name)  # what is built into Python has no file
+        raise UserError(f"{flag} {text}: {name} {what} in {place}{nearest(name, vars(module))}")
     return found
 
 

@@ -111,6 +111,10 @@ class TooFew(Fit):
     def metric_sums(self, output, target):
         return ()
 
+class NoTuple(Fit):
+    def metric_sums(self, output, target):
+        return (output.flatten() - target).abs().sum()
+
 class NoNumber(Fit):
     def derive(self, averages):
         return {"rms_error": [averages["loss"]]}
@@ -132,6 +136,20 @@ class Undefined(Fit):
 
 class NoTask:
     pass
+
+class Keeps(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def get_extra_state(self):
+        return self.kept
+    def set_extra_state(self, state):
+        pass
+
+class KeepsObject(Keeps):
+    kept = np.random.default_rng(0)
+
+class KeepsNumbers(Keeps):
+    kept = {"a": [1, 2.5], "b": X}
 
 class Untrue(nn.Module):
     is_sequence = True
@@ -301,6 +319,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         (("--model", "mien:net"), "--model mien:net: there is no module 'mien'; put mien.py into "),
         (("--model", "mine.sub:net"), "there is no module 'mine.sub'"),
         (("--model", "mine:nett"), "nett does not exist in {folder}/mine.py; did you mean 'net'?"),
+        (("--model", "time:nett"), "--model time:nett: nett does not exist in time"),
         (("--model", "mine:NUMBER"), "NUMBER is not a function or class in {folder}/mine.py"),
         (
             ("--model", "broken:net"),
@@ -355,6 +374,14 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ((*FIT, "mine:Mean"), "the sum of each one"),
         ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
         ((*FIT, "mine:TooFew"), "metric_sums() returned 0 values for metrics ('absolute_error',)"),
+        (
+            (*FIT, "mine:NoTuple"),
+            "metric_sums() has to return a tuple, a value for each of metrics ('absolute_error',)",
+        ),
+        (
+            ("--data", "mine:classes", "--model", "mine:KeepsObject"),
+            "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return",
+        ),
         ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),
         ((*FIT, "mine:NoDict"), "--task NoDict: derive() returned a float; return a dict of numbers"),
         (
@@ -401,6 +428,15 @@ def test_two_samples_prove_nothing_against_a_quotient():
     data, _ = load(*FIT, "mine:Undefined")
     with pytest.raises(UserError, match=r"derive\(\) failed: ZeroDivisionError"):
         add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
+
+
+def test_what_a_model_keeps_beside_tensors_and_a_checkpoint_gives_back_is_taken():
+    _, model = load("--data", "mine:classes", "--model", "mine:KeepsNumbers")
+    assert model.get_extra_state()["a"] == [1, 2.5]
+
+
+def test_what_is_built_into_python_has_no_digest():
+    assert user_code.digests(options(["--model", "time:sleep"])) == {"time": "no file"}
 
 
 def test_a_change_of_the_code_changes_its_digest(tmp_path):

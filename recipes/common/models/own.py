@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 
@@ -35,6 +36,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     Raises:
         UserError: the model does not take the inputs, the task not its outputs, or it does not return sums.
     """
+    check_state(model, args)
     inputs, targets = _two_samples(data)
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -49,7 +51,13 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     loss = call(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise UserError(f"{what}: loss_sum() has to return a scalar tensor that gradients come from")
-    sums = call(what, task.metric_sums, output, targets)
+    try:
+        sums = list(call(what, task.metric_sums, output, targets))
+    except TypeError:
+        names = tuple(task.metrics)
+        raise UserError(
+            f"{what}: metric_sums() has to return a tuple, a value for each of metrics {names}"
+        ) from None
     if len(sums) != len(task.metrics):
         raise UserError(f"{what}: metric_sums() returned {len(sums)} values for metrics {tuple(task.metrics)}")
     alone = sum(call(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count))
@@ -66,6 +74,21 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         if not isinstance(error.__cause__, ArithmeticError | ValueError):
             raise
     model.train()
+
+
+def check_state(model: nn.Module, args: Options) -> None:
+    """Raise UserError where a checkpoint would not give back what the model has it hold beside tensors."""
+    for name, value in model.state_dict().items():
+        file = io.BytesIO()
+        try:
+            if not isinstance(value, Tensor):
+                torch.save(value, file)
+                file.seek(0)
+                torch.load(file, weights_only=True)
+        except Exception as error:  # of pickle and torch, which have a dozen kinds
+            what = f"no checkpoint gives back {name}, {name_of(value)}"
+            fix = "let get_extra_state() return tensors, numbers, texts, or lists and dicts of them"
+            raise UserError(f"--model {args.model}: {what}; {fix}") from error
 
 
 @torch.no_grad()
