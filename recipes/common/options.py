@@ -96,6 +96,7 @@ def _number(accept: Callable[[float], bool], wanted: str) -> Callable[[str], flo
 
 
 positive_int, two_or_more, non_negative_int = whole_number(1), whole_number(2), whole_number(0)
+seconds = _number(lambda value: 0 < value <= 1e9, "a number above 0 and of at most 1e9")
 positive_float = _number(lambda value: value > 0, "a number above 0")
 non_negative_float = _number(lambda value: value >= 0, "a number of at least 0")
 fraction = _number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
@@ -180,7 +181,7 @@ class RunOptions:
     log_every: int = option(10, positive_int, "steps between logged losses", "STEPS")
     tensorboard: bool = switch("write TensorBoard events", default=True)
     timeout_s: float = option(
-        300.0, positive_float, "longest wait for another rank, in seconds, before the job ends with an error", "S"
+        300.0, seconds, "longest wait for another rank, in seconds, before the job ends with an error", "S"
     )
     straggler_share: float = option(
         0.25,
@@ -299,7 +300,7 @@ class Options(TrainingOptions):
         one_of("default", "reduce-overhead", "max-autotune"),
         "torch.compile's mode; reduce-overhead records CUDA graphs, which speed up small models",
     )
-    seed: int = option(0, non_negative_int, "seed of weights, order and augmentation")
+    seed: int = option(0, whole_number(0, 2**63 - 1), "seed of weights, order and augmentation")
     deterministic: bool = switch("bit-for-bit repeatable kernels")
 
     def check(self) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int, one_of, option, parse, positive_float, positive_int
+from recipes.common.options import non_negative_int, one_of, option, parse, positive_int, seconds
 from recipes.common.process.entry import exit_status
 from recipes.common.process.node import read_master
 from recipes.common.process.ranks import Ranks, read_ranks
@@ -46,7 +46,7 @@ class ProbeOptions:
 
     device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
     timeout_s: float = option(
-        300.0, positive_float, "longest wait for another rank, in seconds, before the job ends with an error", "S"
+        300.0, seconds, "longest wait for another rank, in seconds, before the job ends with an error", "S"
     )
     join: str = option(
         "torch",
