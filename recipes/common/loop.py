@@ -5,6 +5,7 @@ A recipe fills in a Technique: how a pass computes and exchanges gradients is it
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,30 +180,25 @@ def train_epochs(job: Job, technique: Technique) -> None:
         UserError: on all ranks, what one of them reported.
     """
     try:
-        _train_epochs(job, technique)
+        while not job.is_complete:
+            result = None
+            if train_one_epoch(job, technique) != STOP:
+                raise_on_all_ranks(job.stop.error, job.peers)
+                try:
+                    result = evaluate(job, technique)
+                    raise_on_all_ranks(job.stop.error, job.peers)
+                except UserError:
+                    save_checkpoint(job, technique)  # keeps the trained steps; a resume evaluates them again
+                    raise
+            is_best = result is not None and job.end_epoch(result)
+            save_checkpoint(job, technique, is_best)
+            raise_on_all_ranks(job.stop.error, job.peers)
+            if result is None:  # a stop signal has ended the epoch, or its evaluation
+                return
     except UserError:
         if job.args.sharded_checkpoints:
             job.wait_for_checkpoint()
         raise
-
-
-def _train_epochs(job: Job, technique: Technique) -> None:
-    while not job.is_complete:
-        decision = train_one_epoch(job, technique)
-        if decision == STOP:
-            save_checkpoint(job, technique)
-        raise_on_all_ranks(job.stop.error, job.peers)
-        if decision == STOP:
-            return
-        try:
-            result = evaluate(job, technique)
-            raise_on_all_ranks(job.stop.error, job.peers)
-        except UserError:
-            save_checkpoint(job, technique)  # keeps the trained steps; a resume evaluates them again
-            raise
-        is_best = job.end_epoch(result)
-        save_checkpoint(job, technique, is_best)
-        raise_on_all_ranks(job.stop.error, job.peers)
 
 
 def train_one_epoch(job: Job, technique: Technique) -> int:
@@ -268,8 +264,11 @@ def update(job: Job, check: Check) -> None:
 
 
 @torch.no_grad()
-def evaluate(job: Job, technique: Technique) -> dict[str, float]:
-    """Return test_loss and the task's metrics over the whole test set, each sample counted once."""
+def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
+    """Return test_loss and the task's metrics over the whole test set, each sample counted once.
+
+    None: a vote has ended it; a resume evaluates again.
+    """
     peers, task = job.peers, job.data.task
     if job.record:
         job.record.progress.begin_evaluation()
@@ -283,12 +282,17 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float]:
     # Evaluation: where passes exchange weights, all ranks run as many: 8 bytes a rank to agree on their number.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
-    for inputs, targets in read(job.data.test, batches, job.position.epoch):
+    # One blank sample, whose output does not count: not all models take none.
+    blanks = itertools.repeat((job.data.input.zeros(1, job.device), None), most - len(batches))
+    for inputs, targets in itertools.chain(read(job.data.test, batches, job.position.epoch), blanks):
+        # Vote: each rank sends 4 bytes, as in training: an evaluation may take longer than a stop signal leaves.
+        finish_vote = peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
-        if output is not None:
+        if output is not None and targets is not None:
             technique.add_batch(totals, task, output, targets)
-    for _ in range(most - len(batches)):  # one blank sample, whose output does not count: not all models take none
-        predict(job, technique, job.data.input.zeros(1, job.device))
+        with peers.watch("stop vote"):
+            if finish_vote() != GO:
+                return None
     if technique.counts_skipped:
         add_skipped(totals, job.data.train.skipped + job.data.test.skipped)
     # Evaluation: sums and counts of all ranks, some 40 bytes a rank; the averages are taken after it.

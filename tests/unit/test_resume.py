@@ -471,3 +471,28 @@ def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single,
     assert opened.folder == run
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: skipped a run in the search for the newest one: {tmp_path}/b/config.json")
+
+
+class StopsInEvaluation(Classification):
+    """A task in whose first batch of evaluation a stop signal comes, once."""
+
+    batches = 0
+
+    def count(self, target):
+        StopsInEvaluation.batches += 1
+        if StopsInEvaluation.batches == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return super().count(target)
+
+
+def test_a_signal_in_an_evaluation_ends_it_and_loses_no_step(tmp_path, single):
+    """Of 360 test images there are two batches."""
+    argv = ("a", "--epochs", "1", "--task", "tests.unit.test_resume:StopsInEvaluation")
+    lines = single(*argv)
+    path = tmp_path / "a" / "checkpoints" / f"step-{EPOCH:09d}.pt"
+    assert f"stopped by SIGUSR1: wrote {path}" in lines
+    assert torch.load(path, weights_only=True)["position"]["epoch"] == 0
+    assert [line["kind"] for line in metrics(tmp_path / "a")] == ["step"] * EPOCH
+    lines = single(*argv, "--resume", "auto")
+    assert lines[-1].startswith("result recipe=single world_size=1 test_accuracy=")
+    assert [line["kind"] for line in metrics(tmp_path / "a")] == [*["step"] * EPOCH, "epoch"]
