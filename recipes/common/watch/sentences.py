@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -54,11 +53,10 @@ def where_it_stands(note: dict[str, Any]) -> str:
     return f'{on} {where} "{note["name"]}"{_after(note)} for {note["since_s"]:.1f} s'
 
 
-def last_place(text: str | dict[str, Any] | None) -> str:
+def last_place(note: dict[str, Any] | None) -> str:
     """Return where a silent rank stood by its last note."""
-    if not text:
+    if not note:
         return "nobody knows where it was"
-    note = json.loads(text) if isinstance(text, str) else text
     ago_s = max(0.0, time.time() - note["time"])
     where = "in" if note["is_inside"] else "past"
     return f'last seen {ago_s:.1f} s ago {where} "{note["name"]}"{_after(note)}'

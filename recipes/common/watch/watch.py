@@ -184,7 +184,8 @@ class Watch:
             reports = self._gather(place)
             if self.rank != min(reports):
                 self._wait(COLLECT_S, lambda: self._is_done(path))
-            if not self._is_done(path) and self._is_elected():
+            is_first = not self._is_done(path) and self._ask(lambda notes: notes.add("collectors", 1), 1) == 1
+            if is_first:
                 self._collect(reports, path)
         else:
             self._wait(GATHER_S + COLLECT_S, lambda: self._is_done(path))
@@ -314,18 +315,13 @@ class Watch:
     def _is_done(self, path: Path) -> bool:
         return path.exists() or self._ask(lambda notes: notes.check(["done"]), False)
 
-    def _is_elected(self) -> bool:
-        """Return whether this rank is the first to put the report together."""
-        return self._ask(lambda notes: notes.add("collectors", 1), 1) == 1
-
     def _collect(self, reports: dict[int, str], path: Path) -> None:
         """Write hang-report.txt and say in one line who is missing."""
         silent = sorted(set(range(self.world_size)) - set(reports))
-        last = {**self._last_notes, **self._ask(lambda notes: _read(notes, "note", silent), self._last_notes)}
+        texts = {**self._last_notes, **self._ask(lambda notes: _read(notes, "note", silent), self._last_notes)}
+        last = {rank: json.loads(text) for rank, text in texts.items()}
         found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
-        summary = sentences.summarize(
-            found, {rank: json.loads(text) for rank, text in last.items()}, self.world_size
-        )
+        summary = sentences.summarize(found, last, self.world_size)
         table = [sentences.where_it_stands(found[rank]) for rank in sorted(found)]
         table += [f"rank {rank} did not answer; {sentences.last_place(last.get(rank))}" for rank in silent]
         stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
