@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack, position_of
 from recipes.common.data import Data
-from recipes.common.data.idle import MAX_IDLE_SHARE, IdleShare
 from recipes.common.errors import UserError
-from recipes.common.metrics import Throughput, peak_memory_bytes
+from recipes.common.metrics import MAX_IDLE_SHARE, IdleShare, Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import load_optimizer_state, optimizer_state
 from recipes.common.options import Options
@@ -91,19 +90,8 @@ class Job:
         Raises:
             UserError: the checkpoint's model or optimizer has another shape.
         """
-        if content is not None:
-            self._take_over(content)
-
-    def begin_record(self) -> None:
-        """Begin this launch's record; call it once all ranks have restored the checkpoint.
-
-        Raises:
-            UserError: the checkpoint is beyond what is asked for, or the record cannot be written.
-        """
-        if self.record:
-            self.record.begin(self.position.step, self.total_steps, self.is_complete)
-
-    def _take_over(self, content: dict[str, Any]) -> None:
+        if content is None:
+            return
         try:
             self.model.load_state_dict(content["model"])
             load_optimizer_state(self.optimizer, content["optimizer"])
@@ -115,6 +103,15 @@ class Job:
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
         self.throughput.add_earlier(**content.get("timed", {}))
 
+    def begin_record(self) -> None:
+        """Begin this launch's record; call it once all ranks have restored the checkpoint.
+
+        Raises:
+            UserError: the checkpoint is beyond what is asked for, or the record cannot be written.
+        """
+        if self.record:
+            self.record.begin(self.position.step, self.total_steps, self.is_complete)
+
     def save(self, is_best: bool = False, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
 
@@ -122,7 +119,7 @@ class Job:
         whose ranks hold parts of the model or the optimizer passes the state dicts of the whole ones; or, of
         sharded checkpoints, this rank's part: all ranks then write.
         """
-        own: dict[str, Any] = state or {}
+        own = state or {}
         is_sharded = "parts" in own
         if not self.record and not is_sharded:
             return
@@ -199,8 +196,8 @@ class Job:
             step, before = self.position.step + 1, self.guard.skipped
             with self.peers.watch("gradients"):
                 is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
-            if self.record and self.guard.skipped > before:
-                self.record.progress.say(f"warning: skipped step {step}: its loss or gradient is not finite")
+            if self.guard.skipped > before:
+                self.say(f"warning: skipped step {step}: its loss or gradient is not finite")
             return is_allowed
 
         return check
@@ -213,9 +210,8 @@ class Job:
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
         self.guard.check_loss(self.position.step, loss)
-        if self.record:
-            for text in self.peers.watch.take_stragglers():
-                self.record.progress.say(f"warning: {text}")
+        for text in self.peers.watch.take_stragglers():
+            self.say(f"warning: {text}")
         self._warn_of_idle()
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
@@ -233,25 +229,20 @@ class Job:
     def _warn_of_idle(self) -> None:
         """Say once, with the measured share, that the device waits for data."""
         share = self._idle.end_window(self.data.train.idle_s(), self.throughput.seconds())
-        if self.record and share > MAX_IDLE_SHARE and not self._has_warned_of_idle:
+        if share > MAX_IDLE_SHARE and not self._has_warned_of_idle:
             self._has_warned_of_idle = True
             workers = f"{self.args.workers} per rank now, {os.cpu_count()} CPUs on this node"
-            self.record.progress.say(
-                f"warning: {share:.0%} of the time rank 0 waits for data; raise --workers ({workers})"
-            )
+            self.say(f"warning: {share:.0%} of the time rank 0 waits for data; raise --workers ({workers})")
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
-        is_best = self._record_evaluation(averages)
-        seconds = round(self.throughput.timed()["seconds"], 3)
-        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
-        return is_best
-
-    def _record_evaluation(self, averages: dict[str, float]) -> bool:
         task = self.data.task
         headline = averages[f"test_{task.headline}"]
         kept = {name: value for name, value in averages.items() if name.startswith("test_")}
-        return self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
+        is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
+        seconds = round(self.throughput.timed()["seconds"], 3)
+        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
+        return is_best
 
     def _units_per_s(self, samples_per_s: float) -> dict[str, float]:
         """Return the speed in the task's unit, unless that is samples."""
@@ -280,21 +271,20 @@ class Job:
         if sample_on_all_ranks:
             result = run_on_all_ranks(self._write_result, self.peers)
             with self.peers.watch("sample", computes=True):
-                sample = self._sample(self.model, exchanges=True)
+                sample = self._sample(exchanges=True)
         elif self.record:
-            result = self._write_result()
-            model = self.model
-            if any(p.device != self.device for p in model.parameters()):
-                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
-            sample = self._sample(model, exchanges=False)
+            result, sample = self._write_result(), self._sample(exchanges=False)
         if self.record:
             if sample:
                 self.say(sample)
-            self.record.print_result(f"test_{self.data.task.headline}", result)
+            self.record.print_result(result)
 
-    def _sample(self, model: nn.Module, exchanges: bool) -> str:
+    def _sample(self, exchanges: bool) -> str:
         """Return the task's sample, or a warning where it has none: the run is complete all the same."""
         try:
+            model = self.model
+            if not exchanges and any(p.device != self.device for p in model.parameters()):
+                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
             return self.data.task.sample(model, self.device)
         except Exception as error:
             if exchanges and isinstance(error, RuntimeError):  # a lost rank, perhaps
@@ -305,7 +295,7 @@ class Job:
         """Write result.json on rank 0; return what is in it."""
         if not self.record:
             return {}
-        task = self.data.task
+        task, best = self.data.task, self.position.best_score
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         stalls_s = self.writer.stalls_s if self.writer else [0.0]
         return self.record.write_result(
@@ -313,7 +303,7 @@ class Job:
             step=self.position.step,
             headline=f"test_{task.headline}",
             **self.position.averages,
-            **{f"best_test_{task.headline}": self._best_headline()},
+            **{f"best_test_{task.headline}": best if task.higher_is_better else -best},
             samples_per_s=self.throughput.overall(),
             **self._units_per_s(self.throughput.overall()),
             samples=self.position.step * self.args.global_batch_size,
@@ -324,10 +314,6 @@ class Job:
             checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
             **skipped,
         )
-
-    def _best_headline(self) -> float:
-        score = self.position.best_score
-        return score if self.data.task.higher_is_better else -score
 
     def _report_stop(self, record: Record) -> None:
         if self.writer:

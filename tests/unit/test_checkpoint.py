@@ -4,6 +4,7 @@ import copy
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -433,6 +434,14 @@ def test_the_best_score_is_remembered():
     found = [position.record_evaluation({"test_loss": -score}, score) for score in scores]
     assert found == [True, False, False, True]
     assert (position.epoch, position.averages, position.best_score) == (4, {"test_loss": -0.6}, 0.6)
+
+
+def test_a_score_that_is_no_number_is_never_the_best():
+    """As that of an evaluation that overflows: later ones are compared with those before it."""
+    position = Position()
+    scores = (math.nan, -0.5, math.nan, -0.6, -0.4)
+    assert [position.record_evaluation({}, score) for score in scores] == [False, True, False, False, True]
+    assert position.best_score == -0.4
 
 
 def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):

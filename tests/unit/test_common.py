@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from recipes.common import metrics
+from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
@@ -26,6 +28,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop
+from recipes.common.record.facts import versions
 from recipes.common.record.record import open_run
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.task import SKIPPED, Classification
@@ -130,6 +133,22 @@ class TestJob:
         model = torch.nn.Linear(1, 1)
         optimizer = build_optimizer(args, model.parameters())
         return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop=None)
+
+    def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
+        """A pipeline's model may lie on several devices because it is too large for one."""
+        job, printed = self.job("--epochs", "1"), []
+        job.position = Position(step=job.total_steps, epoch=1)
+        job.model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
+        progress = SimpleNamespace(say=printed.append)
+        job.record = SimpleNamespace(
+            progress=progress,
+            write_result=lambda **result: result,
+            print_result=printed.append,
+        )
+        job.finish()
+        warning, result = printed
+        assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
+        assert result["step"] == job.total_steps
 
     def test_steps(self):
         job = self.job("--epochs", "4")
@@ -422,12 +441,16 @@ class TestRecord:
         assert [launch["world_size"] for launch in config["launches"]] == [2]
         assert config["launches"][0]["make"] == "make run RECIPE=single"
 
+    def test_a_package_that_is_not_there_has_no_version(self, monkeypatch):
+        monkeypatch.setattr("sys.path", [])
+        assert versions()["torchvision"] is None
+
     def test_the_result_has_the_best_evaluation_and_when_the_run_ended(self, tmp_path, capsys):
         record, _ = self.open(tmp_path, "--name", "a")
         record.log_step(step=100, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
         record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
         result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
-        record.print_result("test_accuracy", record.write_result("test_accuracy", **result, samples_per_s=1.0))
+        record.print_result(record.write_result(headline="test_accuracy", **result, samples_per_s=1.0))
         written = json.loads((record.folder / "result.json").read_text())
         assert written["best_test_accuracy"] == 0.75
         assert abs(datetime.now().astimezone() - datetime.fromisoformat(written["ended"])) < timedelta(minutes=1)
@@ -435,6 +458,33 @@ class TestRecord:
         assert kinds == ["step", "epoch"]
         last = f"result recipe=single world_size=2 test_accuracy=0.5000 samples_per_s=1 record={record.folder}\n"
         assert capsys.readouterr().out.endswith(last)
+
+    def test_a_complete_run_prints_the_headline_of_its_own_result(self, tmp_path, capsys):
+        """The code of a task may have another by now; results of version 0.1.0 do not say theirs."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.write_result(headline="test_error", world_size=2, step=9, test_error=0.25, samples_per_s=1.0)
+        path = record.folder / "result.json"
+        old = {"recipe": "a", "world_size": 2, "step": 9, "samples_per_s": 1, "test_accuracy": 0.5}
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
+        record.checkpoints.write(pack(args, Position(step=9), {}, {}, {}))
+        for result, last in ((json.loads(path.read_text()), "test_error=0.2500"), (old, "test_accuracy=0.5000")):
+            path.write_text(json.dumps(result))
+            record, _ = open_run(args, "single", [])
+            record.begin(9, total_steps=9, is_complete=True)
+            record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
+            assert last in capsys.readouterr().out.splitlines()[-1]
+
+    def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
+        """TensorBoard's thread keeps the error, and raises it in a later call."""
+
+        def fail(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        record, _ = self.open(tmp_path, "--name", "a")
+        for call in (lambda: record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0), record.close):
+            record._events = SimpleNamespace(add_scalar=fail, close=fail)
+            with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
+                call()
 
     def test_names_count_up(self, tmp_path):
         names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
@@ -458,6 +508,12 @@ class TestRecord:
         self.open(tmp_path, "--name", "a")
         with pytest.raises(UserError, match=r"a exists; add --resume auto .*--overwrite .*another --name"):
             self.open(tmp_path, "--name", "a")
+
+    def test_overwrite_of_what_is_no_run_is_not_told_to_overwrite(self, tmp_path):
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--overwrite"])
+        open_run(args, "single", [])  # it claims the name; config.json comes once all ranks have restored
+        with pytest.raises(UserError, match=r"a exists and is not a run; choose another --name"):
+            open_run(args, "single", [])
 
     def test_overwrite_deletes_runs_only(self, tmp_path):
         record, _ = self.open(tmp_path, "--name", "a")
@@ -506,8 +562,6 @@ class TestRecord:
         assert os.listdir(tmp_path) == (["a"] if flags else [])
 
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
-        from recipes.common.checkpoint.checkpoint import Position, pack
-
         record, _ = self.open(tmp_path, "--name", "a")
         for step in range(1, 8):
             record.log_step(step=step, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)

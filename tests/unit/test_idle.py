@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipes.common.data.idle import IdleClock, IdleShare
+from recipes.common.data.idle import IdleClock
 from recipes.common.data.imagefolder import ImageSplit
 from recipes.common.job import Job
-from recipes.common.metrics import Throughput
+from recipes.common.metrics import IdleShare, Throughput
 from recipes.common.task import Classification
 from recipes.common.world.alone import Alone
 from recipes.single.train import options

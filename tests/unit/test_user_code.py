@@ -299,14 +299,14 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
         def sample(self, model, device):
             raise RuntimeError("no words")
 
-    job = SimpleNamespace(data=SimpleNamespace(task=Mute()), device=CPU)
-    said = Job._sample(job, nn.Linear(1, 1), exchanges=False)
+    job = SimpleNamespace(data=SimpleNamespace(task=Mute()), model=nn.Linear(1, 1), device=CPU)
+    said = Job._sample(job, exchanges=False)
     assert re.fullmatch(
         r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",
         said,
     )
     with pytest.raises(RuntimeError):  # with other ranks in it, one may be lost
-        Job._sample(job, nn.Linear(1, 1), exchanges=True)
+        Job._sample(job, exchanges=True)
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")

@@ -71,7 +71,8 @@ class Position:
         self.epoch += 1
         self.averages = averages
         is_best = score > self.best_score
-        self.best_score = max(score, self.best_score)
+        if is_best:  # max() would keep a score that is no number for ever
+            self.best_score = score
         return is_best
 
 
@@ -101,7 +102,7 @@ def pack(
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
     """Return where a checkpoint stands, for a run that may be longer than the one that wrote it."""
     values = content["position"]
-    if "test_accuracy" in values:  # written before there were other tasks
+    if "test_accuracy" in values:  # of version 0.1.0, which had no other tasks
         values = {
             **{name: values[name] for name in ("step", "epoch")},
             "averages": {"test_accuracy": values["test_accuracy"]},
@@ -229,6 +230,14 @@ def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
             )
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return what is in a folder: nothing where there is none. What cannot be read is an OSError."""
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
+
+
 class CheckpointFolder:
     """The checkpoints of one run: step-000000123.pt, ..., and best.pt. Only rank 0 writes."""
 
@@ -241,13 +250,8 @@ class CheckpointFolder:
         Raises:
             OSError: the folder cannot be read; only one that is not there is empty.
         """
-        return [self.folder / name for name in sorted(self._names(), reverse=True) if _NAME.fullmatch(name)]
-
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
+        names = sorted(names_in(self.folder), reverse=True)
+        return [self.folder / name for name in names if _NAME.fullmatch(name)]
 
     def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest good checkpoint, or None where there has never been one.
@@ -270,7 +274,7 @@ class CheckpointFolder:
             for old in bad if set_aside else ():
                 old.rename(old.with_name(f"{old.name}.bad"))
             return path, content
-        names = self._names()
+        names = names_in(self.folder)
         others = sorted(name for name in names if name.endswith((".pt", ".pt.bad")))
         if others:
             none = f"none of the {len(paths)} checkpoints in {self.folder} is good"
@@ -310,19 +314,15 @@ class CheckpointFolder:
         return path
 
     def cannot_write(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
-        """Return what a write of path has failed by; remove what it has left."""
-        left = self._what_is_left(temporary)
-        return UserError(f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto")
-
-    def _what_is_left(self, temporary: Path | None) -> str:
-        """Remove what a failed write has left, and return which checkpoint to resume from."""
+        """Remove what a failed write of path has left; return its error, with the checkpoint to resume from."""
         try:
             if temporary:
                 temporary.unlink(missing_ok=True)
             newest = next(iter(self.paths()), None)
+            left = f"{newest} is intact" if newest else "there is no earlier one"
         except OSError:
-            return f"those in {self.folder} are as they were"
-        return f"{newest} is intact" if newest else "there is no earlier one"
+            left = f"those in {self.folder} are as they were"
+        return UserError(f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto")
 
     def _remove_old(self) -> None:
         try:
@@ -334,9 +334,11 @@ class CheckpointFolder:
 
     def _remove_shards(self) -> None:
         """Remove the shard files that no checkpoint names: of those removed, and of writes that were cut off."""
-        names = self._names()
+        names = names_in(self.folder)
         unused = {name for name in names if _SHARD.fullmatch(name)}
-        for name in [name for name in names if _NAME.fullmatch(name) or name == "best.pt"] if unused else []:
+        if not unused:
+            return
+        for name in [name for name in names if _NAME.fullmatch(name) or name == "best.pt"]:
             try:
                 shards = torch.load(self.folder / name, mmap=True, weights_only=True).get("shards")
             except Exception as error:  # as in read_checkpoint(); what a damaged one names stays, until it goes
@@ -372,8 +374,8 @@ class CheckpointWriter:
         self.wait()
         # The memory of the last copy serves again: its pages are there already.
         self._copy = copy_tree(content, self._copy)
-        own = (self._copy, is_best)
-        self._thread = threading.Thread(target=self._write_aside, args=own, name=CHECKPOINT_THREAD)
+        what = (self._copy, is_best)
+        self._thread = threading.Thread(target=self._write_aside, args=what, name=CHECKPOINT_THREAD)
         self._thread.start()
         self.stalls_s.append(time.perf_counter() - started)
 
@@ -393,9 +395,7 @@ class CheckpointWriter:
     def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self._write(content, is_best)
-        except (
-            RuntimeError
-        ) as error:  # by a connection; of those of the gradients, the main thread has more to say
+        except RuntimeError as error:  # by a connection; of the gradients', the main thread has more to say
             self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:

@@ -9,12 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-IDLE_WINDOW_S = 10.0
-"""Seconds of training by which the idle share is judged."""
-
-MAX_IDLE_SHARE = 0.2
-"""A larger share is worth a warning."""
-
 
 class IdleClock:
     """Add up the time for which a device stands idle while this process waits.
@@ -48,24 +42,3 @@ class IdleClock:
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1000
         return self._seconds
-
-
-class IdleShare:
-    """The share of training for which a device is idle, window by window."""
-
-    def __init__(self) -> None:
-        self._begin: tuple[float, float] | None = None
-
-    def end_window(self, idle_s: float, train_s: float) -> float:
-        """Return the idle share since the last window; 0 if that is not IDLE_WINDOW_S ago.
-
-        Args:
-            idle_s: idle seconds so far; the first call begins the first window, so that starting does not count.
-            train_s: seconds of training so far.
-        """
-        begin = self._begin = self._begin or (idle_s, train_s)
-        window_s = train_s - begin[1]
-        if window_s < IDLE_WINDOW_S:
-            return 0.0
-        self._begin = idle_s, train_s
-        return (idle_s - begin[0]) / window_s

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": version("torchvision"),
+        "torchvision": next((found.version for found in distributions(name="torchvision")), None),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl)) or None,
         "driver": _first_line(Path("/sys/module/nvidia/version"), r"(.+)"),

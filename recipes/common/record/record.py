@@ -31,6 +31,7 @@ from recipes.common.checkpoint.checkpoint import (
     BadCheckpointError,
     CheckpointFolder,
     check_options,
+    names_in,
     read_checkpoint,
 )
 from recipes.common.errors import UserError, cannot
@@ -40,12 +41,8 @@ from recipes.common.record.progress import Progress
 from recipes.common.watch.watch import rename_old_report
 from recipes.common.world.places import Place, describe, shorten
 
-LINE_OF_RESULT = {"recipe", "world_size", "samples_per_s"}
-"""What the line that ends a run shows of result.json, besides the task's headline."""
-
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
-
 
 NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
 """Options that differ between the launches of a run without meaning anything."""
@@ -100,7 +97,7 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     if args.resume != "auto":
         return None, read_path(Path(args.resume))
     folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
-    names = _names(folder) if folder else set()
+    names = names_in(folder) if folder else set()
     if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
         return None, None
     found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
@@ -118,20 +115,12 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
     return folder, found
 
 
-def _names(folder: Path) -> set[str]:
-    """Return what is in a folder: nothing where there is none. What cannot be read is an OSError."""
-    try:
-        return set(os.listdir(folder))
-    except FileNotFoundError:
-        return set()
-
-
 def _replaced_run(args: Options) -> Path | None:
     """Return the run that a new one is to replace; None: there is none."""
     if not args.name or not args.overwrite or args.resume == "auto":
         return None
     folder: Path = args.runs_dir / args.name
-    return folder if "config.json" in _names(folder) else None
+    return folder if "config.json" in names_in(folder) else None
 
 
 def _new_run(args: Options, recipe: str) -> Path:
@@ -145,12 +134,13 @@ def _new_run(args: Options, recipe: str) -> Path:
                 raise FileExistsError
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
-            if args.resume == "auto":
+            if args.resume == "auto" or args.overwrite:
                 raise UserError(f"{folder} exists and is not a run; choose another --name") from None
             remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another --name"
             raise UserError(f"the run {folder} exists; {remedy}") from None
         return folder
-    number = max(_numbered_runs(args.runs_dir, recipe), default=0)
+    numbers = (re.fullmatch(rf"{recipe}-(\d{{3,}})", name) for name in names_in(args.runs_dir))
+    number = max((int(match[1]) for match in numbers if match), default=0)
     while True:  # mkdir is atomic: of two jobs that start together, one takes the next number
         number += 1
         folder = args.runs_dir / f"{recipe}-{number:03d}"
@@ -172,15 +162,10 @@ def _empty(folder: Path) -> None:
             path.unlink()
 
 
-def _numbered_runs(runs_dir: Path, recipe: str) -> list[int]:
-    names = (re.fullmatch(rf"{recipe}-(\d{{3,}})", name) for name in _names(runs_dir))
-    return [int(match[1]) for match in names if match]
-
-
 def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
     """Return the run that this recipe was launched in last, whatever its name."""
     launched = []
-    for name in _names(runs_dir):
+    for name in names_in(runs_dir):
         path = runs_dir / name / "config.json"
         try:
             config, time_ns = _read_config(path), path.stat().st_mtime_ns  # written at each launch
@@ -235,7 +220,7 @@ def read_path(path: Path, flag: str = "--resume", others: str = "auto, ") -> tup
     except FileNotFoundError:
         raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
     if is_folder:
-        folder = path / "checkpoints" if "checkpoints" in _names(path) else path
+        folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
         found = CheckpointFolder(folder).read_newest(set_aside=False)
         if not found:
             raise UserError(f"{flag} {path}: no checkpoints in {folder}")
@@ -301,7 +286,7 @@ class Record:
             if self.replaces:
                 _empty(self.folder)
         with _as_user_error("read", self.folder):
-            config = _read_config(path) if path.name in _names(self.folder) else {}
+            config = _read_config(path) if path.name in names_in(self.folder) else {}
             kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
         with _as_user_error("write", self.folder):
             self._write_launch(config, step, kept)
@@ -366,8 +351,8 @@ class Record:
             result = json.loads((self.folder / "result.json").read_text(errors="replace"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        is_whole = isinstance(result, dict) and result.keys() >= LINE_OF_RESULT
-        return result if is_whole and result.get("step") == step else None
+        is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
+        return result if is_whole and _headline(result) in result and result.get("step") == step else None
 
     def log_step(self, **values: float) -> None:
         """Append a logged step: step, epoch, loss, lr, samples_per_s."""
@@ -382,7 +367,7 @@ class Record:
         averages = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("test_")]
         self.progress.say("  ".join([f"epoch {values['epoch']}  step {values['step']}", *averages]))
 
-    def write_result(self, headline: str, **result: float) -> dict[str, Any]:
+    def write_result(self, **result: float | str) -> dict[str, Any]:
         """Write result.json, and return what is in it, which print_result() takes.
 
         Of the whole run, all launches together: step (the last), the last evaluation's averages, of which the line
@@ -394,12 +379,7 @@ class Record:
         """
         self.close()
         path = self.folder / "result.json"
-        final: dict[str, Any] = self._earlier_result or {
-            "recipe": self.recipe,
-            "headline": headline,
-            **result,
-            "ended": _now(),
-        }
+        final: dict[str, Any] = self._earlier_result or {"recipe": self.recipe, **result, "ended": _now()}
         with _as_user_error("write", path):
             if self._earlier_result:
                 os.utime(path)  # launch files see by its time that this launch has reached the end, too
@@ -407,8 +387,9 @@ class Record:
                 _replace_text(path, json.dumps(final, indent=2) + "\n")
         return final
 
-    def print_result(self, headline: str, final: dict[str, Any]) -> None:
+    def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
+        headline = _headline(final)
         print(
             f"result recipe={final['recipe']} world_size={final['world_size']} "
             f"{headline}={final[headline]:.4f} "
@@ -431,23 +412,27 @@ class Record:
         """Flush and close the event file and the progress bar."""
         self.progress.close()
         if self._events:
-            self._events.close()
-            self._events = None
+            events, self._events = self._events, None
+            with _as_user_error("write", self.folder):
+                events.close()
 
     def _append(self, kind: str, values: dict[str, float]) -> None:
+        # JSON has no word for a loss that is not finite.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         try:
             with open(self._metrics, "a") as file:
-                # JSON has no word for a loss that is not finite.
-                finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
                 file.write(json.dumps({"kind": kind, **finite}) + "\n")
+            for name in values.keys() - {"step", "epoch"} if self._events else ():
+                self._events.add_scalar(name, values[name], values["step"])
         except OSError as error:
             raise UserError(
                 f"cannot write {self._metrics}: {error.strerror}; fix this, then --resume auto"
             ) from None
-        if self._events:
-            for name, value in values.items():
-                if name not in ("step", "epoch"):
-                    self._events.add_scalar(name, value, values["step"])
+
+
+def _headline(result: dict[str, Any]) -> str:
+    """Return which of a result's values its line shows; results of earlier versions do not say."""
+    return str(result.get("headline", "test_accuracy"))
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -466,7 +451,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines that are whole: a kill may have cut the last, and a power cut any."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.name in _names(path.parent) else []:
+    for text in path.read_text(errors="replace").splitlines() if path.name in names_in(path.parent) else []:
         with contextlib.suppress(json.JSONDecodeError):
             line = json.loads(text)
             if isinstance(line, dict) and "step" in line:

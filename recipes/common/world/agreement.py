@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import socket
 import zlib
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -111,10 +111,7 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     facts.update(digests(args))
     facts["python"] = platform.python_version()
     for name in LIBRARIES:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
+        facts[name] = next((found.version for found in distributions(name=name)), "not installed")
     return facts
 
 
