@@ -27,19 +27,29 @@ from typing import Any
 import torch
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int
+from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int, whole_number
 from recipes.common.process.signals import vote_interval
-from scripts.launch.command import ROOT, Column, CommandParser, check_recipe, command, next_folder, table
+from recipes.common.world.places import place_of
+from scripts.launch.command import (
+    ONE_PROCESS,
+    ROOT,
+    Column,
+    CommandParser,
+    check_recipe,
+    command,
+    next_folder,
+    table,
+)
 from scripts.launch.stopped_status import option
 from scripts.plan import model
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
-RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
+RECIPES = (*ONE_PROCESS, "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
 
-ONE_NODE = ("single", "dataparallel")
-MOST_NODES = 100_000
+UNKNOWN = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel")
+"""Options of theirs that the plan knows too little of."""
 
 LINEAR_LIMIT = 8192
 """The global batch up to which ResNet-50 on ImageNet keeps its accuracy by linear scaling with warm-up (Goyal et
@@ -72,7 +82,7 @@ Row = dict[str, Any]
 
 OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     "cluster": [
-        ("--nodes", positive_int, 16, "N", "nodes, up to which to plan"),
+        ("--nodes", whole_number(1, 100_000), 16, "N", "nodes, up to which to plan"),
         ("--gpus", positive_int, 8, "G", "GPUs of a node, a rank each"),
         ("--fabric", one_of(*FABRICS), None, "NAME", f"between nodes: {', '.join(FABRICS)}"),
         ("--alpha-us", non_negative_float, None, "US", "a hop's latency instead"),
@@ -124,13 +134,12 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         for flag, convert, default, metavar, text in own:
             group.add_argument(flag, type=convert, default=default, metavar=metavar, help=text)
     args, words = parser.parse_known_args(list(argv))
+    recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
     both = "--compute-ms and --measure both say how long a step computes; give one"
     fixed = "--fixed-ms is a part of --compute-ms; give both, and no more of it than that"
-    recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
     refuse(
         (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
-        (args.nodes > MOST_NODES, f"NODES: at most {MOST_NODES}, got {args.nodes}"),
-        (args.nodes > 1 and recipe in ONE_NODE, f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp"),
+        (args.nodes > 1 and recipe in ONE_PROCESS, f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp"),
         (recipe == "single" and args.gpus > 1, "RECIPE single has one process; use GPUS=1, or RECIPE=ddp"),
         (args.compute_ms and args.measure, both),
         (args.fixed_ms > (args.compute_ms or 0.0), fixed),
@@ -150,25 +159,21 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         raise
     if getattr(options, "opt_level", "O0") != "O0":  # apex's, which says it in place of --amp
         options = replace(options, amp="fp16")
-    check_layout(args, options)
+    check_layout(args, method_of(args, options), options)
     return args, options
 
 
-def check_layout(args: Namespace, options: Options) -> None:
+def check_layout(args: Namespace, method: model.Method, options: Options) -> None:
     """Raise UserError where GPUs make up no replicas, or where the plan does not know an option."""
-    ranks, gpus, replicas = getattr(options, "tensor_parallel", 1), args.gpus, getattr(options, "replicas", 1)
+    size, replicas, gpus, ranks = method.tensor_parallel, method.replicas, args.gpus, args.nodes * args.gpus
+    few = f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"
     whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
-    few = f"--tensor-parallel {ranks}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"
-    names = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel")
-    unknown = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name, False)]
+    unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
     refuse(
-        (ranks > 1 and args.measure, whole),
-        (ranks > args.nodes * gpus, few),
-        (
-            replicas > args.nodes * gpus,
-            f"--replicas {replicas}: NODES={args.nodes} have {args.nodes * gpus} ranks",
-        ),
-        (ranks % gpus and gpus % ranks, f"--tensor-parallel {ranks} and GPUS={gpus}: neither divides the other"),
+        (size > 1 and args.measure, whole),
+        (size > ranks, few),
+        (replicas > ranks, f"--replicas {replicas}: NODES={args.nodes} have {ranks} ranks"),
+        (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
     )
 
@@ -181,13 +186,12 @@ def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
     return model.Cluster(nodes, args.gpus, network(fabric, args.gpus, args.ports), INTRA[args.intra])
 
 
-def method_of(args: Namespace, options: Options, sums: tuple[float, ...] = ()) -> model.Method:
+def method_of(args: Namespace, options: Options) -> model.Method:
     """Return how the recipe exchanges gradients under its options."""
     is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex's: the model itself, and so its gradients
     compression = "fp16" if is_half else getattr(options, "compression", "none")
-    known: dict[str, Any] = {"grad_compression": compression} | options.as_dict()
-    names = {one.name for one in fields(model.Method)} & set(known)
-    return model.Method(args.recipe, args.algorithm, sums, **{name: known[name] for name in names})
+    known: dict[str, Any] = {"grad_compression": compression} | vars(args) | options.as_dict()
+    return model.Method(**{one.name: known[one.name] for one in fields(model.Method) if one.name in known})
 
 
 def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[model.Compute, str]:
@@ -197,8 +201,8 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
         return compute, f"given: --compute-ms {args.compute_ms:g}"
     if args.measure:
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
-        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        return measure_compute(options, kind, args.local_batch_size, device), f"measured here: {name}"
+        compute = measure_compute(options, kind, args.local_batch_size, device)
+        return compute, f"measured here: {place_of(device).device}"
     tflops = GPUS[args.gpu_type].tflops[options.amp]
     seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
     text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:g} TFLOP/s of a {args.gpu_type}; better measure it"
@@ -209,67 +213,63 @@ def plan_row(
     nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: model.Compute
 ) -> Row | None:
     """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
-    cluster, tensor_parallel = cluster_of(args, nodes), getattr(options, "tensor_parallel", 1)
-    shards = cluster.ranks // getattr(options, "replicas", cluster.ranks)  # of fsdp
-    is_whole = not (cluster.ranks % tensor_parallel or cluster.ranks % getattr(options, "replicas", 1))
-    if not (is_whole and shards) or (shards % args.gpus and args.gpus % shards):
+    cluster, method = cluster_of(args, nodes), method_of(args, options)
+    ranks, shards = cluster.ranks, method.shards(cluster.ranks)
+    if ranks % method.tensor_parallel or ranks % method.replicas or (shards % args.gpus and args.gpus % shards):
         return None
-    parts = cluster.ranks // tensor_parallel  # the ranks of tensor's replicas have the same samples
+    parts = ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
-    if not parts * getattr(options, "accumulate_steps", 1) <= global_batch <= kind.num_samples:
+    if not parts * options.accumulate_steps <= global_batch <= kind.num_samples:
         return None
     local = math.ceil(global_batch / parts)  # the largest share is what all wait for
-    own = compute.scaled(local / args.local_batch_size)
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
-    read_s = local * cluster.ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
-    control = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_NODE, "horovod") else 0.0
-    sums = workload.sums_bytes(options, local)
-    method = method_of(args, options, sums)
-    found = model.step(workload.gradients, own, cluster, method, control, input_s=max(decode_s, read_s))
-    alone_s = compute.scaled(global_batch / parts / args.local_batch_size).total_s
+    read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
+    control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_PROCESS, "horovod") else 0.0
+    method = replace(method, sums=workload.sums_bytes(method, local))
+    own, even = (compute.scaled(size / args.local_batch_size) for size in (local, global_batch / parts))
+    found = model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     steps = options.epochs * (kind.num_samples // global_batch)
     steps = min(steps, options.max_steps or steps)
     failures = failure_figures(args, options, workload, cluster)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
-    memory = workload.memory_bytes(options, local, cluster.ranks)
+    memory = workload.memory_bytes(options, method, local, ranks)
     sent = {
-        "sent_in_replica_bytes": model.ring_bytes(sum(sums), tensor_parallel),
+        "sent_in_replica_bytes": model.ring_bytes(sum(method.sums), method.tensor_parallel),
         "sent_to_replicas_bytes": model.ring_bytes(workload.parameter_bytes, parts),
     }
     return {
         "nodes": nodes,
-        "ranks": cluster.ranks,
+        "ranks": ranks,
         "global_batch_size": global_batch,
         **asdict(found),
-        "efficiency": alone_s / found.step_s,
+        "efficiency": even.total_s / found.step_s,
         "samples_per_s": global_batch / found.step_s,
         "checkpoint_every_steps": max(1, round(failures["interval_s"] / found.step_s)),
         **failures,
         "steps": steps,
         "hours": hours,
-        "cost": hours * cluster.ranks * args.price,
+        "cost": hours * ranks * args.price,
         "memory_bytes": {**memory, "sum": sum(memory.values())},
-    } | (sent if sums else {})
+    } | (sent if method.sums else {})
 
 
 def failure_figures(
     args: Namespace, options: Options, workload: Workload, cluster: model.Cluster
 ) -> dict[str, float]:
     """Return what a checkpoint takes of the time and of rank 0's memory, and what failures leave of the time."""
-    is_sharded, whole = options.sharded_checkpoints, (workload.whole or workload).checkpoint_bytes(options)
-    shards = max(1, cluster.ranks // getattr(options, "replicas", cluster.ranks))  # of fsdp
-    group, _ = cluster.split(max(shards, getattr(options, "tensor_parallel", 1)))  # ranks that hold the model once
-    own = workload.checkpoint_bytes(options, shards) if is_sharded else whole
+    method, is_sharded = method_of(args, options), options.sharded_checkpoints
+    whole = (workload.whole or workload).checkpoint_bytes(options)
+    own = workload.checkpoint_bytes(options, method.shards(cluster.ranks)) if is_sharded else whole
+    group, _ = cluster.split(method.holders(cluster.ranks))
     is_gathered = group.ranks > 1 and not is_sharded
     gather_s = model.all_reduce(whole, group, "ring", part=0.5).seconds if is_gathered else 0.0
     rate = args.checkpoint_gb_s * 1e9
     write_s = own * (group.gpus if is_sharded else 1) / rate  # its nodes side by side
-    copied = own if options.async_checkpoints else 0.0
+    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
+    copied, later_s = (own, write_s) if options.async_checkpoints else (0.0, 0.0)
     cost_s = gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s)
     # Rank 0 reads all, to check it. Then each rank reads its part, or gets it of what rank 0 broadcasts.
     spread_s = write_s if is_sharded else model.all_reduce(whole, cluster, "ring", part=0.5).seconds
-    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
-    later_s = write_s if options.async_checkpoints else 0.0
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
     interval_s = max(model.daly_interval_s(cost_s, mtbf_s), later_s)
     return {
@@ -285,9 +285,9 @@ def failure_figures(
     }
 
 
-def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]:
+def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
     """Return what to make of the global batch and the learning rate at the largest number of nodes."""
-    batch = row["global_batch_size"]
+    batch, ranks = row["global_batch_size"], row["ranks"]
     epoch_steps = kind.num_samples // batch
     texts = [
         f"global batch {batch:,}: {epoch_steps:,} steps an epoch. Linear scaling: --lr R --scale-lr, where R is "
@@ -303,8 +303,8 @@ def advice(row: Row, args: Namespace, options: Options, kind: Kind) -> list[str]
         )
     if row["limit"] == "vote":
         texts.append(
-            f"note: the vote on stopping, 4 bytes around a gloo ring of {row['ranks']:,} ranks in every "
-            f"{vote_interval(row['ranks'])} steps, takes longer than the step beside which it goes on"
+            f"note: the vote on stopping, 4 bytes around a gloo ring of {ranks:,} ranks in every "
+            f"{vote_interval(ranks)} steps, takes longer than the step beside which it goes on"
         )
     if epoch_steps < 20:
         texts.append(f"warning: {epoch_steps} steps an epoch are too few for schedules in epochs")
@@ -344,30 +344,30 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)
     counts = sorted({2**i for i in range(args.nodes.bit_length())} | {args.nodes})
-    found = [plan_row(nodes, args, options, kind, workload, compute) for nodes in counts]
-    rows = [row for row in found if row]
+    found = {nodes: plan_row(nodes, args, options, kind, workload, compute) for nodes in counts}
+    rows = [row for row in found.values() if row]
     if not rows:
         raise UserError(
             "the global batch leaves ranks or passes without a sample, or is larger than the data, on one node"
         )
-    last, where = rows[-1], cluster_of(args, 1)
-    fabric = args.fabric or "own"
+    last, link, fabric = rows[-1], cluster_of(args, 1).network, args.fabric or "own"
     lines = [
         f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "
         f"{workload.flops_per_sample / 1e9:.1f} GFLOP a sample on a rank",
         f"compute {1e3 * compute.total_s:.1f} ms a step of {args.local_batch_size} samples, {source}",
-        f"fabric {fabric}: {where.network.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, "
-        f"{where.network.alpha_s * 1e6:g} us a hop; in a node {args.intra}; {args.gpus} GPUs a node",
+        f"fabric {fabric}: {link.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, {link.alpha_s * 1e6:g} us a hop; "
+        f"in a node {args.intra}; {args.gpus} GPUs a node",
         memory_line(last, args),
         checkpoint_line(last, options),
-        *advice(last, args, options, kind),
+        *advice(last, args, kind),
     ]
     if "sent_in_replica_bytes" in last:
+        inside, outside = (last[f"sent_{where}_bytes"] / 1e6 for where in ("in_replica", "to_replicas"))
         lines.append(
-            f"a rank sends {last['sent_in_replica_bytes'] / 1e6:,.2f} MB within its replica in a step, and "
-            f"{last['sent_to_replicas_bytes'] / 1e6:,.2f} MB to the other replicas"
+            f"a rank sends {inside:,.2f} MB within its replica in a step, "
+            f"and {outside:,.2f} MB to the other replicas"
         )
-    if left_out := [nodes for nodes, row in zip(counts, found, strict=True) if not row]:
+    if left_out := [nodes for nodes, row in found.items() if not row]:
         lines.append(f"note: left out {left_out} nodes: the batch, the data or the replicas do not go round there")
     plan = {
         "recipe": args.recipe,
@@ -376,7 +376,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         "gradient_bytes": workload.parameter_bytes,
         "flops_per_sample": workload.flops_per_sample,
         "compute": {**asdict(compute), "source": source},
-        "fabric": {"name": fabric, **asdict(where.network), "intra": args.intra},
+        "fabric": {"name": fabric, **asdict(link), "intra": args.intra},
         "options": {name: str(value) for name, value in {**options.as_dict(), **vars(args)}.items()},
         "rows": rows,
     }

@@ -174,8 +174,8 @@ def powersgd_messages(bucket: Sequence[Gradient], rank: int) -> list[Message]:
         rows = gradient.shape[0] if gradient.shape else 1
         columns = gradient.numel // rows
         if len(gradient.shape) > 1 and 2 * (rows + columns) * rank < rows * columns:
-            left += rows * min(rank, rows, columns) * gradient.itemsize
-            right += columns * min(rank, rows, columns) * gradient.itemsize
+            left += rows * rank * gradient.itemsize
+            right += columns * rank * gradient.itemsize
         else:
             whole += gradient.nbytes
     return [Message(bucket[-1].ready, nbytes) for nbytes in (whole, left, right) if nbytes]
@@ -202,9 +202,8 @@ class Compute:
     def scaled(self, factor: float) -> Compute:
         """Return that of `factor` times as many samples; the optimizer does not care for them."""
         share = self.fixed_share + factor * (1 - self.fixed_share)
-        fixed_share = self.fixed_share / share if share else 0.0
         times = self.forward_s * share, self.backward_s * share
-        return Compute(*times, self.optimizer_s, self.load, fixed_share)
+        return Compute(*times, self.optimizer_s, self.load, self.fixed_share / share)
 
 
 def split_compute(seconds: float, fixed_s: float = 0.0) -> Compute:
@@ -221,12 +220,9 @@ def exchanges_end_s(
 ) -> float:
     """Return when backward and all exchanges of a step are done; exchanges follow one another.
 
-    Args:
-        messages: in the order in which they can begin.
-        cost: the time of an exchange of so many bytes when nothing is computed.
-        compute: of the step; its load is what an exchange under way takes from backward.
-        loaded_cost: the time of an exchange while backward goes on, where that is another.
-        fuse_bytes: what has come up meanwhile goes together, up to so much; 0: each message by itself.
+    Messages come in the order in which they can begin; cost() is the time of an exchange of so many bytes, and
+    loaded_cost() that while backward goes on, where it is another. What has come up meanwhile goes together, up to
+    fuse_bytes; 0: each message by itself.
     """
     now, work, backward_s = compute.forward_s, 0.0, compute.backward_s  # the time, and backward's seconds done
     waiting = [(message.ready * backward_s, message.nbytes) for message in messages]
@@ -245,7 +241,7 @@ def exchanges_end_s(
 
 @dataclass(frozen=True)
 class Method:
-    """How a recipe exchanges gradients; what follows `sums` are its options, where it has them."""
+    """How a recipe shares out the model and exchanges gradients; what follows `sums` are its options."""
 
     recipe: str
     algorithm: str = "auto"
@@ -269,6 +265,14 @@ class Method:
         is_torchs = not self.bucket_cap_mb and self.device != "cpu" and self.recipe != "tensor"
         return (self.bucket_cap_mb or (4 if self.device == "cpu" else 25)) * 2**20, 2**20 if is_torchs else None
 
+    def shards(self, ranks: int) -> int:
+        """Return the ranks that fsdp cuts each parameter over; of others, each holds whole ones."""
+        return ranks // self.replicas if self.recipe == "fsdp" else 1
+
+    def holders(self, ranks: int) -> int:
+        """Return the ranks that together hold the model once."""
+        return max(self.shards(ranks), self.tensor_parallel)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -290,15 +294,10 @@ def step(
     control_alpha_s: float = 0.0,
     input_s: float = 0.0,
 ) -> Step:
-    """Return a step's times and bytes.
+    """Return a step's times and bytes, of gradients in the order in which backward yields them.
 
-    Args:
-        gradients: in the order in which backward yields them.
-        compute: of one rank.
-        cluster: its nodes and links.
-        method: how gradients are exchanged.
-        control_alpha_s: a hop of the vote on stopping, which goes around a ring of all ranks beside backward.
-        input_s: the time in which a step's samples can be read and decoded, beside everything else.
+    Beside backward, the vote on stopping goes around a ring of all ranks, a hop in control_alpha_s. Beside all,
+    a step's samples are read and decoded in input_s.
     """
     end_s, exchanges = _exchange(gradients, compute, cluster, method)
     if method.zero:  # each rank hands out its share of the new weights
@@ -360,7 +359,7 @@ def _by_shards(
     Blocks are taken to be as large as DDP's buckets. The next block's weights arrive while one computes; the first
     block's are waited for, and the last block's gradients.
     """
-    within, across = cluster.split(cluster.ranks // min(method.replicas, cluster.ranks))
+    within, across = cluster.split(method.shards(cluster.ranks))
     sizes = [message.nbytes for message in ddp_messages(gradients, method.bucket_bytes[0])]
     share = 0.5 if method.amp == "bf16" else 1.0  # of the fp32 weights' bytes
     gathers, scatters = ([all_reduce(x * size, within, "ring", 0.5) for size in sizes] for x in (share, 1.0))

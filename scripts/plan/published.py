@@ -20,8 +20,8 @@ from scripts.launch.command import Column, command, table
 from scripts.plan.fabrics import FABRICS, INTRA, network
 from scripts.plan.model import Cluster, all_reduce, split_compute
 
-GRADIENT_BYTES = 2 * 25_557_032
-"""ResNet-50's parameters in fp16."""
+RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
+"""Runs on nodes of 8 GPUs: their number, the batch of a GPU, and images/s of a GPU."""
 
 COLUMNS = (
     Column("GPUs", "gpus", "{:,}"),
@@ -34,14 +34,10 @@ COLUMNS = (
 )
 
 
-RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
-"""Runs on nodes of 8 GPUs: their number, the batch of a GPU, and images/s of a GPU."""
-
-
 def exchange_s(gpus: int) -> float:
-    """Return the plan's time of the gradients' exchange."""
-    fabric = network(FABRICS["ib-400"], 8, None)
-    return all_reduce(GRADIENT_BYTES, Cluster(gpus // 8, 8, fabric, INTRA["nvlink"])).seconds
+    """Return the plan's time to exchange the gradients of ResNet-50's 25,557,032 parameters in fp16."""
+    cluster = Cluster(gpus // 8, 8, network(FABRICS["ib-400"], 8, None), INTRA["nvlink"])
+    return all_reduce(2 * 25_557_032, cluster).seconds
 
 
 COMPUTE_S = [batch / rate - exchange_s(gpus) for gpus, batch, rate in RUNS]
@@ -56,14 +52,12 @@ def fixed_s() -> float:
 
 def rows() -> list[dict[str, float | None]]:
     """Return the table: each run, and what predictions from the first run and from the first two make of it."""
-    found: list[dict[str, float | None]] = []
-    for i, (gpus, batch, rate) in enumerate(RUNS):
-        row: dict[str, float | None] = {"gpus": gpus, "batch": batch, "rate": rate}
-        for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s())):
+    found: list[dict[str, float | None]] = [dict(zip(("gpus", "batch", "rate"), run, strict=True)) for run in RUNS]
+    for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s())):
+        for i, (gpus, batch, rate) in enumerate(RUNS):
             step_s = split_compute(COMPUTE_S[0], fixed).scaled(batch / RUNS[0][1]).total_s + exchange_s(gpus)
-            row |= {name: batch / step_s, f"{name}_error": batch / step_s / rate - 1}
-            row |= dict.fromkeys((name, f"{name}_error")) if i < known else {}
-        found.append(row)
+            predicted = None if i < known else batch / step_s
+            found[i] |= {name: predicted, f"{name}_error": predicted and predicted / rate - 1}
     return found
 
 

@@ -24,7 +24,7 @@ from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options, is_reference
 from recipes.common.task import Classification
 from recipes.tensor.plans import parallelize
-from scripts.plan.model import Compute, Gradient
+from scripts.plan.model import Compute, Gradient, Method
 
 BLOCK_BYTES = 25 * 2**20
 
@@ -83,54 +83,47 @@ class Workload:
         return sum(gradient.nbytes for gradient in self.gradients)
 
     def state_bytes(self, args: Options) -> int:
-        """Return the bytes of the optimizer's state for fp32 parameters.
-
-        sgd: the momentum, nothing without one; adamw: two moments, and a count for each tensor.
-        """
+        """Return the bytes of the optimizer's state: the momentum, or two moments and a count for each tensor."""
         if args.optimizer == "adamw":
-            return 8 * self.parameters + 4 * len(self.gradients)
-        return 4 * self.parameters if args.momentum else 0
+            return 2 * self.parameter_bytes + 4 * len(self.gradients)
+        return self.parameter_bytes if args.momentum else 0
 
     def checkpoint_bytes(self, args: Options, shards: int = 1) -> int:
-        """Return the bytes of a checkpoint's tensors: weights, buffers, optimizer.
-
-        Where fsdp cuts the rows of each parameter into shards, those that rank 0 holds.
-        """
+        """Return the bytes of weights, buffers and optimizer; in shards, of the rows of rank 0."""
         shapes = [(-(-one.shape[0] // shards), *one.shape[1:]) if one.shape else () for one in self.gradients]
         own = [replace(one, shape=shape) for one, shape in zip(self.gradients, shapes, strict=True)]
         part = replace(self, gradients=tuple(own))
         return part.parameter_bytes + self.buffer_bytes + part.state_bytes(args)
 
-    def sums_bytes(self, args: Options, local_batch_size: float) -> tuple[float, ...]:
+    def sums_bytes(self, method: Method, local_batch_size: float) -> tuple[float, ...]:
         """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's.
 
         Autocast makes forward's activations half as long, and leaves the gradients of layers' inputs in fp32.
         """
-        passes, middle = getattr(args, "accumulate_steps", 1), len(self.sums_bytes_per_sample) // 2
-        half = 1.0 if args.amp == "none" else 0.5
+        passes, middle = method.accumulate_steps, len(self.sums_bytes_per_sample) // 2
+        half = 1.0 if method.amp == "none" else 0.5
         sizes = [nbytes * local_batch_size / passes for nbytes in self.sums_bytes_per_sample]
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
-    def memory_bytes(self, args: Options, local_batch_size: float, ranks: int) -> dict[str, float]:
+    def memory_bytes(
+        self, args: Options, method: Method, local_batch_size: float, ranks: int
+    ) -> dict[str, float]:
         """Return an estimate of a rank's memory by what takes it, without the libraries' own.
 
         Under --amp, half of the activations' bytes, and a half-precision copy of the weights.
         """
-        half = 1.0 if args.amp == "none" else 0.5
-        passes = getattr(args, "accumulate_steps", 1)
-        shards = max(1, ranks // getattr(args, "replicas", ranks))  # of fsdp; others hold all of the gradients
-        is_summed = 0 < getattr(args, "tensor_parallel", 0) < ranks
-        is_resharded = getattr(args, "reshard_after_forward", False)
+        whole, shards, passes = self.parameter_bytes, method.shards(ranks), method.accumulate_steps
+        half = 1.0 if method.amp == "none" else 0.5
         # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
-        gathered = min(self.parameter_bytes, 2 * BLOCK_BYTES) if is_resharded else self.parameter_bytes
+        gathered = min(whole, 2 * BLOCK_BYTES) if method.reshard_after_forward else whole
         return {
-            "weights": self.parameter_bytes / shards + self.buffer_bytes,
-            # Those of accumulated passes stay whole until the last.
-            "gradients": self.parameter_bytes / (shards if passes == 1 else 1),
-            "optimizer": self.state_bytes(args) / (ranks if getattr(args, "zero", False) else shards),
+            "weights": whole / shards + self.buffer_bytes,
+            "gradients": whole / (shards if passes == 1 else 1),  # accumulated ones stay whole until the last pass
+            "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
-            "half_weights": self.parameter_bytes / 2 if half < 1 and shards == 1 else 0,
-            "gradient_sums": self.parameter_bytes if is_summed else 0,  # tensor's buckets, until backward is done
+            "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
+            # Tensor's buckets, until backward is done.
+            "gradient_sums": whole if method.recipe == "tensor" and method.tensor_parallel < ranks else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 

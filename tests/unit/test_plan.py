@@ -11,7 +11,6 @@ import torch
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.ddp import train
-from recipes.fsdp.train import options as fsdp_options
 from recipes.tensor.train import options as tensor_options
 from scripts.launch.command import ROOT, table
 from scripts.plan import __main__ as command
@@ -264,14 +263,14 @@ def test_a_checkpoint_in_shards_is_not_gathered():
 
 def test_a_shard_of_the_memory():
     args, _, workload = looked_at("--optimizer", "adamw")
-    sharded = fsdp_options(["--optimizer", "adamw", "--replicas", "2"])
-    whole, shard = workload.memory_bytes(args, 1, 16), workload.memory_bytes(sharded, 1, 16)
+    methods = Method("ddp"), Method("fsdp", replicas=2)
+    whole, shard = (workload.memory_bytes(args, method, 1, 16) for method in methods)
     for name in ("gradients", "optimizer"):
         assert shard[name] == whole[name] / 8
     assert shard["gathered_weights"] == workload.parameter_bytes  # less than two blocks
     assert whole["gathered_weights"] == 0
-    passes = fsdp_options(["--optimizer", "adamw", "--accumulate-steps", "2"])
-    assert workload.memory_bytes(passes, 2, 16)["gradients"] == workload.parameter_bytes
+    passes = Method("fsdp", accumulate_steps=2)
+    assert workload.memory_bytes(args, passes, 2, 16)["gradients"] == workload.parameter_bytes
 
 
 def test_what_limits_a_step_is_named():
@@ -549,8 +548,8 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--gbits", "3"), "unknown option --gbits; did you mean '--gbit'?"),
         (("ddp", "--grad-compresion", "fp16"), "did you mean '--grad-compression'?"),
         (("ddp", "--gbit", "3"), "--gbit and --alpha-us belong together"),
-        (("ddp", "--nodes", "0"), "NODES expects a whole number of at least 1, got '0'"),
-        (("ddp", "--nodes", "1000000"), "NODES: at most 100000"),
+        (("ddp", "--nodes", "0"), "NODES expects a whole number from 1 to 100000, got '0'"),
+        (("ddp", "--nodes", "1000000"), "NODES expects a whole number from 1 to 100000"),
         (("dataparallel", "--nodes", "2"), "RECIPE dataparallel is for one node"),
         (("ddp", "--compute-ms", "3", "--measure"), "give one"),
         (("ddp", "--compute-ms", "3", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
