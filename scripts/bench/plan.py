@@ -209,7 +209,7 @@ def run_ranks(net: network.Network, nodes: int, mbit: float, args: Namespace, fo
 def measure_points(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return prediction and truth of every point: lists over the rounds."""
     options = train.options(words_of_recipe(args, 1, folder))
-    gradients = look_at(options, kind_of(options, 1000, 1000)).gradients
+    gradients = look_at(options, kind_of(options, None, None)).gradients
     net = network.Network(max(args.nodes))
     points: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for nodes in args.nodes:

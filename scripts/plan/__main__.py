@@ -27,7 +27,15 @@ from typing import Any
 import torch
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options, non_negative_float, one_of, positive_float, positive_int, whole_number
+from recipes.common.options import (
+    Options,
+    check_batch,
+    non_negative_float,
+    one_of,
+    positive_float,
+    positive_int,
+    whole_number,
+)
 from recipes.common.process.signals import vote_interval
 from recipes.common.world.places import place_of
 from scripts.launch.command import (
@@ -48,7 +56,7 @@ from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_comp
 RECIPES = (*ONE_PROCESS, "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
 
-UNKNOWN = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel")
+UNKNOWN = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel", "sync_batchnorm")
 """Options of theirs that the plan knows too little of."""
 
 LINEAR_LIMIT = 8192
@@ -143,6 +151,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         (recipe == "single" and args.gpus > 1, "RECIPE single has one process; use GPUS=1, or RECIPE=ddp"),
         (args.compute_ms and args.measure, both),
         (args.fixed_ms > (args.compute_ms or 0.0), fixed),
+        (max(args.utilisation, args.efficiency or 0) > 1, "--utilisation and --efficiency are shares, at most 1"),
         (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
     )
     if not args.gbit:
@@ -203,9 +212,13 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
         compute = measure_compute(options, kind, args.local_batch_size, device)
         return compute, f"measured here: {place_of(device).device}"
-    tflops = GPUS[args.gpu_type].tflops[options.amp]
+    peaks = GPUS[args.gpu_type].tflops
+    # Without --amp, torch computes convolutions in TF32 where the GPU has it, and the rest with --tf32 alone.
+    share = workload.convolution_share if options.tf32 is None else float(options.tf32)
+    share = share if options.amp == "none" else 1.0
+    tflops = 1 / (share / peaks[options.amp] + (1 - share) / peaks["fp32"])
     seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
-    text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:g} TFLOP/s of a {args.gpu_type}; better measure it"
+    text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:.4g} TFLOP/s of a {args.gpu_type}; better measure it"
     return model.split_compute(seconds), text
 
 
@@ -215,22 +228,27 @@ def plan_row(
     """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
     cluster, method = cluster_of(args, nodes), method_of(args, options)
     ranks, shards = cluster.ranks, method.shards(cluster.ranks)
+    parts = ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
     if ranks % method.tensor_parallel or ranks % method.replicas or (shards % args.gpus and args.gpus % shards):
         return None
-    parts = ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
-    if not parts * options.accumulate_steps <= global_batch <= kind.num_samples:
+    try:
+        check_batch(replace(options, global_batch_size=global_batch), parts, kind.num_samples)
+    except UserError:
         return None
-    local = math.ceil(global_batch / parts)  # the largest share is what all wait for
+    group = options.batchnorm_group or 1
+    local = group * math.ceil(global_batch / group / parts)  # the largest share is what all wait for
+    # Each rank steps the optimizer on what it holds of the state.
+    compute = replace(compute, optimizer_s=compute.optimizer_s / (ranks if method.zero else shards))
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
     control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_PROCESS, "horovod") else 0.0
     method = replace(method, sums=workload.sums_bytes(method, local))
     own, even = (compute.scaled(size / args.local_batch_size) for size in (local, global_batch / parts))
     found = model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
-    steps = options.epochs * (kind.num_samples // global_batch)
-    steps = min(steps, options.max_steps or steps)
-    failures = failure_figures(args, options, workload, cluster)
+    epoch_steps = kind.num_samples // global_batch
+    steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
+    failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps * found.step_s)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, method, local, ranks)
     sent = {
@@ -254,15 +272,20 @@ def plan_row(
 
 
 def failure_figures(
-    args: Namespace, options: Options, workload: Workload, cluster: model.Cluster
+    args: Namespace, options: Options, workload: Workload, cluster: model.Cluster, step_s: float, epoch_s: float
 ) -> dict[str, float]:
     """Return what a checkpoint takes of the time and of rank 0's memory, and what failures leave of the time."""
     method, is_sharded = method_of(args, options), options.sharded_checkpoints
-    whole = (workload.whole or workload).checkpoint_bytes(options)
+    entire = workload.whole or workload
+    whole, messages = entire.checkpoint_bytes(options), entire.tensors(options)
     own = workload.checkpoint_bytes(options, method.shards(cluster.ranks)) if is_sharded else whole
-    group, _ = cluster.split(method.holders(cluster.ranks))
-    is_gathered = group.ranks > 1 and not is_sharded
-    gather_s = model.all_reduce(whole, group, "ring", part=0.5).seconds if is_gathered else 0.0
+    # Rank 0 gathers each tensor of a whole model; with --zero, each rank broadcasts a size and its state.
+    (group, _), gathered = cluster.split(method.holders(cluster.ranks)), whole
+    if method.zero:
+        group, gathered, messages = cluster, workload.state_bytes(options), 2 * cluster.ranks
+    gathered *= group.ranks > 1 and not is_sharded
+    once_s, more_s = (model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
+    gather_s = once_s + (messages - 1) * more_s if gathered else 0.0
     rate = args.checkpoint_gb_s * 1e9
     write_s = own * (group.gpus if is_sharded else 1) / rate  # its nodes side by side
     # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
@@ -271,12 +294,15 @@ def failure_figures(
     # Rank 0 reads all, to check it. Then each rank reads its part, or gets it of what rank 0 broadcasts.
     spread_s = write_s if is_sharded else model.all_reduce(whole, cluster, "ring", part=0.5).seconds
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
-    interval_s = max(model.daly_interval_s(cost_s, mtbf_s), later_s)
+    # The recipes write one at each epoch's end, too. The next one waits until the one before it is written.
+    due_s = options.checkpoint_every * step_s or max(model.daly_interval_s(cost_s, mtbf_s), later_s)
+    interval_s = min(due_s, epoch_s)
+    cost_s += max(0.0, later_s - interval_s)
     return {
         "mtbf_s": mtbf_s,
         "checkpoint_bytes": whole,
         "checkpoint_file_bytes": own,
-        "checkpoint_host_bytes": copied + (whole if is_gathered else 0.0),
+        "checkpoint_host_bytes": copied + gathered,
         "checkpoint_cost_s": cost_s,
         "checkpoint_write_s": write_s,
         "checkpoint_restore_s": whole / rate + spread_s,
@@ -296,10 +322,10 @@ def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
     ]
     if batch > LINEAR_LIMIT:
         nodes = max(1, LINEAR_LIMIT * row["nodes"] // batch)
+        where = "" if args.is_fixed_batch else f"; at {args.local_batch_size} samples a rank that is {nodes} nodes"
         texts.append(
-            f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,}; "
-            f"at {args.local_batch_size} samples a rank that is {nodes} nodes. Other data and models have other "
-            "limits (https://arxiv.org/abs/1811.03600)"
+            f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,}"
+            f"{where}. Other data and models have other limits (https://arxiv.org/abs/1811.03600)"
         )
     if row["limit"] == "vote":
         texts.append(
@@ -317,7 +343,8 @@ def memory_line(row: Row, args: Namespace) -> str:
     whole, room, fits = parts.pop("sum") / 1e9, GPUS[args.gpu_type].memory_gb, ""
     if not (args.compute_ms or args.measure):
         fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
-        full = f"; DOES NOT FIT: lower --local-batch-size, or {fix}" if whole > 0.95 * room else ""
+        batch = "--global-batch-size" if args.is_fixed_batch else "--local-batch-size"
+        full = f"; DOES NOT FIT: lower {batch}, or {fix}" if whole > 0.95 * room else ""
         fits = f" of {room:g} on a {args.gpu_type}{full}"
     texts = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())
     return f"memory of a GPU, estimated: {whole:.1f} GB{fits} (in MB: {texts}; without the libraries' own)"
@@ -340,6 +367,9 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     """Return the plan, the lines that tell it, and where it shall go; raises UserError."""
     args, options = parse_args(argv)
     kind = kind_of(options, args.num_classes, args.samples)
+    if (args.images_per_s or args.storage_gb_s) and not kind.sample_bytes:
+        what = f"--data {options.data} lies on the device, no step waits for it"
+        raise UserError(f"--images-per-s, --storage-gb-s: {what}; drop them")
     workload = look_at(options, kind)
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)

@@ -35,10 +35,9 @@ FABRICS = {
     "ib-100": Fabric(14.0, 100, False, RDMA_SHARE),  # InfiniBand EDR
     "efa-400": Fabric(30.0, 400, False, RDMA_SHARE),  # EFA of p4d instances
     "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE),  # EFA of p5 instances
-    **{
-        f"roce-{gbit}": Fabric(14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)
-    },  # RDMA over Ethernet
-    **{f"tcp-{gbit}": Fabric(50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},  # TCP over Ethernet
+    # RDMA and TCP over Ethernet
+    **{f"roce-{gbit}": Fabric(14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},
+    **{f"tcp-{gbit}": Fabric(50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},
 }
 
 CONTROL_ALPHA_US = 50.0
@@ -59,16 +58,16 @@ INTRA = {
 class Gpu:
     """A GPU by NVIDIA's data sheet: dense TFLOP/s with fp32 accumulation, and memory."""
 
-    tflops: dict[str, float]  # by --amp; none is TF32 where there is one, as torch's convolutions use it
+    tflops: dict[str, float]  # by --amp; none is TF32 where there is one, fp32 what computes without it
     memory_gb: float
 
 
 GPUS = {
-    "v100": Gpu({"none": 15.7, "fp16": 125.0, "bf16": 15.7}, 32),
-    "a100": Gpu({"none": 156.0, "fp16": 312.0, "bf16": 312.0}, 80),
-    "h100": Gpu({"none": 494.7, "fp16": 989.4, "bf16": 989.4}, 80),
-    "h200": Gpu({"none": 494.7, "fp16": 989.4, "bf16": 989.4}, 141),
-    "b200": Gpu({"none": 1125.0, "fp16": 2250.0, "bf16": 2250.0}, 180),
+    "v100": Gpu({"fp32": 15.7, "none": 15.7, "fp16": 125.0, "bf16": 15.7}, 32),
+    "a100": Gpu({"fp32": 19.5, "none": 156.0, "fp16": 312.0, "bf16": 312.0}, 80),
+    "h100": Gpu({"fp32": 66.9, "none": 494.7, "fp16": 989.4, "bf16": 989.4}, 80),
+    "h200": Gpu({"fp32": 66.9, "none": 494.7, "fp16": 989.4, "bf16": 989.4}, 141),
+    "b200": Gpu({"fp32": 75.0, "none": 1125.0, "fp16": 2250.0, "bf16": 2250.0}, 180),
 }
 
 

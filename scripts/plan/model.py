@@ -23,6 +23,9 @@ FUSION_BYTES = 128 * 2**20
 CYCLE_S = 0.001
 """Horovod's HOROVOD_CYCLE_TIME: how often it looks for gradients."""
 
+BLOCK_BYTES = 25 * 2**20
+"""What fsdp gathers at once is taken to be as large as DDP's buckets."""
+
 FORWARD_SHARE = 1 / 3
 """Of forward and backward: backward computes the gradients of inputs and weights, twice forward's arithmetic."""
 
@@ -262,8 +265,8 @@ class Method:
     @property
     def bucket_bytes(self) -> tuple[float, float | None]:
         """What fills a bucket, and the first one where that is another: as the recipes' wrap() has it."""
-        is_torchs = not self.bucket_cap_mb and self.device != "cpu" and self.recipe != "tensor"
-        return (self.bucket_cap_mb or (4 if self.device == "cpu" else 25)) * 2**20, 2**20 if is_torchs else None
+        cap_mb = self.bucket_cap_mb or (4 if self.device == "cpu" and self.recipe in ("ddp", "spawn") else None)
+        return (cap_mb or 25) * 2**20, None if cap_mb or self.recipe == "tensor" else 2**20
 
     def shards(self, ranks: int) -> int:
         """Return the ranks that fsdp cuts each parameter over; of others, each holds whole ones."""
@@ -333,7 +336,10 @@ def _exchange(
     within, across = cluster.split(method.tensor_parallel)
     sums = [all_reduce(nbytes, within, method.algorithm) for nbytes in method.sums]
     forward_s, backward_s = (add_up(half).seconds for half in (sums[: len(sums) // 2], sums[len(sums) // 2 :]))
-    busy = replace(compute, forward_s=compute.forward_s + forward_s, backward_s=compute.backward_s + backward_s)
+    # Of accumulated passes, gradients travel beside the last one's backward.
+    last_s = (compute.backward_s + backward_s) / method.accumulate_steps
+    before_s = computed_s + forward_s + backward_s - last_s
+    busy = replace(compute, forward_s=before_s, backward_s=last_s)
     factor = 0.5 if method.grad_compression in ("fp16", "bf16") else 1.0
     is_powersgd, lag_s, fuse_bytes = method.grad_compression == "powersgd", 0.0, 0.0
     sent = messages = ddp_messages(gradients, *method.bucket_bytes, factor, method.powersgd_rank * is_powersgd)
@@ -356,29 +362,31 @@ def _by_shards(
 ) -> tuple[float, list[Exchange]]:
     """Return the same for fsdp: it gathers a block's weights in each pass, and scatters gradients after the last.
 
-    Blocks are taken to be as large as DDP's buckets. The next block's weights arrive while one computes; the first
-    block's are waited for, and the last block's gradients.
+    The next block's weights arrive while one computes; the first block's are waited for, and the last's gradients.
     """
     within, across = cluster.split(method.shards(cluster.ranks))
-    sizes = [message.nbytes for message in ddp_messages(gradients, method.bucket_bytes[0])]
-    share = 0.5 if method.amp == "bf16" else 1.0  # of the fp32 weights' bytes
-    gathers, scatters = ([all_reduce(x * size, within, "ring", 0.5) for size in sizes] for x in (share, 1.0))
+    sizes, passes = [one.nbytes for one in ddp_messages(gradients, BLOCK_BYTES)], method.accumulate_steps
+    # Of the fp32 weights' bytes: autocast's are half as long; gloo's reduce-scatter is an all-reduce.
+    parts = 0.25 if method.amp == "bf16" else 0.5, 1.0 if method.device == "cpu" else 0.5
+    gathers, scatters = ([all_reduce(size, within, "ring", part) for size in sizes] for part in parts)
     # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
     copies = all_reduce(sum(sizes) / within.ranks, across, method.algorithm)
-    forward, backward = method.accumulate_steps * gathers, [*scatters, copies]
-    if method.reshard_after_forward:
-        backward += forward
-    forward_s = max(compute.forward_s, add_up(forward).seconds)
-    backward_s = max(compute.backward_s, add_up(backward).seconds)
-    return gathers[-1].seconds + forward_s + backward_s + scatters[-1].seconds, forward + backward
+    again = gathers if method.reshard_after_forward else []
+    forward_s = max(compute.forward_s, passes * add_up(gathers).seconds)
+    pass_s, again_s = compute.backward_s / passes, add_up(again).seconds
+    backward_s = (passes - 1) * max(pass_s, again_s)
+    backward_s += max(pass_s, again_s + add_up([*scatters, copies]).seconds)
+    end_s = gathers[-1].seconds + forward_s + backward_s + scatters[-1].seconds
+    return end_s, [*passes * (gathers + again), *scatters, copies]
 
 
 def _by_hand(whole: float, cluster: Cluster, method: Method) -> Exchange:
     """Return the exchange of dataparallel or scratch."""
     intra, piece_bytes = cluster.intra or cluster.network, method.piece_kib * 1024
     if method.recipe == "dataparallel":
-        # The first GPU hands the weights out to each of the others and collects their gradients.
-        return Exchange(2 * (cluster.gpus - 1) * (intra.alpha_s + whole / intra.bytes_per_s), 0.0)
+        # In each pass, the first GPU hands the weights out to each of the others and collects their gradients.
+        messages = 2 * method.accumulate_steps * (cluster.gpus - 1)
+        return Exchange(messages * (intra.alpha_s + whole / intra.bytes_per_s), 0.0)
     if method.allreduce == "naive":
         # All gradients go to rank 0 one after another, and the sum back to all: its node sends the most.
         pieces, far = math.ceil(whole / piece_bytes), (cluster.nodes - 1) * cluster.gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -19,24 +20,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.common.data import Data, load_data
+from recipes.common.data.workers import LoadedSplit
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options, is_reference
+from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.tensor.plans import parallelize
-from scripts.plan.model import Compute, Gradient, Method
-
-BLOCK_BYTES = 25 * 2**20
+from scripts.plan.model import BLOCK_BYTES, Compute, Gradient, Method
 
 SAMPLES = 2
 """A batch of one has no statistics for batch norm."""
 
-KNOWN = {
-    "digits": (1, 8, 10, 1437, 64),
-    "fashion-mnist": (1, 28, 10, 60_000, 784),
-    "cifar10": (3, 32, 10, 50_000, 3072),
-}
-"""Channels, image size, classes, training samples, and bytes of one as it is read."""
+KNOWN = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifar10": (3, 32, 10, 50_000)}
+"""Channels, image size, classes and training samples."""
+
+PICTURE_BYTES = 110_000
+"""ImageNet's, about."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,19 @@ class Kind:
 
     data: Data  # of images without the samples
     num_samples: int
-    sample_bytes: int  # of one as it is read
+    sample_bytes: int  # of one as it is read in a step; 0: samples lie on the device
 
 
 def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind:
-    """Return what --data has: ImageNet's numbers for imagefolder, about 110 kB a picture, unless given."""
+    """Return what --data has: of folders and shards of images ImageNet's numbers, unless given."""
     if args.data == "text" or is_reference(args.data):
         data = load_data(args, torch.device("cpu"), print)
-        sample_bytes = args.seq_len if args.data == "text" else data.input.zeros(1).nbytes
+        sample_bytes = data.input.zeros(1).nbytes if isinstance(data.train, LoadedSplit) else 0
         return Kind(data, samples or len(data.train), sample_bytes)
-    found = KNOWN.get(args.data, (3, args.image_size, 1000, 1_281_167, 110_000))
-    channels, image_size, classes, count, sample_bytes = found
+    count = args.num_samples if args.data == "synthetic" else 1_281_167
+    found = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
+    channels, image_size, classes, count = found
+    sample_bytes = PICTURE_BYTES if args.data in ("imagefolder", "shards") else 0
     nothing = cast(Any, None)
     data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
     return Kind(replace(data, task=Classification()), samples or count, sample_bytes)
@@ -66,8 +68,9 @@ class Workload:
     """A model, as a plan sees it."""
 
     gradients: tuple[Gradient, ...]  # in the order in which backward yields them
-    buffer_bytes: int
+    buffer_bytes: int  # and of weights that are not trained
     flops_per_sample: float  # forward and backward
+    convolution_share: float  # of the arithmetic
     activation_bytes_per_sample: float  # what forward keeps for backward, in fp32
     sums_bytes_per_sample: tuple[float, ...] = ()  # of tensor's all-reduces, in fp32; half of them are forward's
     whole: Workload | None = None  # of tensor: the model of which this is a rank's part
@@ -81,6 +84,10 @@ class Workload:
     def parameter_bytes(self) -> int:
         """Of the weights."""
         return sum(gradient.nbytes for gradient in self.gradients)
+
+    def tensors(self, args: Options) -> int:
+        """Return the number of tensors that fsdp gathers: the weights, and as many of each moment."""
+        return len(self.gradients) * (1 + (2 if args.optimizer == "adamw" else bool(args.momentum)))
 
     def state_bytes(self, args: Options) -> int:
         """Return the bytes of the optimizer's state: the momentum, or two moments and a count for each tensor."""
@@ -105,15 +112,13 @@ class Workload:
         sizes = [nbytes * local_batch_size / passes for nbytes in self.sums_bytes_per_sample]
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
-    def memory_bytes(
-        self, args: Options, method: Method, local_batch_size: float, ranks: int
-    ) -> dict[str, float]:
+    def memory_bytes(self, args: Options, method: Method, local_batch_size: float, ranks: int) -> dict[str, float]:
         """Return an estimate of a rank's memory by what takes it, without the libraries' own.
 
         Under --amp, half of the activations' bytes, and a half-precision copy of the weights.
         """
         whole, shards, passes = self.parameter_bytes, method.shards(ranks), method.accumulate_steps
-        half = 1.0 if method.amp == "none" else 0.5
+        half, summed_by = 1.0 if method.amp == "none" else 0.5, ranks // method.tensor_parallel
         # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
         gathered = min(whole, 2 * BLOCK_BYTES) if method.reshard_after_forward else whole
         return {
@@ -122,8 +127,9 @@ class Workload:
             "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
             "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
-            # Tensor's buckets, until backward is done.
-            "gradient_sums": whole if method.recipe == "tensor" and method.tensor_parallel < ranks else 0,
+            # The buckets of tensor and the flat buffer of scratch, beside the gradients.
+            "gradient_sums": whole if method.recipe in ("tensor", "scratch") and summed_by > 1 else 0,
+            "compression_error": whole if method.grad_compression == "powersgd" and ranks > 1 else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 
@@ -173,44 +179,38 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
     inputs, targets = data.input.zeros(SAMPLES, "meta"), data.target.zeros(SAMPLES, "meta")
     own = {own_part(parameter).untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    done: dict[Tensor, int] = {}  # the arithmetic after which a gradient is there, in the order of backward
 
     def keep(tensor: Tensor) -> Tensor:
         part = own_part(tensor)
         kept[part.untyped_storage()._cdata] = part  # held, so that the key stays its own
         return tensor
 
+    def note(parameter: Tensor) -> None:
+        done[parameter] = counter.get_total_flops()
+
     counter, sums = FlopCounterMode(display=False), Sums()
-    with counter, sums, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        data.task.loss_sum(model(inputs), targets).backward()
+    with contextlib.ExitStack() as stack:
+        for parameter in trained:
+            stack.enter_context(parameter.register_post_accumulate_grad_hook(note))
+        for context in (counter, sums, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
+            stack.enter_context(context)
+        loss = data.task.loss_sum(model(inputs), targets)
+        forward = counter.get_total_flops()
+        loss.backward()
+    flops = counter.get_total_flops()
+    backward, ops = max(1, flops - forward), counter.get_flop_counts().get("Global", {})
+    for parameter in trained:
+        done.setdefault(parameter, flops)  # one that is not used
     return Workload(
-        tuple(gradients_of(model, {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()})),
-        sum(buffer.nbytes for buffer in model.buffers()),
-        counter.get_total_flops() / SAMPLES,
+        tuple(Gradient(own_part(x).shape, (at - forward) / backward, x.element_size()) for x, at in done.items()),
+        sum(x.nbytes for x in (*model.buffers(), *model.parameters()) if x not in done),
+        flops / SAMPLES,
+        sum(count for op, count in ops.items() if "convolution" in str(op)) / max(1, flops),
         sum(part.untyped_storage().nbytes() for key, part in kept.items() if key not in own) / SAMPLES,
         tuple(nbytes / SAMPLES for nbytes in sums.nbytes),
     )
-
-
-def gradients_of(model: nn.Module, flops: dict[str, int]) -> list[Gradient]:
-    """Return the gradients in the order of backward: the last layer's first.
-
-    Backward's progress is measured by the arithmetic of the layers, whose share backward has of it is about the
-    same in all of them. Layers without a count of their own (norms, biases) come with the layer after them.
-    """
-    root = type(model).__name__
-    owners = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
-    work = {name: flops.get(f"{root}.{name}" if name else root, 0) for name, own in owners.items() if own}
-    for name in work:  # without what is counted for modules within it
-        work[name] -= sum(own for other, own in work.items() if name and other.startswith(f"{name}."))
-    found: dict[nn.Parameter, Gradient] = {}
-    done = 0
-    for name in reversed(work):
-        done += max(work[name], 0)
-        for parameter in reversed(owners[name]):
-            found.pop(parameter, None)  # of a tied one, the gradient is there after its last use
-            ready = min(1.0, done / (sum(work.values()) or 1))
-            found[parameter] = Gradient(tuple(own_part(parameter).shape), ready, parameter.element_size())
-    return [gradient for parameter, gradient in found.items() if parameter.requires_grad]
 
 
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
@@ -222,7 +222,11 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
     optimizer = build_optimizer(args, model.parameters())
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
     inputs = torch.rand((samples, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
-    inputs = inputs.contiguous(memory_format=torch.channels_last) if args.channels_last else inputs
+    if args.channels_last and inputs.ndim == 4:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    if args.compile:
+        model.compile(mode=args.compile_mode)
+    choose_kernels(args)
 
     def now() -> float:
         if device.type == "cuda":

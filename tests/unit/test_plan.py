@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from scripts.plan.model import (
     step,
     useful_share,
 )
-from scripts.plan.workload import kind_of, look_at
+from scripts.plan.workload import count_pass, kind_of, look_at, timed_step
 from tests.conftest import slow
 
 LINK = Link(1e-3, 1e6)
@@ -165,6 +166,25 @@ def test_recipes_exchange_as_they_do(method, exchange_s):
     assert found.step_s == pytest.approx(3.1 + exchange_s, rel=1e-3)
 
 
+def test_of_accumulated_passes_the_last_one_hides_exchanges():
+    """Two passes of 1 s forward and 2 s backward are as one of 4 s before its 2 s of backward."""
+    cluster, method = Cluster(2, 1, LINK), Method("ddp", bucket_cap_mb=0.9)
+    once = step(GRADIENTS, Compute(4.0, 2.0), cluster, method)
+    assert step(GRADIENTS, Compute(2.0, 4.0), cluster, replace(method, accumulate_steps=2)) == once
+    assert step(GRADIENTS, Compute(2.0, 4.0), cluster, method).step_s < once.step_s
+    # A gather and a scatter of 4 MB take 3.003 s each: two gathers beside forward, the scatter beside 2 s.
+    method = Method("fsdp", accumulate_steps=2, reshard_after_forward=False)
+    found = step(GRADIENTS, Compute(2.0, 4.0), Cluster(4, 1, LINK), method)
+    assert found.step_s == pytest.approx(2 * 3.003 + 2 + 3.003 + 2 * 3.003)
+
+
+def test_dataparallel_copies_the_model_in_each_pass():
+    """4 MB to each of three GPUs, and back, in each of two passes."""
+    method = Method("dataparallel", accumulate_steps=2)
+    found = step(GRADIENTS, Compute(2.0, 4.0), Cluster(1, 4, LINK, LINK), method)
+    assert found.step_s == pytest.approx(6 + 2 * 2 * 3 * 4.001)
+
+
 def test_a_sharded_optimizer_hands_the_weights_out():
     plain, sharded = (
         step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), Method("ddp", zero=zero)) for zero in (False, True)
@@ -179,10 +199,11 @@ def test_a_sharded_optimizer_hands_the_weights_out():
         (Method("fsdp"), 3 * 3 / 4),
         (Method("fsdp", reshard_after_forward=False), 2 * 3 / 4),
         (Method("fsdp", amp="bf16"), 2 * 3 / 4),
+        (Method("fsdp", device="cpu"), 4 * 3 / 4),
         (Method("fsdp", replicas=2), 3 * 1 / 2 + 2 * 1 / 2 / 2),
         (Method("fsdp", accumulate_steps=4), (4 * 2 + 1) * 3 / 4),
     ],
-    ids=["default", "no reshard", "bf16", "replicas", "accumulation"],
+    ids=["default", "no reshard", "bf16", "gloo", "replicas", "accumulation"],
 )
 def test_shards_are_gathered_and_gradients_scattered(method, sent):
     """Four nodes of one rank: the bytes that recipes/fsdp/README.md has in its table."""
@@ -261,6 +282,41 @@ def test_a_checkpoint_in_shards_is_not_gathered():
     assert own["checkpoint_restore_s"] == pytest.approx((size + part) / 1e9)
 
 
+def test_each_tensor_of_a_checkpoint_is_gathered_by_itself():
+    """LeNet's 10 weights and as many momenta over 4 ranks: 3 hops of 1 ms each. --zero: two broadcasts a rank."""
+    words = "--data digits --gpus 1 --nodes 4 --compute-ms 1 --gbit 8 --alpha-us 1000 --local-batch-size 8"
+    size = 8 * 21_386
+    row = command.make_plan(["fsdp", *words.split()])[0]["rows"][-1]
+    assert row["checkpoint_cost_s"] == pytest.approx(20 * 3e-3 + (3 / 4 + 1 / 5) * size / 1e9)
+    row = command.make_plan(["ddp", "--zero", *words.split()])[0]["rows"][-1]
+    assert row["checkpoint_cost_s"] == pytest.approx(8 * 3e-3 + (3 / 8 + 1 / 5) * size / 1e9)
+    assert row["checkpoint_host_bytes"] == 1.5 * size, "the optimizer is collected, and all copied"
+
+
+def test_checkpoints_come_when_they_are_asked_for_and_after_each_epoch():
+    """1,437 digits in batches of 8: 179 steps an epoch, of which Daly's interval would be many."""
+    words = "ddp --data digits --gpus 1 --nodes 1 --compute-ms 1000 --local-batch-size 8 --copy-gb-s 0.001"
+    epoch, asked = (
+        command.make_plan([*words.split(), *more])[0]["rows"][0] for more in ((), ("--checkpoint-every", "5"))
+    )
+    assert (epoch["interval_s"], epoch["checkpoint_every_steps"]) == (pytest.approx(179), 179)
+    assert (asked["interval_s"], asked["checkpoint_every_steps"]) == (pytest.approx(5), 5)
+    assert asked["useful_share"] < epoch["useful_share"]
+    # Written at 10 kB/s, one takes longer than that: the next one waits for it.
+    words += " --checkpoint-every 5 --checkpoint-gb-s 1e-5"
+    slow = command.make_plan(words.split())[0]["rows"][0]
+    size = 8 * 21_386
+    assert slow["checkpoint_cost_s"] == pytest.approx(size / 1e6 + size / 1e4 - 5)
+
+
+def test_ranks_step_their_shards_of_the_optimizer():
+    for words, ranks in ((("fsdp",), 2), (("ddp", "--zero"), 2), (("ddp",), 1)):
+        args, options = command.parse_args([*words, "--data", "digits", "--gpus", "2", "--local-batch-size", "8"])
+        kind = kind_of(options, None, None)
+        row = command.plan_row(1, args, options, kind, look_at(options, kind), Compute(1.0, 2.0, 0.5))
+        assert row["compute_s"] == pytest.approx(3.0 + 0.5 / ranks)
+
+
 def test_a_shard_of_the_memory():
     args, _, workload = looked_at("--optimizer", "adamw")
     methods = Method("ddp"), Method("fsdp", replicas=2)
@@ -269,6 +325,11 @@ def test_a_shard_of_the_memory():
         assert shard[name] == whole[name] / 8
     assert shard["gathered_weights"] == workload.parameter_bytes  # less than two blocks
     assert whole["gathered_weights"] == 0
+    for method in (Method("scratch"), Method("tensor", tensor_parallel=2)):
+        assert workload.memory_bytes(args, method, 1, 4)["gradient_sums"] == workload.parameter_bytes
+        assert workload.memory_bytes(args, method, 1, method.tensor_parallel)["gradient_sums"] == 0
+    powersgd = Method("ddp", grad_compression="powersgd")
+    assert workload.memory_bytes(args, powersgd, 1, 4)["compression_error"] == workload.parameter_bytes
     passes = Method("fsdp", accumulate_steps=2)
     assert workload.memory_bytes(args, passes, 2, 16)["gradients"] == workload.parameter_bytes
 
@@ -398,7 +459,7 @@ def test_text_is_looked_at_too():
     # Multiply and add, forward and twice backward: a weight for each place, and two products of attention.
     assert workload.flops_per_sample == 3 * 16 * (2 * (4 * 12 * 64**2 + 256 * 64) + 4 * 2 * 2 * 16 * 64)
     assert (workload.gradients[-1].shape, workload.gradients[-1].ready) == ((256, 64), 1.0)
-    assert (kind.sample_bytes, kind.num_samples) == (16, len(kind.data.train))
+    assert (kind.sample_bytes, kind.num_samples) == (0, len(kind.data.train)), "text lies on the device"
 
 
 def test_gradients_come_from_the_last_layer_to_the_first():
@@ -408,6 +469,26 @@ def test_gradients_come_from_the_last_layer_to_the_first():
     ready = [gradient.ready for gradient in workload.gradients]
     assert ready == sorted(ready)
     assert 0 < ready[0] < ready[-1] == 1.0
+
+
+def test_backward_yields_gradients_as_its_arithmetic_goes_on():
+    """The last layer's weights need 2 x 84 x 10 of it for themselves, after as much for its inputs."""
+    _, _, workload = looked_at()
+    first = 2 * 25 * 6 * 64  # no gradient of the images
+    backward = first + 2 * 2 * (25 * 6 * 16 * 16 + 64 * 120 + 120 * 84 + 84 * 10)
+    ready = {gradient.shape: gradient.ready for gradient in workload.gradients}
+    assert ready[10, 84] == pytest.approx(2 * 2 * 84 * 10 / backward)
+    assert ready[84, 120] == pytest.approx(2 * 2 * (84 * 10 + 120 * 84) / backward)
+
+
+def test_weights_that_are_not_trained_take_memory_alone():
+    args, kind, whole = looked_at()
+    with torch.device("meta"):
+        model = build_model(args, kind.data)
+    frozen = next(iter(model.parameters())).requires_grad_(False)
+    part = count_pass(model, kind.data)
+    assert part.parameter_bytes == whole.parameter_bytes - frozen.nbytes
+    assert part.buffer_bytes == whole.buffer_bytes + frozen.nbytes
 
 
 # ---- the command
@@ -448,7 +529,7 @@ def test_a_plan_is_written_whole(tmp_path, capsys):
 
 
 def test_buckets_are_the_recipes():
-    """On GPUs torch's: a first one of 1 MiB, then of 25; on CPUs 4; what is asked for, if it is."""
+    """On GPUs torch's: a first one of 1 MiB, then of 25; of ddp on CPUs 4; what is asked for, if it is."""
     sizes = []
     for words in ((), ("--device", "cpu"), ("--bucket-cap-mb", "7")):
         args, options = command.parse_args(["ddp", "--grad-compression", "powersgd", *words])
@@ -456,7 +537,12 @@ def test_buckets_are_the_recipes():
         assert (method.grad_compression, method.device) == ("powersgd", options.device)
         sizes.append(method.bucket_bytes)
     assert sizes == [(25 * 2**20, 2**20), (4 * 2**20, None), (7 * 2**20, None)]
-    assert command.method_of(*command.parse_args(["tensor"])).bucket_bytes == (25 * 2**20, None)
+    for words, first in (
+        (("tensor",), None),
+        (("tensor", "--device", "cpu"), None),
+        (("apex", "--device", "cpu"), 2**20),
+    ):
+        assert command.method_of(*command.parse_args(words)).bucket_bytes == (25 * 2**20, first)
 
 
 def test_over_gloo_backward_waits_for_powersgd():
@@ -515,12 +601,52 @@ def test_a_fixed_global_batch_is_shared_out(tmp_path):
     assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 5e-3, 3.5e-3])
 
 
+def test_synthetic_data_have_the_recipes_size(tmp_path):
+    words = "ddp --data synthetic --image-size 12 --num-samples 1000 --nodes 1 --gpus 2 --local-batch-size 8"
+    row = plan(tmp_path, *words.split(), "--epochs", "3", "--compute-ms", "10")["rows"][0]
+    assert row["steps"] == 3 * (1000 // 16)
+    assert row["hours"] == pytest.approx(row["steps"] * row["step_s"] / 3600 / row["useful_share"])
+    for count in (10, 5000):
+        kind = kind_of(train.options(["--data", "synthetic", "--num-samples", str(count)]), None, None)
+        assert (kind.num_samples, kind.data.num_classes) == (count, min(count, 1000))
+
+
+def test_groups_of_batch_norm_go_round_as_in_the_recipe(tmp_path):
+    """96 samples in groups of 32: three on one rank, two and one on two, none for a fourth rank."""
+    words = "ddp --data digits --nodes 4 --gpus 1 --batchnorm-group 32 --global-batch-size 96"
+    rows = plan(tmp_path, *words.split(), "--local-batch-size", "96", "--compute-ms", "9")["rows"]
+    assert [row["nodes"] for row in rows] == [1, 2]
+    assert [row["compute_s"] for row in rows] == pytest.approx([9e-3, 6e-3])
+
+
+def test_input_is_of_a_node_or_of_all(tmp_path):
+    """Two nodes of eight ranks with 128 pictures of 110 kB each."""
+    words = ("ddp", "--nodes", "2", "--compute-ms", "1")
+    decoded = plan(tmp_path, *words, "--images-per-s", "1000")["rows"]
+    assert [row["step_s"] for row in decoded] == pytest.approx([1.024, 1.024])
+    read = plan(tmp_path, *words, "--storage-gb-s", "1")["rows"]
+    assert [row["step_s"] for row in read] == pytest.approx([0.11264, 0.22528])
+    assert {row["limit"] for row in (*decoded, *read)} == {"input"}
+
+
 def test_an_estimate_says_that_it_is_one(tmp_path, capsys):
-    made = plan(tmp_path, "ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5")
+    made = plan(
+        tmp_path, "ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5", "--tf32"
+    )
     assert made["compute"]["source"].startswith("ESTIMATED: 50% of the 156 TFLOP/s of a a100")
     seconds = made["compute"]["forward_s"] + made["compute"]["backward_s"]
     assert seconds == pytest.approx(128 * made["flops_per_sample"] / (0.5 * 156e12))
     assert math.isclose(made["compute"]["backward_s"], 2 * made["compute"]["forward_s"])
+    # Neither --tf32 nor --no-tf32: in TF32 LeNet's convolutions alone.
+    words = ("ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5")
+    convolutions = 2 * (2 * 25 * 6 * 64) + 3 * (2 * 25 * 6 * 16 * 16)
+    matrices = made["flops_per_sample"] - convolutions
+    for more, flops_s in (
+        ((), convolutions / 156e12 + matrices / 19.5e12),
+        (("--no-tf32",), made["flops_per_sample"] / 19.5e12),
+    ):
+        compute = plan(tmp_path, *words, *more)["compute"]
+        assert compute["forward_s"] + compute["backward_s"] == pytest.approx(128 * flops_s / 0.5)
 
 
 def test_compute_is_measured_on_request(tmp_path):
@@ -530,12 +656,25 @@ def test_compute_is_measured_on_request(tmp_path):
     assert made["rows"][0]["step_s"] > 0
 
 
+def test_what_is_measured_is_what_the_recipe_runs(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: compiled.append(mode))
+    words = ["--data", "text", "--data-dir", str(ROOT / "docs"), "--seq-len", "16", "--compile"]
+    args, kind, _ = looked_at(*words)
+    assert all(seconds > 0 for seconds in timed_step(args, kind, 2, torch.device("cpu"))())
+    assert compiled == ["default"]
+
+
 def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
     plan(tmp_path, "ddp", "--model", "lenet", "--nodes", "64", "--gpus", "8", "--compute-ms", "100")
     shown = capsys.readouterr().out
     assert "gives R x 256; warm up over 5 epochs: --warmup-steps 95" in shown
     assert "up to about 8,192" in shown
     assert "that is 8 nodes" in shown
+    words = ("--data", "imagefolder", "--nodes", "4", "--compute-ms", "100", "--global-batch-size", "16384")
+    plan(tmp_path, "ddp", *words)
+    shown = capsys.readouterr().out
+    assert "up to about 8,192. Other data" in shown, "the batch is the same on fewer nodes"
 
 
 @pytest.mark.parametrize(
@@ -554,6 +693,12 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
         (("ddp", "--compute-ms", "3", "--measure"), "give one"),
         (("ddp", "--compute-ms", "3", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
         (("ddp", "--fixed-ms", "4"), "--fixed-ms is a part of --compute-ms"),
+        (("ddp", "--utilisation", "15"), "--utilisation and --efficiency are shares, at most 1"),
+        (("ddp", "--sync-batchnorm"), "--sync-batchnorm: the plan does not know what it saves and costs; drop it"),
+        (
+            ("ddp", "--data", "digits", "--images-per-s", "9"),
+            "--data digits lies on the device, no step waits for it",
+        ),
         (("fsdp", "--cpu-offload"), "--cpu-offload: the plan does not know what it saves and costs; drop it"),
         (
             ("tensor", "--sequence-parallel"),
