@@ -1,9 +1,9 @@
 """The fire drill's own sums: what it draws, what it compares, and when it is red."""
 
-import functools
 import json
 import types
 
+import psutil
 import pytest
 
 from scripts.drill import __main__ as drill
@@ -137,12 +137,22 @@ def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, mon
         return condition()
 
     def sleep(seconds):
-        if calls == ["suspend"]:  # the rank had done its part: rank 0 makes the checkpoint whole
+        if calls == ["SIGSTOP"]:  # the rank had done its part: rank 0 makes the checkpoint whole
             write(20, ".pt")
 
     monkeypatch.setattr(plants.time, "sleep", sleep)
-    actions = {name: functools.partial(calls.append, name) for name in ("suspend", "resume", "kill")}
-    process, job = types.SimpleNamespace(**actions), types.SimpleNamespace(wait_for=wait_for)
+    process = types.SimpleNamespace(send_signal=lambda number: calls.append(number.name))
+    job = types.SimpleNamespace(wait_for=wait_for)
     one = types.SimpleNamespace(run_dir=tmp_path, pick_rank=lambda: (1, process), job=job)
     assert plants.kill_in_save(one) == "rank 1, before step-000000040.pt"
-    assert calls == ["suspend", "resume", "suspend", "kill"]
+    assert calls == ["SIGSTOP", "SIGCONT", "SIGSTOP", "SIGKILL"]
+
+
+def test_a_rank_that_has_gone_before_its_save_ends_no_drill(tmp_path):
+    def gone(number):
+        raise psutil.NoSuchProcess(7)
+
+    job = types.SimpleNamespace(wait_for=lambda condition, timeout_s: False)
+    process = types.SimpleNamespace(send_signal=gone)
+    one = types.SimpleNamespace(run_dir=tmp_path, pick_rank=lambda: (1, process), job=job)
+    assert plants.kill_in_save(one) == "rank 1, between checkpoints"
