@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from recipes.common.process.parent import LAUNCHER_PID
-from scripts.bench import evidence
 from scripts.lab import network
-from tests import support
+from tests import fork_server
+
+LIGHT = str(Path(__file__).parent / "light")
+if LIGHT not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LIGHT, os.environ.get("PYTHONPATH")]))
+
+# What imports torch is imported where it is used: the process that only shares out the tests needs none.
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let each worker begin with its share of the slow tests, a file's on one worker, first of those of clusters.
+
+    Of the others, files of few tests come first: theirs are the longest. One of a cluster counts as five.
 
     --dist worksteal cuts the list into a piece for each worker, and one that has no more takes the end of
     another's: quick tests there fill the gaps, and nobody waits for a long one that has begun last.
@@ -29,8 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             files.setdefault(item.path, []).append(item)
     shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
-    for path in sorted(files, key=lambda path: (path.parent.name == "cluster", len(files[path])), reverse=True):
-        min(shares, key=len).extend(files[path])
+    is_cluster = lambda path: path.parent.name == "cluster"  # noqa: E731
+    order = lambda path: (0, -len(files[path])) if is_cluster(path) else (1, len(files[path]))  # noqa: E731
+    for path in sorted(files, key=order):
+        min(shares, key=lambda share: sum(5 if is_cluster(item.path) else 1 for item in share)).extend(files[path])
     slow = {item for tests in files.values() for item in tests}
     quick = iter([item for item in items if item not in slow])
     total, left = len(items), len(items)
@@ -42,11 +51,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert left == 0
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Start the fork server that all workers share, unless they run functions and documents alone."""
+    if not all(name.startswith("tests/unit/") for name in ids):
+        fork_server.start(node.workerinput["testrunuid"])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shared_fork_server():
+    """Let this worker fork its ranks from it."""
+    fork_server.join(os.environ.get("PYTEST_XDIST_TESTRUNUID", ""))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Say in a report (--junit-xml) what was tested, where, and to which end: `make evidence` reads it."""
     for plugin in session.config.pluginmanager.get_plugins():
         if hasattr(plugin, "add_global_property"):
+            from scripts.bench import evidence
+
             for name, value in {**evidence.properties(session.config), "status": str(int(exitstatus))}.items():
                 plugin.add_global_property(name, value)
 
@@ -55,6 +79,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def no_process_is_left():
     """End what a failed or timed-out test leaves behind, so that it disturbs no other."""
     yield
+    from tests import support
+
     support.end_all()
 
 

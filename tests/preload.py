@@ -1,7 +1,11 @@
-"""What the fork server of support.py imports once, so that no rank has to."""
+"""What the fork server of the tests imports and reads once, so that no rank has to."""
 
 import gc
 import importlib
+
+import torch
+
+from recipes.common import data
 
 for name in (
     "torch._dynamo",  # DDP and the optimizers import it: 1.5 s
@@ -15,8 +19,12 @@ for name in (
     "recipes.single.train",
     "recipes.tensor.train",
     "sklearn.datasets",  # each minimal.py: 0.9 s
-    "tests.observe",
 ):
     importlib.import_module(name)
+
+torch.set_num_threads(1)  # a process with OpenMP's threads cannot be forked
+digits = data._digits(None)
+data._digits = lambda args: digits  # before tests.observe takes it for the original
+importlib.import_module("tests.observe")
 
 gc.freeze()  # a rank's collector need not walk, and copy, what its parent has loaded

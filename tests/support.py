@@ -1,6 +1,6 @@
 """Run recipes as real processes with real ranks, and read what they recorded.
 
-Processes come from a fork server that has torch and the recipes imported, so that a rank starts in
+Processes come from the fork server of fork_server.py, which has torch and the recipes imported: a rank starts in
 milliseconds. `run_ranks` plays the launcher: it sets the variables that torchrun would set.
 `Command` runs a command line as a user would, and knows every process that comes of it.
 """
@@ -37,7 +37,7 @@ TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """An end to what hangs, longer where tests share the cores. A test of a promised time names its own bound."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+torch.set_num_threads(1)  # threads that wait for one another by spinning would take the other workers' cores
 
 
 @dataclass(frozen=True)
