@@ -278,9 +278,10 @@ def failure_figures(
     method, is_sharded = method_of(args, options), options.sharded_checkpoints
     entire = workload.whole or workload
     whole, messages = entire.checkpoint_bytes(options), entire.tensors(options)
-    own = workload.checkpoint_bytes(options, method.shards(cluster.ranks)) if is_sharded else whole
+    shards = method.shards(cluster.ranks)
+    own = workload.checkpoint_bytes(options, shards) if is_sharded else whole
     # Rank 0 gathers each tensor of a whole model; with --zero, each rank broadcasts a size and its state.
-    (group, _), gathered = cluster.split(method.holders(cluster.ranks)), whole
+    (group, _), gathered = cluster.split(max(shards, method.tensor_parallel)), whole
     if method.zero:
         group, gathered, messages = cluster, workload.state_bytes(options), 2 * cluster.ranks
     gathered *= group.ranks > 1 and not is_sharded

@@ -272,10 +272,6 @@ class Method:
         """Return the ranks that fsdp cuts each parameter over; of others, each holds whole ones."""
         return ranks // self.replicas if self.recipe == "fsdp" else 1
 
-    def holders(self, ranks: int) -> int:
-        """Return the ranks that together hold the model once."""
-        return max(self.shards(ranks), self.tensor_parallel)
-
 
 @dataclass(frozen=True)
 class Step:

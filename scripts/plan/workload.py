@@ -35,9 +35,6 @@ SAMPLES = 2
 KNOWN = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifar10": (3, 32, 10, 50_000)}
 """Channels, image size, classes and training samples."""
 
-PICTURE_BYTES = 110_000
-"""ImageNet's, about."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -57,7 +54,7 @@ def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind
     count = args.num_samples if args.data == "synthetic" else 1_281_167
     found = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
     channels, image_size, classes, count = found
-    sample_bytes = PICTURE_BYTES if args.data in ("imagefolder", "shards") else 0
+    sample_bytes = 110_000 if args.data in ("imagefolder", "shards") else 0  # of a picture of ImageNet, about
     nothing = cast(Any, None)
     data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
     return Kind(replace(data, task=Classification()), samples or count, sample_bytes)
