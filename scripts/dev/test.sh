@@ -20,6 +20,8 @@ all) chosen=() ;;
 esac
 shift
 python=${PYTHON:-.venv/bin/python}
+# Else each worker compiles all tests at each run, 5 s of a core, and each process what it imports.
+unset PYTHONDONTWRITEBYTECODE
 tests=(pytest --numprocesses 4 --dist worksteal "${chosen[@]}" "$@")
 
 if [[ -z ${COVERAGE:-} ]]; then exec "$python" -m "${tests[@]}"; fi

@@ -171,7 +171,8 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "
 
 def start_script(folder, launcher, source, **env):
     """Start a script as the first rank of two nodes: by an agent, or as srun, submitit and mpirun start ranks."""
-    (folder / "train.py").write_text(source)
+    if not (folder / "train.py").exists():  # else a script beside it may be reading it
+        (folder / "train.py").write_text(source)
     own = {"SCRIPT": str(folder / "train.py"), "WORKDIR": str(folder), "RUN_DIR": str(folder / "run")}
     if launcher == "agent":
         own |= {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
