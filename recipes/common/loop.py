@@ -22,7 +22,7 @@ from recipes.common.models.batchnorm import average_statistics, check_groups, gr
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
-from recipes.common.process.signals import FAIL, GO, STOP, Stop
+from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.task import Task
@@ -284,14 +284,17 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
         most = max(peers.gather_objects(len(batches)))
     # One blank sample, whose output does not count: not all models take none.
     blanks = itertools.repeat((job.data.input.zeros(1, job.device), None), most - len(batches))
-    for inputs, targets in itertools.chain(read(job.data.test, batches, job.position.epoch), blanks):
+    read_or_blank = itertools.chain(read(job.data.test, batches, job.position.epoch), blanks)
+    for number, (inputs, targets) in enumerate(read_or_blank):
         # Vote: each rank sends 4 bytes, as in training: an evaluation may take longer than a stop signal leaves.
-        finish_vote = peers.begin_vote(job.stop.vote)
+        finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
         if output is not None and targets is not None:
             technique.add_batch(totals, task, output, targets)
-        with peers.watch("stop vote"):
-            if finish_vote() != GO:
+        if finish_vote:
+            with peers.watch("stop vote"):
+                decision = finish_vote()
+            if decision != GO:
                 return None
     if technique.counts_skipped:
         add_skipped(totals, job.data.train.skipped + job.data.test.skipped)

@@ -183,7 +183,7 @@ COLUMNS = (
     Column("peak memory, MB", "peak_memory_bytes", "{:,.0f}", 1e-6),
     Column("collectives a step", "step_collectives"),
     Column("bytes a step", "step_bytes", "{:,}"),
-    Column(f"votes in {STEPS} steps", "votes"),
+    Column(f"votes, {STEPS} steps and an evaluation", "votes"),
     Column("other collectives", "other_collectives"),
     Column("other bytes", "other_bytes", "{:,}"),
     Column("config.json, bytes", "config_bytes", "{:,}"),
