@@ -723,6 +723,6 @@ def test_make_run_refuses(words, refusal):
 
 def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
     """On Kubernetes TERM comes once. The handler here is still that of the agent that has ended."""
-    monkeypatch.setattr(rejoin, "say", lambda text: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # to this thread
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
