@@ -33,11 +33,15 @@ FILES = {
     "horovod-pmix": ("horovod.sbatch", {"START": "pmix"}),
     "horovod-gloo": ("horovod.sbatch", {"START": "gloo"}),
     "horovod-mpirun": ("horovod.sbatch", {"START": "mpirun"}),
+    "apex": ("apex.sbatch", {}),
     "fsdp": ("fsdp.sbatch", {}),
+    "tensor": ("tensor.sbatch", {}),
     "pipeline": ("pipeline.sbatch", {}),
 }
 
-OPTIONS = dict.fromkeys(("horovod-pmix", "horovod-gloo", "horovod-mpirun"), ("--compression", "none"))
+OPTIONS = {"apex": ("--opt-level", "O0")} | dict.fromkeys(
+    ("horovod-pmix", "horovod-gloo", "horovod-mpirun"), ("--compression", "none")
+)
 """What makes a recipe exact."""
 
 
@@ -71,11 +75,11 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
 
 
-ONE_PER_NODE = ("horovod-gloo", "horovod-mpirun")
+ONE_PER_NODE = ("tensor", "pipeline", "horovod-gloo", "horovod-mpirun")
 """Where several ranks of a node start elsewhere: by ddp.sbatch, in test_horovod.py and test_mpirun.py."""
 
-BESIDE = ("fsdp", "pipeline")
-"""They start as ddp does: both at once, on the same nodes. By test_job_sh.py, apex and tensor start so, too."""
+BESIDE = ("apex", "fsdp")
+"""They start as ddp does, too: both at once, on the same nodes."""
 
 
 class TestNumbers:
@@ -112,8 +116,6 @@ class TestNumbers:
         ("file", "flags", "world_size"),
         [
             ("ddp-srun", ("--nodes=1",), 2),  # the file's two GPUs of one node
-            ("apex", ("--gpus-per-node=1",), 2),
-            ("tensor", ("--nodes=1",), 2),
             ("ddp", ("--gpus-per-node=0",), 2),
             ("ddp", ("--gpus-per-node=0", "--nodes=1", "--ntasks-per-node=3", "--cpus-per-task=1"), 3),
         ],

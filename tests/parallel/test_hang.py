@@ -29,7 +29,7 @@ def assert_reported(run, line, silent, others):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "nproc_per_node", "victim"), [(1, 2, 0), (2, 1, 1)])
+@pytest.mark.parametrize(("nodes", "nproc_per_node", "victim"), [(1, 2, 0), (2, 2, 3)])
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path, nodes, nproc_per_node, victim):
     """As `make run` starts it. A process that is stopped takes no signal but KILL, and says nothing."""
     job = local("ddp", nodes, nproc_per_node, *words_for(tmp_path, "stopped", *WORDS))
