@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -57,14 +58,17 @@ class MissingStoreError(MissingNodeError):
     """EX_NOHOST of sysexits.h, of an agent; its node ends with 1, or counts as lost where it was to come back."""
 
 
-def cannot(verb: str, path: object, error: OSError) -> UserError:
-    """Return the error of a path that cannot be made, read or written, and what to do where rights are missing."""
-    hint = ""
-    if error.errno in (errno.EACCES, errno.EPERM):
-        hint = (
-            f"; give it to user {os.getuid()} (Kubernetes: by an access point, k8s/README.md), or name another one"
-        )
-    return UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}")
+@contextlib.contextmanager
+def as_user_error(verb: str, path: object) -> Iterator[None]:
+    """Raise an OSError as a UserError that says what cannot be made, read or written, and what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        hint = ""
+        if error.errno in (errno.EACCES, errno.EPERM):
+            user = f"user {os.getuid()} (Kubernetes: by an access point, k8s/README.md)"
+            hint = f"; give it to {user}, or name another one"
+        raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import UserError, cannot, nearest
+from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import Parser, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,25 +129,17 @@ def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
     make_folder(runs)
     for number in itertools.count(1):
         folder = runs / f"{kind}-{number:03d}"
-        with contextlib.suppress(FileExistsError):  # of two that start together, one takes the next number
-            make_folder(folder, exist_ok=False)
+        # Of two that start together, one takes the next number.
+        with as_user_error("make", folder), contextlib.suppress(FileExistsError):
+            folder.mkdir()
             break
     return folder
 
 
-def make_folder(folder: Path, exist_ok: bool = True) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        UserError: it cannot be made.
-        FileExistsError: it is there, and exist_ok is not set.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
-    except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
-        raise cannot("make", folder, error) from None
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it; raises UserError where that cannot be."""
+    with as_user_error("make", folder):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch
 
-from recipes.common.errors import MissingNodeError, PortTakenError, UserError
+from recipes.common.errors import MissingNodeError, PortTakenError, UserError, as_user_error
 from recipes.common.process.node import Node, check_head, wait_for_head
-from recipes.common.record import record
 from scripts.launch import agent, local, script
 from tests import support
 from tests.support import ROOT, run_command, wait_until
@@ -376,7 +375,7 @@ def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
     )
     with pytest.raises(UserError, match=re.escape(words)):
         script.check_job()
-    with pytest.raises(UserError, match=re.escape(words)), record._as_user_error("make", tmp_path):
+    with pytest.raises(UserError, match=re.escape(words)), as_user_error("make", tmp_path):
         refuse()
 
 

@@ -22,7 +22,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from recipes.common.checkpoint.checkpoint import (
     names_in,
     read_checkpoint,
 )
-from recipes.common.errors import UserError, cannot
+from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options
 from recipes.common.record.facts import hardware, revision, versions
 from recipes.common.record.progress import Progress
@@ -62,7 +62,7 @@ def open_run(
         UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, or in the run that
             `--overwrite` deletes, the disk refuses.
     """
-    with _as_user_error("read", args.runs_dir):
+    with as_user_error("read", args.runs_dir):
         folder, found = _find(args, recipe)
     if found:
         check_options(args, found[1], found[0])
@@ -71,7 +71,7 @@ def open_run(
 
             found = (found[0], read_whole(found[1]))
     is_new = folder is None
-    with _as_user_error("write", args.runs_dir):
+    with as_user_error("write", args.runs_dir):
         replaced = _replaced_run(args)
         if replaced and found and found[0].resolve().is_relative_to(replaced.resolve()):
             raise UserError(
@@ -80,14 +80,6 @@ def open_run(
         folder = folder or replaced or _new_run(args, recipe)
     record = Record(folder, args, recipe, places, found[0] if found else None, is_new, replaced is not None)
     return record, found[1] if found else None
-
-
-@contextlib.contextmanager
-def _as_user_error(verb: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise cannot(verb, path, error) from None
 
 
 def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
@@ -269,7 +261,7 @@ class Record:
         Raises:
             UserError: the checkpoint is beyond what is asked for, or the record cannot be read or written.
         """
-        with _as_user_error("read", self.folder):
+        with as_user_error("read", self.folder):
             if is_complete and not self.is_new:
                 self._earlier_result = self._read_result(step)
         if self._earlier_result:
@@ -282,13 +274,13 @@ class Record:
                 "--max-steps; raise them"
             )
         path = self.folder / "config.json"
-        with _as_user_error("write", self.folder):
+        with as_user_error("write", self.folder):
             if self.replaces:
                 _empty(self.folder)
-        with _as_user_error("read", self.folder):
+        with as_user_error("read", self.folder):
             config = _read_config(path) if path.name in names_in(self.folder) else {}
             kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
-        with _as_user_error("write", self.folder):
+        with as_user_error("write", self.folder):
             self._write_launch(config, step, kept)
         self._say_launch(config, step)
 
@@ -380,7 +372,7 @@ class Record:
         self.close()
         path = self.folder / "result.json"
         final: dict[str, Any] = self._earlier_result or {"recipe": self.recipe, **result, "ended": _now()}
-        with _as_user_error("write", path):
+        with as_user_error("write", path):
             if self._earlier_result:
                 os.utime(path)  # launch files see by its time that this launch has reached the end, too
             else:
@@ -413,7 +405,7 @@ class Record:
         self.progress.close()
         if self._events:
             events, self._events = self._events, None
-            with _as_user_error("write", self.folder):
+            with as_user_error("write", self.folder):
                 events.close()
 
     def _append(self, kind: str, values: dict[str, float]) -> None:
