@@ -36,10 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             files.setdefault(item.path, []).append(item)
     shares: list[list[pytest.Item]] = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))]
-    is_cluster = lambda path: path.parent.name == "cluster"  # noqa: E731
-    order = lambda path: (0, -len(files[path])) if is_cluster(path) else (1, len(files[path]))  # noqa: E731
-    for path in sorted(files, key=order):
-        min(shares, key=lambda share: sum(5 if is_cluster(item.path) else 1 for item in share)).extend(files[path])
+
+    def weight(path: Path) -> int:
+        return 5 if path.parent.name == "cluster" else 1
+
+    def place(path: Path) -> tuple[int, int]:
+        return (0, -len(files[path])) if weight(path) > 1 else (1, len(files[path]))
+
+    for path in sorted(files, key=place):
+        min(shares, key=lambda share: sum(weight(item.path) for item in share)).extend(files[path])
     slow = {item for tests in files.values() for item in tests}
     quick = iter([item for item in items if item not in slow])
     total, left = len(items), len(items)
