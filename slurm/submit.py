@@ -317,20 +317,24 @@ class Watched:
         """Print what is new; return whether the job has ended."""
         self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
-        if int(restarts) > int(self.restarts):
+        is_completing = self.state == "COMPLETING"
+        if int(restarts) > int(self.restarts) and not is_completing:  # until then its ranks may write their last lines
+            self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
+            self.restarts = restarts
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state
-        is_new = shown != self._shown and self.state != "COMPLETING"  # the result is to be the last line
+        is_new = shown != self._shown and not is_completing  # the result is to be the last line
         if not is_done and (is_new or time.monotonic() > self._spoke + SILENCE_S):
             self.say(f"{self.title}: {shown}")
-        self._shown, self.restarts = shown, restarts
-        if not self.run.point:
-            self._show_log(is_done)
+        self._shown = shown
+        self._show_log(is_done)
         return is_done
 
     def _show_log(self, is_done: bool) -> None:
-        """Print the lines that rank 0 has added; the last one may be under way until the job is done."""
+        """Print the lines that rank 0 has added; the last one may be under way until the job is done. None of a sweep."""
+        if self.run.point:
+            return
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self._offset)
             for line in file:

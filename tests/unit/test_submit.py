@@ -397,3 +397,18 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
 def test_the_tenth_start_is_told_too(tmp_path, capsys):
     watched(tmp_path, restarts="9").look({"7": ("RUNNING", "None", "10")})
     assert "job 7: requeued, start 11" in capsys.readouterr().out
+
+
+def test_the_last_lines_of_a_start_come_before_its_requeue(tmp_path, capsys):
+    job = watched(tmp_path)
+    job.log.write_text("step 5\n")
+    job.look({"7": ("RUNNING", "None", "0")})
+    job.look({"7": ("COMPLETING", "None", "1")})
+    assert "requeued" not in capsys.readouterr().out, "its ranks still write"
+    with job.log.open("a") as log:
+        log.write("stopped by SIGTERM: wrote step 6\n")
+    job.look({"7": ("PENDING", "BeginTime", "1")})
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == ["stopped by SIGTERM: wrote step 6", "job 7: requeued, start 2"]
+    job.look({"7": ("RUNNING", "None", "1")})
+    assert "requeued" not in capsys.readouterr().out, "said once"
