@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
+from recipes.common.data.remote import CONNECTIONS, open_store
 from recipes.common.data.shards import INDEX, RemoteImages, open_cached, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
@@ -109,6 +110,17 @@ def test_reads_are_in_flight_together(shards):
         counts.most = 0
         list(data.train.batches(order_of(data.train), 0))
         assert counts.most > 5, "more than a batch"
+
+
+def test_a_thread_keeps_the_connection_to_its_last_server_only(shards):
+    """Else a process that reads from many servers has too many open files: `make test` with 1024 of them did."""
+    with serve(shards) as (first, _), serve(shards) as (second, _):
+        open_store(first, 5).size(INDEX)
+        [(url, connection)] = CONNECTIONS.idle.items()
+        open_store(second, 5).size(INDEX)
+        assert url == first
+        assert connection.sock is None
+        assert list(CONNECTIONS.idle) == [second]
 
 
 def test_each_batch_knows_the_next_ones_of_its_worker():

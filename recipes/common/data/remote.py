@@ -112,6 +112,8 @@ class HttpStore(Store):
         """Return bytes of a file and its size, by this thread's connection; it is kept unless something failed."""
         place, deadline = urlsplit(self.url), time.monotonic() + self.attempt_s
         connection = CONNECTIONS.idle.pop(self.url, None)
+        while CONNECTIONS.idle:  # those of servers that this thread has left
+            CONNECTIONS.idle.popitem()[1].close()
         if connection is None:
             kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
             connection = kind(place.netloc, timeout=self.attempt_s)
@@ -193,7 +195,7 @@ class FsspecStore(Store):
 
 
 class Connections(threading.local):
-    """Those of each thread that wait for another request, by URL."""
+    """That of each thread that waits for another request, by its URL."""
 
     def __init__(self) -> None:
         self.idle: dict[str, http.client.HTTPConnection] = {}
