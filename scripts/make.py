@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from recipes.common.errors import UserError
-from recipes.common.options import read_number
+from recipes.common.errors import UserError, nearest
+from recipes.common.options import Options, read_number
 from scripts.launch.command import ROOT, check_recipe
 from scripts.launch.command import command as refusing
 
@@ -31,6 +31,12 @@ NUMBERS = (
     *("GLOBAL_BATCH", "STOP_AFTER"),
 )
 """Variables that are whole numbers; the programs know their bounds."""
+
+WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
+"""Targets whose ARGS take the options of a recipe."""
+
+USED: set[str] = set()
+"""The variables that the target reads."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Command:
 
 def value(name: str) -> str:
     """Return a variable, "" where it is not set; raise UserError for anything but digits in a number."""
+    USED.add(name)
     if name in NUMBERS:
         read_number(name, 0)
     return os.environ.get(name, "")
@@ -226,11 +233,32 @@ def prepare(argv: list[str]) -> None:
         sys.exit(status if status > 0 else 128 - status)
 
 
-def make_line(target: str) -> str:
-    """Return what was typed, as a line for a shell: MAKEFLAGS has the variables after a lone --."""
+def typed() -> dict[str, str]:
+    """Return the variables of the command line of make: MAKEFLAGS has them after a lone --."""
     _, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
-    typed = [word.replace("$$", "$").partition("=") for word in shlex.split(variables)]
-    return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, _, text in typed)])
+    words = [word.replace("$$", "$").partition("=") for word in shlex.split(variables)]
+    return {name: text for name, _, text in words}
+
+
+def make_line(target: str) -> str:
+    """Return what was typed, as a line for a shell."""
+    return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, text in typed().items())])
+
+
+def check_used(target: str) -> None:
+    """Raise UserError for a typed variable that the target ignores: an option of the recipe, or a misspelling."""
+    options = {one.name for one in fields(Options)} if target in WITH_OPTIONS and not value("SCRIPT") else set()
+    for name, text in typed().items():
+        if name in USED:
+            continue
+        if name.lower() in options:
+            flag = name.lower().replace("_", "-")
+            raise UserError(
+                f"{name} is no variable of make {target}; give the recipe's option: "
+                f'ARGS="--{flag} {shlex.quote(text)}"'
+            )
+        if hint := nearest(name, USED, cutoff=0.8):
+            raise UserError(f"{name} is no variable of make {target}{hint}")
 
 
 @refusing
@@ -241,6 +269,7 @@ def main(argv: list[str]) -> None:
     if value("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
         raise UserError("SCRIPT is for make run, submit, k8s and same; unset it")
     command = TARGETS[argv[0]]()
+    check_used(argv[0])
     if argv[0] in ("run", "submit"):
         os.environ["MAKE_LINE"] = make_line(argv[0])  # for the record of the run
     for name in ("ARGS", "MAKEFLAGS"):  # not for a make that the command itself calls: a test, or a build

@@ -1,5 +1,6 @@
 """The front door: variables reach programs as typed, and each target becomes the right command."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -302,6 +303,38 @@ def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys,
     text = capsys.readouterr().err
     assert text.startswith(f"error: {error}")
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "error"),
+    [
+        (
+            "run",
+            "MODEL=resnet50 RECIPE=ddp",
+            "MODEL is no variable of make run; give the recipe's option: ARGS=\"--m",
+        ),
+        (
+            "run",
+            "RECIPE=ddp SEED=3",
+            'SEED is no variable of make run; give the recipe\'s option: ARGS="--seed 3"',
+        ),
+        ("run", "RECIPE=ddp NNODES=2", "NNODES is no variable of make run; did you mean 'NODES'?"),
+        ("doctor", "NODE=2", "NODE is no variable of make doctor; did you mean 'NODES'?"),
+        ("plan", "RECIPE=ddp MODEL=resnet50", ""),
+        ("drill", "SEED=3", ""),
+        ("run", "SCRIPT=train.py RUNS_DIR=there RESUME=auto NCCL_DEBUG=INFO", ""),
+        ("run", "RECIPE=ddp OMP_NUM_THREADS=1 MASTER_PORT=29501 RDZV_TIMEOUT_S=9 PYTHON=python3", ""),
+    ],
+)
+def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, flags, error):
+    monkeypatch.setattr(make, "USED", set())
+    monkeypatch.setenv("MAKEFLAGS", f"s -- {flags}")
+    for name, text in make.typed().items():
+        monkeypatch.setenv(name, text)
+    make.TARGETS[target]()
+    with pytest.raises(make.UserError) if error else contextlib.nullcontext() as caught:
+        make.check_used(target)
+    assert not error or str(caught.value).startswith(error)
 
 
 def test_installation_comes_before_the_command(monkeypatch):
