@@ -168,27 +168,26 @@ def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
     return [*cells, "", "", "", f"**not run**{': ' * bool(claim.not_run)}{claim.not_run}"]
 
 
-def benchmark_row(figure: Figure, facts: Mapping[str, Any]) -> list[str]:
-    """Return the cells of a figure of README.md's table, which `make report` writes."""
+def benchmark_row(said: str, figure: Figure, facts: Mapping[str, Any]) -> list[str]:
+    """Return the cells of an answer of README.md's table and its figure, which `make report` writes."""
     spread = f" ({number(figure.low)} .. {number(figure.high)})" if figure.low is not None else ""
     met = {True: ", goal met", False: ", goal not met", None: ""}[figure.is_met]
     goal = f", goal {figure.goal}" if figure.goal else ""
-    text = f"{figure.name}, against {figure.peer}: {number(figure.measured)}{goal}"
+    result = f"{figure.name}, against {figure.peer}: {number(figure.measured)}{spread}{goal}{met}"
     command = f"`make bench PARTS={figure.part}`"
-    where = [facts["revision"], facts["date"], machine(facts)]
-    return [f"bench {figure.part}", text, command, *where, f"{number(figure.measured)}{spread}{met}"]
+    return [f"bench {figure.part}", said, command, facts["revision"], facts["date"], machine(facts), result]
 
 
 def page(
     claims: Mapping[str, Claim],
     outcomes: Mapping[str, Mapping[str, Any]],
-    benchmark: Sequence[tuple[Figure, Mapping[str, Any]]] = (),
+    benchmark: Sequence[tuple[str, Figure, Mapping[str, Any]]] = (),
 ) -> str:
     """Return docs/evidence.md; machines are letters, explained at its end."""
     documents: dict[str, list[list[str]]] = {"README.md": []}
     for claim in claims.values():
         documents.setdefault(claim.document, []).append(row(claim, outcomes.get(claim.name)))
-    documents["README.md"] += [benchmark_row(figure, facts) for figure, facts in benchmark]
+    documents["README.md"] += [benchmark_row(*one) for one in benchmark]
     rows = [cells for found in documents.values() for cells in found]
     machines = list(dict.fromkeys(cells[5] for cells in rows if cells[5]))
     letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)} | {"": ""}

@@ -20,7 +20,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from scripts.bench import claims
-from scripts.bench.figures import AGAIN, TITLES, Figure, cell, describe, number
+from scripts.bench.figures import AGAIN, TITLES, Figure, cell, describe
 from scripts.bench.questions import QUESTIONS, Question, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
@@ -31,13 +31,20 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 HEAD = """# Benchmarks
 
-`make report` writes this page from the files that `make bench` leaves in this folder; the newest run comes first.
-Each figure compares programs that take turns in each round. The tables have the median over the rounds, the least
-and the largest value. "met" is "no" where a goal was missed.
+How fast this code is, on the machine named below: compared with what others do, and with the most that the
+machine allows. Each section answers one question in a sentence. Its table, which unfolds, has all figures.
 
-In the pictures, a row is a figure divided by its limit: the most that this machine allows, measured in the same
-rounds. The band goes from the least to the largest value; the axis of a ratio is logarithmic. Figures without a
-limit, or whose limit the run did not measure, are only in the tables.
+- **Measured** is a ratio to what the column "against" names. It is a ratio of speeds: 2.13 is 2.13 times as fast.
+  For bytes, and where the goal begins with `<=`, it is a ratio of bytes or times: less is better. The note has
+  the two values, or the unit of a figure that is no ratio.
+- **Limit** marks a comparison with the most that the machine allows, such as sending the gradients alone.
+- **Goal** is what we want to reach; "met" is "no" where it was missed.
+- The programs take turns in each round. Tables have the median over the rounds, the least and the largest value.
+- In the pictures, a row is our speed divided by the limit; the band goes from the least to the largest value, and
+  the axis is logarithmic. Figures without a limit, or whose limit was not measured, are only in the tables.
+
+`make bench` measures your machine and writes a file into this folder; `make report` writes this page from these
+files. The newest run comes first.
 """
 
 
@@ -133,18 +140,15 @@ def short_figures(figures: Sequence[Figure]) -> list[tuple[Question, Figure | No
     return [(question, question.figure(figures)) for question in QUESTIONS if question.chinese]
 
 
-def short_table(runs: Sequence[Run], drill: Sequence[Figure], chinese: bool = False) -> str:
+def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
     """Return README.md's table, of the newest run and the drill; or that of README.zh-CN.md."""
     figures = [*runs[0].figures, *drill]
-    titles = ("问题", "实测", "对照", "极限") if chinese else ("question", "measured", "against", "limit")
-    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    for question, one in short_figures(figures):
-        measured = f"{cell(one.name)}: {number(one.measured)}{' s' * question.is_time}" if one else "-"
-        asked = question.chinese if chinese else question.text
-        against = cell(one.peer) if one and not one.is_limit else "-"
-        lines.append(f"| {asked} | {measured} | {against} | {cell(question.limit(figures))} |")
+    lines = ["| 问题 | 回答 |" if is_chinese else "| question | answer |", "| --- | --- |"]
+    for question, _ in short_figures(figures):
+        asked = question.chinese[0] if is_chinese else question.text
+        lines.append(f"| {asked} | {cell(question.said(figures, is_chinese))} |")
     more = "[全部数字](docs/benchmarks/README.md); `make bench` 测量你的机器。"
-    more = more if chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
+    more = more if is_chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
     return "\n".join([*lines, "", f"{runs[0].date}, {runs[0].device}; {more}"])
 
 
@@ -162,7 +166,7 @@ def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -
     if not runs:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")
     others = sorted(path.name for path in folder.glob("*.md") if path.name != "README.md")
-    tables = [short_table(runs, drill, chinese) for chinese in (False, True)]
+    tables = [short_table(runs, drill, is_chinese) for is_chinese in (False, True)]
     return page(runs, others, drill), [between_markers(*pair) for pair in zip(readmes, tables, strict=False)]
 
 
@@ -174,7 +178,12 @@ def read_drill() -> list[Figure]:
 def evidence() -> str:
     """Return docs/evidence.md: the claims of the documents, and the figures of README.md's table."""
     newest = read_runs(FOLDER)[:1]
-    benchmark = [(one, run.facts) for run in newest for _, one in short_figures(run.figures) if one]
+    benchmark = [
+        (question.said(run.figures), one, run.facts)
+        for run in newest
+        for question, one in short_figures(run.figures)
+        if one
+    ]
     return claims.page(claims.read_claims(), claims.read_outcomes(), benchmark)
 
 

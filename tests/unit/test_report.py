@@ -89,7 +89,12 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     )
     assert "| nccl | <= 1 | - | - | - | - | not measured: no GPU |" in text
     assert "2 of 5 goals met, 1 not measured (" in text
-    assert "![How fast is my loop? 2.00 times the samples/s of the usual loop; 0.800 of bare compute]" in text
+    answer = (
+        "LeNet trains 2.00 times as fast as in the usual PyTorch loop with a DataLoader of 0 workers (4 | 2), "
+        "and at 80% of the speed of forward, backward and step alone"
+    )
+    assert f"\n\n{answer}.\n\n" in text
+    assert f"![How fast is the training loop? {answer}]" in text
     assert "(2026-01-02-cpu-loop.png)" in text
     assert "2026-02-01-gpu-loop.png" not in text
     assert "Not measured in this run: step." in text
@@ -97,13 +102,13 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     # The short table is that of the newest run, which has one of the figures; what stands around it stays.
     assert readme.startswith(f"before\n\n{report.BEGIN}\n| question |")
     assert readme.endswith(f"{report.END}\n\nafter\n")
-    assert "| How fast is my loop? | - | - | limit not measured in this run |" in readme
+    assert "| How fast is the training loop? | not measured in this run |" in readme
     assert (
-        "| What does a second node cost? | step at 1 Gbit/s, ddp-fp32, 2 nodes: 1.25 | - | 0.800 of wire |"
-        in readme
+        "| What does a second node cost? | On 2 nodes with a link of 1 Gbit/s, a step of ddp takes 1.25 times "
+        "as long as sending its gradients |" in readme
     )
-    assert "| How long does a failure take? | lose-node, until it trains again: 24.1 s | - | <= 30 s |" in readme
-    assert len(re.findall(r"^\| .*: (?:1.25|24.1 s) \|", chinese, re.MULTILINE)) == 2
+    assert "| An elastic job that loses a node trains again after 24.1 s; the bound is 30 s |" in readme
+    assert len(re.findall(r"^\| .* (?:1.25 倍|24.1 秒.*) \|$", chinese, re.MULTILINE)) == 2
     assert chinese.count("\n| ") == readme.count("\n| ")
     assert report.render(tmp_path, [readme, chinese], [LOST]) == (text, [readme, chinese]), "and it stays"
 
