@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class LanguageModel(Task):
         written = generate(
             model, b"\n", min(SAMPLE_BYTES, 2 * self.units_per_sample), self.units_per_sample, self.seed, device
         )
-        return f"a sample of what the model writes:\n{written.decode(errors='replace').strip()}"
+        text = written.decode(errors="replace").strip()  # escape sequences would change the terminal
+        return "a sample of what the model writes:\n" + re.sub(r"[^\n\t -~\u00a0-\U0010ffff]", "\ufffd", text)
 
 
 @torch.no_grad()

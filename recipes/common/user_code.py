@@ -52,7 +52,8 @@ def load(flag: str, text: str) -> Callable[..., Any]:
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
         place = getattr(module, "__file__", module_name)  # what is built into Python has no file
-        raise UserError(f"{flag} {text}: {name} {what} in {place}{nearest(name, vars(module))}")
+        known = [word for word in vars(module) if not word.startswith("_")]
+        raise UserError(f"{flag} {text}: {name} {what} in {place}{nearest(name, known)}")
     return found
 
 

@@ -49,7 +49,7 @@ def read_script() -> Path:
         source = path.read_bytes()
     except FileNotFoundError:
         others = [other.name for other in path.parent.glob("*.py")]
-        raise UserError(f"SCRIPT {path} does not exist{nearest(path.name, others)}") from None
+        raise UserError(f"SCRIPT {path} does not exist{nearest(path.name, others, cutoff=0.7)}") from None
     except OSError as error:
         raise UserError(f"SCRIPT {path} cannot be read: {error.strerror}; name a Python file") from None
     try:

@@ -197,6 +197,12 @@ class TestSums:
         assert first == LanguageModel(8).sample(model, CPU)
         assert first != LanguageModel(8, seed=1).sample(model, CPU)
 
+    def test_the_sample_leaves_the_terminal_as_it_is(self, monkeypatch):
+        written = b"a\n\x1b[2J\tb\x07\x7f\xc3\xa9\xff\xc2\x9b"
+        monkeypatch.setattr("recipes.common.language.generate", lambda *_: written)
+        told = LanguageModel(8).sample(torch.nn.Identity(), CPU)
+        assert told.partition("\n")[2] == "a\n\ufffd[2J\tb\ufffd\ufffd\xe9\ufffd\ufffd"
+
     def test_a_model_that_takes_one_length_alone_writes_what_it_writes_without_what_follows(self):
         torch.manual_seed(0)
         model = GPT(256, width=16, depth=1, heads=2)
