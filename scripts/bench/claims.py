@@ -32,11 +32,14 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 HEAD = """# Evidence
 
-Every claim of these pages, what shows it, and the result of its last run. `make evidence` writes this page from
-[claims.toml](claims.toml) and [evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` renews some rows.
-Each row has the commit, date and machine of its last run. For a measurement that a file keeps ("recorded in"),
-the commit is the one that added the file. "Not run": nobody has run it, or no record was kept. To run the tests
-of a row: `make test-all ARGS=FILE`.
+Each row is a claim of one of these pages, word by word. "Shown by" names the tests or the command that check it;
+to repeat them, run `make test-all ARGS=FILE` or that command. "Result" is what they gave when they last ran, at
+the commit and on the date of the row, on the machine of that letter ([machines](#machines)). "Recorded in" is an
+earlier measurement that a file keeps, with the commit that added the file. "Not run": nobody has run it, or no
+record was kept.
+
+`make evidence` runs all that this machine can and writes this page from [claims.toml](claims.toml) and
+[evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` renews some rows.
 """
 
 

@@ -210,7 +210,8 @@ def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
         axis.set_xscale("log")
         ticks = (*TICKS, 0.7, 0.8, 0.9) if axis.get_xlim()[0] > 0.4 else TICKS
         axis.xaxis.set(major_locator=FixedLocator(ticks), major_formatter="{x:g}", minor_locator=NullLocator())
-    axis.set_xlabel("seconds" if question.is_time else "share of the limit", fontsize=8)
+    share = "speed, as a share of the most that the machine allows"
+    axis.set_xlabel("seconds" if question.is_time else share, fontsize=8)
     figure.suptitle(question.text, x=0.01, ha="left", fontsize=9)
     axis.spines[["top", "right", "left"]].set_visible(False)
     handles, labels = axis.get_legend_handles_labels()
