@@ -26,7 +26,16 @@ refuse() {
     exit 2
 }
 
-is_up() { [[ -s $state/pid ]] && kill -0 "$(<"$state/pid")" 2>/dev/null; }
+# Another process may have the number of one that was killed: only our own first process counts.
+is_up() { [[ -s $state/pid ]] && tr '\0' ' ' 2>/dev/null <"/proc/$(<"$state/pid")/cmdline" | grep -q 'slurm_cluster.sh init '; }
+
+# Delete the state of a cluster, and no folder that holds anything else.
+remove_state() {
+    if [[ -n $(ls -A "$state" 2>/dev/null) ]] && ! grep -qs '^ClusterName=recipes$' "$state/slurm.conf"; then
+        refuse "SLURM_CLUSTER_DIR $state has files that are not a test cluster's; name a new folder, or empty this one"
+    fi
+    rm -rf "$state"
+}
 
 # The first process of the new namespaces: it makes the network, starts the daemons and reaps orphans.
 init() {
@@ -163,7 +172,7 @@ up() {
         fi
     done
     if is_up; then refuse "a test cluster runs already (process $(<"$state/pid")); make slurm-down ends it"; fi
-    rm -rf "$state"
+    remove_state
     mkdir -p "$state"
     chmod 755 "$state"
     write_configuration "$nodes"
@@ -235,7 +244,7 @@ status() {
 down() {
     if ! is_up; then
         echo "no test cluster is up"
-        rm -rf "$state"
+        remove_state
         return
     fi
     local pid parent net process
@@ -251,7 +260,7 @@ down() {
     for ((i = 0; i < 200; i++)); do
         # A zombie has ended, too: in a container there may be no init that reaps it.
         if ! kill -0 "$parent" 2>/dev/null || grep -q '^State:.Z' "/proc/$parent/status" 2>/dev/null; then
-            rm -rf "$state"
+            remove_state
             return
         fi
         sleep 0.05

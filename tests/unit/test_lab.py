@@ -1,0 +1,31 @@
+"""The test cluster's own guards: what it deletes, and which process it takes for its own."""
+
+import os
+
+from tests.support import run_command
+
+
+def slurm_cluster(folder, command):
+    return run_command("scripts/lab/slurm_cluster.sh", command, SLURM_CLUSTER_DIR=str(folder))
+
+
+def test_a_folder_that_is_no_clusters_is_not_deleted(tmp_path):
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    result = slurm_cluster(tmp_path, "down")
+    assert result.status == 2
+    assert f"error: SLURM_CLUSTER_DIR {tmp_path} has files that are not a test cluster's" in result.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "the only copy"
+
+
+def test_the_state_of_a_cluster_that_has_ended_is_deleted(tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "slurm.conf").write_text("ClusterName=recipes\nSlurmUser=root\n")
+    assert slurm_cluster(state, "down").status == 0
+    assert not state.exists()
+
+
+def test_another_process_with_the_number_of_one_that_has_ended_is_no_cluster(tmp_path):
+    """`down` kills all processes in the network of the one that it finds."""
+    (tmp_path / "pid").write_text(f"{os.getpid()}\n")
+    assert slurm_cluster(tmp_path, "status").stdout == "no test cluster is up\n"
