@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -66,11 +67,16 @@ def check_args(args: Namespace) -> None:
     if not Path(args.script).is_file() and not is_module:
         raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
     try:
-        re.compile(args.loss)
+        if args.loss and not re.compile(args.loss).groups:
+            raise re.error("no group")
     except re.error as error:
         raise UserError(
-            f"LOSS {args.loss!r}: {error}; give a regular expression such as 'loss is (\\S+)'"
+            f"LOSS {args.loss!r}: {error}; give a regular expression such as 'loss is ([-+.0-9e]+)'"
         ) from None
+    try:
+        shlex.split(args.launch)
+    except ValueError as error:
+        raise UserError(f"LAUNCH {args.launch!r}: {error}") from None
     sizes = args.world_sizes.split()
     if not all(size.isdigit() and 1 <= int(size) <= 64 for size in sizes):
         raise UserError(f"WORLD_SIZES {args.world_sizes!r}: expected numbers from 1 to 64, such as '1 2 3'")
@@ -204,7 +210,9 @@ def verdict(result: Result) -> list[str]:
     if not any(not finding.is_note for finding in result.findings):
         assert result.rounding
         measured = result.rounding.gradient[-1]
-        lines = [f"same to rounding at {sizes} processes{', and resumed' * result.is_resumed}"]
+        is_partial = any(finding.cause in ("uncontrolled", "chaotic") for finding in result.findings)
+        what = "no difference found, but not all was compared," if is_partial else "same to rounding"
+        lines = [f"{what} at {sizes} processes{', and resumed' * result.is_resumed}"]
         if result.largest or measured:
             lines += [f"  gradients differ by up to {result.largest:.0e}; by {measured:.0e} in the control run"]
     for is_note in (False, True):

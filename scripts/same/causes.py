@@ -162,6 +162,14 @@ CAUSES = {
         "the resumed run begins with weights that the run has at no step",
         "load the model's state_dict on all ranks before it is wrapped",
     ),
+    "steps-not-resumed": Cause(
+        "the resumed run does not end at the step at which it would have ended without a stop",
+        "save the step or epoch with the checkpoint, and count on from it",
+    ),
+    "buffers-not-resumed": Cause(
+        "the resumed run trains the same, and evaluates otherwise: what no optimizer has is not restored",
+        "save and load model.state_dict(), which has the buffers (batch norm's), and averages of weights",
+    ),
     "failed": Cause("the script fails", "see the last lines of its output, above"),
     "hung": Cause(
         "the script does not end: ranks wait for each other",
@@ -216,6 +224,11 @@ CAUSES = {
     "uncontrolled": Cause(
         "the script draws random numbers that cannot be held still, so that gradients are not compared",
         "draw them in the data set's __getitem__ from the global generators",
+        is_note=True,
+    ),
+    "chaotic": Cause(
+        "rounding alone changes the gradient so much that a bug might not show from this step on",
+        "use fewer steps, or a lower learning rate",
         is_note=True,
     ),
     "not-replicated": Cause(

@@ -28,6 +28,12 @@ FLOOR_SHARE = 0.03
 SAFETY = 30.0
 """By how much a difference has to exceed the control run's largest so far."""
 
+CHAOTIC = 1 / SAFETY
+"""From this relative difference of the control run on, one as large as the gradient itself would be rounding."""
+
+RESUMED_SHARE = 1e-4
+"""A relative difference that a resumed run may have from one that was not stopped."""
+
 Vector = NDArray[np.float64]
 Step = dict[str, Any]
 
@@ -108,7 +114,8 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
     run = Run(world_size, list(statuses))
     for rank in range(world_size):
         path = folder / f"rank{rank}.jsonl"
-        run.events.append([json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [])
+        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")  # a rank may have been killed
+        run.events.append([json.loads(line) for line in whole.splitlines()])
     run.events = [lines for lines in run.events if lines] or [[]]
     for rank in range(world_size):
         reader = Reader(pattern)
@@ -173,13 +180,23 @@ class Rounding:
             self.gradient.append(max(self.gradient[-1], difference(vector(other, "final"), vector(one, "final"))))
             self.update.append(max(self.update[-1], difference(update(other), update(one))))
             self.is_controlled = self.is_controlled and (i > 0 or first.rows(0) == control.rows(0))
-        self.printed = 0.0
+        self.printed: dict[str, list[float]] = {}
         for name, series in first.series.items():
-            for a, b, unit in zip(
-                control.series.get(name, series).values, series.values, series.resolutions, strict=False
-            ):
+            again, largest = control.series.get(name, series), 0.0
+            self.printed[name] = []
+            for a, b in zip(again.values, series.values, strict=False):
                 if math.isfinite(a) and math.isfinite(b):
-                    self.printed = max(self.printed, (abs(a - b) - unit) / max(abs(b), 1e-12))
+                    largest = max(largest, abs(a - b) - series.unit(b, again))
+                self.printed[name].append(largest)
+
+    def chaotic_step(self) -> int | None:
+        """Return the first step at which rounding alone changes the gradient beyond recognition, None for none."""
+        return next((i for i, apart in enumerate(self.gradient[1:]) if apart >= CHAOTIC), None)
+
+    def printed_limit(self, name: str, i: int, right: float) -> float:
+        """Return the largest difference that value i of a series may have, besides that of its last digit."""
+        measured = self.printed.get(name) or [0.0]
+        return max(self.floor * abs(right), SAFETY * measured[min(i, len(measured) - 1)])
 
     def limit(self, measured: list[float], i: int) -> float:
         """Return the largest difference that step i may have."""
@@ -403,21 +420,28 @@ def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> 
             what = f"{name}: {count} values, {len(series.values)} at 1 process"
             findings.append(Finding("unknown", run.world_size, what))
             continue
-        pairs = list(zip(other.values, series.values, series.resolutions, strict=True))
-        i = next((i for i, pair in enumerate(pairs) if is_apart(*pair, rounding)), None)
+        pairs = list(zip(other.values, series.values, strict=True))
+        i = next(
+            (
+                i
+                for i, (value, right) in enumerate(pairs)
+                if is_apart(value, right, series.unit(right, other), rounding.printed_limit(name, i, right))
+            ),
+            None,
+        )
         if i is not None:
-            value, right, _ = pairs[i]
+            value, right = pairs[i]
             what = f"{name}, value {i + 1}: {value:.8g}, {right:.8g} at 1 process"
-            ratios = [value / right for value, right, _ in pairs if right]
+            ratios = [value / right for value, right in pairs if right]
             findings.append(Finding(explain_printed(run, first, series, ratios, is_proven), run.world_size, what))
     return findings
 
 
-def is_apart(value: float, right: float, unit: float, rounding: Rounding) -> bool:
-    """Whether two printed numbers differ by more than rounding."""
-    if math.isnan(value) or math.isnan(right):
-        return math.isnan(value) != math.isnan(right)
-    return abs(value - right) > 1.01 * unit + max(rounding.floor, SAFETY * rounding.printed) * abs(right)
+def is_apart(value: float, right: float, unit: float, limit: float) -> bool:
+    """Whether two printed numbers differ by more than one unit of their last digit and a limit."""
+    if math.isfinite(value) and math.isfinite(right):
+        return abs(value - right) > 1.01 * unit + limit
+    return str(value) != str(right)
 
 
 def explain_printed(run: Run, first: Run, series: Series, ratios: list[float], is_proven: bool) -> str:
@@ -462,6 +486,9 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
     if not is_replicated(run, first):
         return [Finding("not-replicated", w, "weights"), *check_printed(run, first, rounding, is_proven=False)]
     findings = [*check_ranks(run), *check_order(run, first), *check_seeds(run)]
+    if len({len(steps) for steps in run.steps}) > 1:
+        counts = ", ".join(str(len(steps)) for steps in run.steps)
+        findings.append(Finding("other-steps", w, f"{counts} optimizer steps by rank"))
     if not rounding.is_controlled or any(step["moved"] for step in run.at(0)):
         return [*findings, Finding("uncontrolled", w, "step 1, random numbers")]
     findings += check_shards(run, first)
@@ -481,6 +508,11 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
             findings.append(Finding(kind, w, f"step {(i or 0) + 1}, samples: not those of 1 process"))
     training = check_training(run, reference, rounding)
     findings += training
+    if not training and (i := rounding.chaotic_step()) is not None:
+        apart = rounding.gradient[i + 1]
+        findings.append(
+            Finding("chaotic", w, f"step {i + 1}, gradient: differs by {apart:.0e} in the control run")
+        )
     return findings if training else findings + check_printed(run, reference, rounding, is_proven=True)
 
 
@@ -545,7 +577,25 @@ def check_resumed(resumed: Run, whole: Run) -> list[Finding]:
         if step["lr"] != expected["lr"] and not np.allclose(step["lr"], expected["lr"], rtol=1e-9):
             rates = f"{step['lr'][0]:.6g}, {expected['lr'][0]:.6g} without a stop"
             return [Finding("learning-rate-not-resumed", w, f"{where}, learning rate: {rates}")]
-        if (apart_by := difference(update(step), update(expected))) > 1e-4:
+        if (apart_by := difference(update(step), update(expected))) > RESUMED_SHARE:
             what = f"{where}, update of the weights: differs by {apart_by:.1e}"
             return [Finding("optimizer-not-resumed", w, what)]
+    if resumed.num_steps != whole.num_steps - start:
+        what = (
+            f"{start + resumed.num_steps} optimizer steps with the resumed ones, {whole.num_steps} without a stop"
+        )
+        return [Finding("steps-not-resumed", w, what)]
+    return check_last_evaluation(resumed, whole)
+
+
+def check_last_evaluation(resumed: Run, whole: Run) -> list[Finding]:
+    """Return whether a resumed run that has trained the same ends with another evaluation."""
+    for name, series in whole.series.items():
+        other = resumed.series.get(name)
+        if not series.is_evaluation or other is None:
+            continue
+        value, right = other.values[-1], series.values[-1]
+        if is_apart(value, right, series.unit(right, other), RESUMED_SHARE * abs(right)):
+            what = f"{name}, last value: {value:.8g}, {right:.8g} without a stop"
+            return [Finding("buffers-not-resumed", resumed.world_size, what)]
     return []

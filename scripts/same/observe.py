@@ -78,7 +78,7 @@ def sketch_all(tensors: Iterable[Tensor | None]) -> Tensor:
 
 def fingerprints(batch: Tensor) -> list[str]:
     """Return a fingerprint of the content of each sample along the first dimension."""
-    rows = batch.detach().reshape(len(batch), -1)
+    rows = batch.detach().flatten(1) if batch.dim() > 1 else batch.detach().unsqueeze(1)
     rows = rows[:, :: max(1, rows.shape[1] // MAX_FEATURES)].double()
     places = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
     return [f"{value:.9e}" for value in (rows * torch.cos(places + 1)).sum(dim=1).tolist()]

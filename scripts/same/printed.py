@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from recipes.common.errors import UserError
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
 METRICS = r"loss|acc|accuracy|perplexity|ppl|error|err|f1|auc|bleu|mse|mae|bpb|iou"
@@ -26,15 +29,27 @@ class Series:
     name: str
     is_evaluation: bool
     values: list[float] = field(default_factory=list)
-    resolutions: list[float] = field(default_factory=list)
-    """One unit of each value's last digit."""
+    decimals: int = 0
+    """The most of a value, after the point: 3 of 2.303, 9 of 1.00e-07."""
+    digits: int = 1
+    """The most of a value that count: 4 of 2.303, 3 of 1.00e-07."""
 
+    def add(self, text: str) -> None:
+        """Add a number as it is printed."""
+        self.values.append(float(text))
+        if math.isfinite(self.values[-1]):
+            mantissa, _, exponent = text.lower().partition("e")
+            self.decimals = max(self.decimals, len(mantissa.partition(".")[2]) - int(exponent or 0))
+            self.digits = max(self.digits, len(re.sub(r"\D", "", mantissa).lstrip("0")))
 
-def resolution(text: str) -> float:
-    """Return one unit of a number's last printed digit: 0.001 for 2.303, 1e-9 for 1.00e-07."""
-    mantissa, _, exponent = text.lower().partition("e")
-    digits = len(mantissa.partition(".")[2])
-    return float(10.0 ** (int(exponent or 0) - digits))
+    def unit(self, value: float, other: Series) -> float:
+        """Return one unit of the last digit to which a value is printed, here or in the other series.
+
+        Trailing zeros may be left out (1 and 0.9375 by print()): the series' longest numbers say how exact it is.
+        """
+        exponent = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else -400
+        by_digits = exponent + 1 - max(self.digits, other.digits)
+        return float(10.0 ** max(-max(self.decimals, other.decimals), by_digits, -300))
 
 
 class Reader:
@@ -51,8 +66,13 @@ class Reader:
         if not is_evaluation and "train" not in name and EVALUATION.search(line):
             name, is_evaluation = f"test_{name}", True
         found = self.series.setdefault(name, Series(name, is_evaluation))
-        found.values.append(float(text))
-        found.resolutions.append(resolution(text) if text[-1].isdigit() or text[-1] == "." else 0.0)
+        try:
+            found.add(text)
+        except ValueError:
+            raise UserError(
+                f"LOSS {self.pattern.pattern if self.pattern else ''!r} finds {text!r}, which is no number; "
+                "let its group match digits only, such as ([-+.0-9e]+)"
+            ) from None
 
     def read_json(self, value: dict[str, Any]) -> None:
         """Add the metrics of a JSON object: numbers, or lists of numbers."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
 from scripts.launch.command import ROOT
 from scripts.launch.local import LOOPBACK, free_port, visible_gpus
@@ -113,9 +114,16 @@ def run_by_launcher(job: Job, env: dict[str, str], folder: Path, timeout_s: floa
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:
-        process = subprocess.Popen(
-            command, env=inherited | env | {"PYTHONPATH": paths}, stdout=out, stderr=err, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env=inherited | env | {"PYTHONPATH": paths},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"LAUNCH: cannot start {command[0]}: {error.strerror}") from None
         try:
             return [process.wait(timeout_s)]
         except subprocess.TimeoutExpired:

@@ -115,6 +115,9 @@ BUGS = {
         {'    optimizer.load_state_dict(state["optimizer"])\n': RATE_ONLY},
         RESUME,
     ),
+    "all epochs again after a resume": Bug(
+        "steps-not-resumed", {"range(first_epoch, 3)": "range(first_epoch, first_epoch + 3)"}, RESUME
+    ),
     "checkpoint not read": Bug("starts-over", {"os.path.exists(args.checkpoint)": "False"}, RESUME),
 }
 

@@ -7,9 +7,10 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+from recipes.common.errors import UserError
 from scripts.same.__main__ import main
 from scripts.same.causes import CAUSES
-from scripts.same.compare import Rounding, Run, compare
+from scripts.same.compare import Rounding, Run, check_resumed, compare, load
 from scripts.same.printed import Reader
 from tests.same.bugs import BUGS, plant
 from tests.support import ROOT
@@ -42,10 +43,21 @@ def test_losses_are_read_under_their_usual_names(line, series):
     assert all(("test" in name or "val" in name) == found.is_evaluation for name, found in reader.series.items())
 
 
-def test_a_number_resolves_one_unit_of_its_last_digit():
+@pytest.mark.parametrize(
+    ("text", "units"),
+    [
+        ("loss 2.303 loss 0.012 loss 12.000", [1e-3, 1e-3, 1e-3]),
+        ("loss 2.30e+00 loss 1.00e-07 loss nan", [1e-2, 1e-9, 1e-9]),
+        ("acc 0.9375 acc 0.5 acc 1", [1e-4, 1e-4, 1e-3]),  # print() leaves zeros out, and so does %.4g
+        ("loss 1.107 loss 0.01234 loss 0", [1e-3, 1e-5, 1e-5]),
+        ("correct 9812 correct 40 accuracy 9812", [1]),
+    ],
+)
+def test_a_number_is_as_exact_as_its_series_longest_ones(text, units):
     reader = Reader()
-    reader.read("loss 2.303 loss 7\nloss 1.00e-07 loss nan")
-    assert reader.series["loss"].resolutions == pytest.approx([1e-3, 1, 1e-9, 0])
+    reader.read(text)
+    [series] = reader.series.values()
+    assert [series.unit(value, series) for value in series.values] == pytest.approx(units)
 
 
 def test_a_pattern_names_what_it_finds():
@@ -67,6 +79,8 @@ def test_a_pattern_names_what_it_finds():
         (["--global-batch", "32", "--", "{local_batch}"], "GLOBAL_BATCH 32: 3 processes do not divide it; use 36"),
         (["--world-sizes", "1 two"], "WORLD_SIZES '1 two': expected numbers from 1 to 64, such as '1 2 3'"),
         (["--world-sizes", "1"], "WORLD_SIZES has only 1; add another number of processes, such as '1 2'"),
+        (["--loss", "loss is \\S+"], "LOSS 'loss is \\\\S+': no group; give a regular expression such as"),
+        (["--launch", "mpirun 'x"], 'LAUNCH "mpirun \'x": No closing quotation'),
         (["--loss", "("], "LOSS '(': missing ), unterminated subpattern at position 0; give a regular expression"),
     ],
 )
@@ -171,6 +185,78 @@ def test_a_printed_loss_that_is_not_finite_is_no_note():
         each.series = reader.series
     findings = compare(run, first, None, Rounding(first, first))
     assert [finding.cause for finding in findings] == ["unknown"]
+
+
+def printed(text, world_size=1):
+    """Return a run whose gradients are right, and which has printed a text."""
+    run, reader = record(world_size, GRADIENTS), Reader()
+    reader.read(text)
+    run.series = reader.series
+    return run
+
+
+@pytest.mark.parametrize(
+    ("one", "control", "two", "is_found"),
+    [
+        # By print(): 0.5 has as many digits as the others.
+        ("test_acc 0.5 test_acc 0.9375", "", "test_acc 0.5833333 test_acc 0.9375", True),
+        ("test_acc 0.50 test_acc 0.94", "", "test_acc 0.51 test_acc 0.94", False),
+        # A series that rounding changes makes no other one coarser, nor what it had printed before.
+        ("loss 2.1234 acc 0.0", "loss 2.1234 acc 0.1", "loss 2.9 acc 0.0", True),
+        ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.9", "loss 2.3 loss 1.5", True),
+        ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.51", "loss 2.1234 loss 1.6", False),
+        ("loss inf", "", "loss nan", True),
+    ],
+)
+def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, control, two, is_found):
+    first = printed(one)
+    findings = compare(printed(two, 2), first, None, Rounding(first, printed(control or one)))
+    assert bool(findings) == is_found, findings
+
+
+def test_a_pattern_that_finds_no_number_is_refused():
+    with pytest.raises(UserError, match=r"finds '2.3,', which is no number; let its group match digits only"):
+        Reader(r"loss is (\S+)").read("loss is 2.3, step 4")
+
+
+def test_a_control_run_that_rounding_changes_beyond_recognition_is_noted():
+    """All differences are within 30 times the control run's: that shows nothing."""
+    found = causes(record(2, disturb(0.5)), control=record(1, disturb(0.1)))
+    assert found == [("chaotic", "step 1, gradient")]
+
+
+def test_ranks_that_step_unequally_often_are_a_difference():
+    run = record(2, GRADIENTS)
+    run.events[1].append({**run.events[1][-1]})
+    assert causes(run) == [("other-steps", "4, 5 optimizer steps by rank")]
+
+
+def resumed_at(start, steps=NUM_STEPS, text="test_loss 1.25"):
+    """Return a run of two ranks that goes on at a step of record(2, GRADIENTS), and its last evaluation."""
+    run = printed(text, 2)
+    run.events = [lines[start:steps] for lines in run.events]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("resumed", "cause"),
+    [
+        (resumed_at(2), []),
+        (resumed_at(2, text="test_loss 9.00 test_loss 1.25"), []),
+        (resumed_at(0), ["starts-over"]),
+        (resumed_at(2, 3), ["steps-not-resumed"]),
+        (resumed_at(2, text="test_loss 1.75"), ["buffers-not-resumed"]),
+        (resumed_at(2, text="loss 1.75"), []),
+    ],
+)
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
+    whole = printed("test_loss 1.25", 2)
+    assert [finding.cause for finding in check_resumed(resumed, whole)] == cause
+
+
+def test_a_line_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text('{"event": "end", "late": 0}\n{"event": "st')
+    assert load(tmp_path, 1, [0]).events == [[{"event": "end", "late": 0}]]
 
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 2), (3, 1 / 3), (3, 9)])
