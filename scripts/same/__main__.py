@@ -66,17 +66,7 @@ def check_args(args: Namespace) -> None:
     is_module = re.fullmatch(r"[\w.]+", args.script) and not args.script.endswith(".py") and find(args.script)
     if not Path(args.script).is_file() and not is_module:
         raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
-    try:
-        if args.loss and not re.compile(args.loss).groups:
-            raise re.error("no group")
-    except re.error as error:
-        raise UserError(
-            f"LOSS {args.loss!r}: {error}; give a regular expression such as 'loss is ([-+.0-9e]+)'"
-        ) from None
-    try:
-        shlex.split(args.launch)
-    except ValueError as error:
-        raise UserError(f"LAUNCH {args.launch!r}: {error}") from None
+    check_syntax(args)
     sizes = args.world_sizes.split()
     if not all(size.isdigit() and 1 <= int(size) <= 64 for size in sizes):
         raise UserError(f"WORLD_SIZES {args.world_sizes!r}: expected numbers from 1 to 64, such as '1 2 3'")
@@ -97,6 +87,21 @@ def check_args(args: Namespace) -> None:
         if "local_batch" in used and args.global_batch % size:
             good = math.lcm(*args.sizes) * -(-args.global_batch // math.lcm(*args.sizes))
             raise UserError(f"GLOBAL_BATCH {args.global_batch}: {size} processes do not divide it; use {good}")
+
+
+def check_syntax(args: Namespace) -> None:
+    """Raise UserError where LOSS is no regular expression with a group, or LAUNCH no command of a shell."""
+    try:
+        if args.loss and not re.compile(args.loss).groups:
+            raise re.error("no group")
+    except re.error as error:
+        raise UserError(
+            f"LOSS {args.loss!r}: {error}; give a regular expression such as 'loss is ([-+.0-9e]+)'"
+        ) from None
+    try:
+        shlex.split(args.launch)
+    except ValueError as error:
+        raise UserError(f"LAUNCH {args.launch!r}: {error}") from None
 
 
 def find(module: str) -> bool:
