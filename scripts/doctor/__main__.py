@@ -45,6 +45,9 @@ FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
 SILENCE_S = 150.0
 """How long a node may hear nothing from node 0: longer than the whole examination."""
 
+WRITE_S = 15.0
+"""For the file of each node in the runs folder."""
+
 EXAMINATION_S = 115.0
 """For everything from the moment that all nodes are there; what does not fit is left out, and that is said."""
 
@@ -74,6 +77,8 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     args = parse(parser, argv)
     if args.nproc_per_node and not args.nodes:
         raise UserError("--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE")
+    if args.json and (args.json.is_dir() or not args.json.name):
+        raise UserError(f"--json {args.json} is a folder; name a file in it")
     return args
 
 
@@ -103,8 +108,8 @@ class Patient:
         orders = {
             "clock": lambda: {"time": time.time()},
             "facts": self.answer_facts,
-            "write": lambda: folder.write(self.args.runs_dir, self.word, self.place.node_rank),
-            "see": lambda: {"seen": folder.see(self.args.runs_dir, self.word, order["writers"])},
+            "write": self.write,
+            "see": lambda: self.see(order["writers"]),
             "peers": lambda: network.look_at_peers(self.others(order), self.word),
             "ranks": lambda: self.run_ranks(order),
         }
@@ -117,6 +122,26 @@ class Patient:
             self.echo = Echo(self.facts["network"]["address"], self.word)
             self.facts["echo_port"] = self.echo.port
         return self.facts
+
+    def write(self) -> dict[str, Any]:
+        """Return whether the runs folder can be written; one that hangs is a finding like one that is full."""
+        try:
+            answer: dict[str, Any] = network.call_within(
+                lambda: folder.write(self.args.runs_dir, self.word, self.place.node_rank), WRITE_S
+            )
+        except TimeoutError as error:
+            return {"error": f"it hangs ({error})"}
+        return answer
+
+    def see(self, writers: Sequence[int]) -> dict[str, Any]:
+        """Return which nodes' files this one sees in the runs folder; None where that hangs."""
+        try:
+            seen = network.call_within(
+                lambda: folder.see(self.args.runs_dir, self.word, writers), folder.SEEN_TIMEOUT_S + 5
+            )
+        except TimeoutError:
+            return {"seen": None}
+        return {"seen": seen}
 
     def others(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the peers of an order without this node."""
@@ -139,26 +164,28 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     is_health_check = args.quick and case.nnodes == 1
     deadline = time.monotonic() + (HEALTH_CHECK_S if is_health_check else EXAMINATION_S)
 
-    def ask(order: dict[str, Any], timeout_s: float) -> dict[int, dict[str, Any]]:
+    def ask(order: dict[str, Any], timeout_s: float, *keys: str) -> dict[int, dict[str, Any]]:
         left = deadline - time.monotonic()
         if left < min(0.5 if is_health_check else 10.0, timeout_s):
             case.skipped.append(order["do"])
             return {}
-        return met.ask_all(order, min(timeout_s, left))
+        return met.ask_all(order, min(timeout_s, left), keys)
 
-    case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S)
+    facts = ("host", "names", "machine", "network", "cores", "errors", "gpus", "torch", "disk", "limits")
+    case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S, *facts)
     case.clocks = met.clock_offsets()
-    case.written = ask({"do": "write"}, 20)
+    case.written = ask({"do": "write"}, WRITE_S + 5, "error")
     writers = [rank for rank, answer in case.written.items() if not answer["error"]]
-    seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10)
-    case.seen = {rank: answer["seen"] for rank, answer in seen.items()}
+    seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10, "seen")
+    case.seen = {rank: answer["seen"] for rank, answer in seen.items() if answer["seen"] is not None}
     peers = [
         {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}
         for rank, facts in case.facts.items()
         if facts["network"]
     ]
     # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S.
-    bound = 20 + CONNECT_TIMEOUT_S * (1 + len(peers) / network.PARALLEL)
+    # So does a name server that does not answer, for each of a node's names.
+    bound = 20 + (CONNECT_TIMEOUT_S + 2 * network.NAME_TIMEOUT_S) * (1 + len(peers) / network.PARALLEL)
     case.peers = ask({"do": "peers", "peers": peers}, bound)
     if args.quick or not can_meet(case):
         return
@@ -166,7 +193,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     port = local.free_port(address)
     bound = min(args.timeout_s, deadline - time.monotonic() - 5)
     order = {"do": "ranks", "address": address, "port": port, "timeout_s": bound}
-    case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S)
+    case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S, "ranks")
 
 
 def can_meet(case: Case) -> bool:

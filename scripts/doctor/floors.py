@@ -64,7 +64,7 @@ def gpu_floors(case: Case) -> Iterator[Finding]:
     for rank, torch in case.each("torch"):
         for device in torch.get("devices", []):
             floor = next((floor for name, floor in FLOORS.items() if name in device["name"]), None)
-            if floor is None:
+            if floor is None or " MIG " in device["name"]:  # a part of a GPU
                 continue
             host = floor.host_gb_s
             floors = (floor.tflops, host, host, floor.peer_gb_s)

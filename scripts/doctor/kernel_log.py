@@ -13,6 +13,9 @@ from typing import Any
 
 RECENT_S = 24 * 3600
 
+READ_S = 5.0
+"""A driver in trouble may write lines faster than they can be read."""
+
 DRAIN, RESET, REBOOT, WATCH = "drain", "reset", "reboot", "watch"
 XIDS = {
     48: (RESET, "uncorrectable ECC error"),
@@ -68,9 +71,17 @@ def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
         log = os.open(os.environ.get("KMSG", "/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    records = []
+    records, deadline = [], time.monotonic() + READ_S
     try:
-        while record := os.read(log, 8192):
+        while time.monotonic() < deadline:
+            try:
+                record = os.read(log, 8192)
+            except (
+                BrokenPipeError
+            ):  # lines were overwritten before they were read: the next read goes on after them
+                continue
+            if not record:
+                break
             records.append(record)
     except BlockingIOError:
         pass  # that was the last one

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,6 +26,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 """An answer holds a node's facts, some kilobytes a node."""
 
 MAX_REFUSED = 64
+CLOCKS_AT_ONCE = 16
 
 Answer = dict[str, Any]
 
@@ -211,46 +212,56 @@ class Meeting:
             pass  # a port scan or a health check: it knows nothing of us, and we nothing of it
         channel.close()
 
-    def ask(self, rank: int, order: Answer, timeout_s: float) -> Answer | None:
-        """Return a node's answer, None once it is lost."""
+    def ask(self, rank: int, order: Answer, timeout_s: float, keys: Sequence[str] = ()) -> Answer | None:
+        """Return a node's answer, which has these keys; None once it is lost."""
         try:
             if rank == 0:
-                return cast(Answer, call_within(lambda: self.local(order), timeout_s))
-            channel = self.channels[rank]
-            channel.send(order)
-            return channel.receive(timeout_s)
+                answer = answer_to(order, self.local, timeout_s)
+            else:
+                self.channels[rank].send(order)
+                answer = self.channels[rank].receive(timeout_s)
+            if "failed" in answer:
+                raise ValueError(answer["failed"])
+            if missing := [key for key in keys if key not in answer]:
+                raise ValueError(f"its answer has no {', '.join(missing)}")
+            return answer
         except (OSError, ValueError) as error:
             self.lost[rank] = (str(order["do"]), str(error) or type(error).__name__)
             return None
 
-    def ask_all(self, order: Answer, timeout_s: float) -> dict[int, Answer]:
+    def ask_all(self, order: Answer, timeout_s: float, keys: Sequence[str] = ()) -> dict[int, Answer]:
         """Return the answers of all nodes that are there; close the channel of one that is lost."""
         ranks = self.present
         with ThreadPoolExecutor(len(ranks)) as pool:
-            answers = list(pool.map(lambda rank: self.ask(rank, order, timeout_s), ranks))
+            answers = list(pool.map(lambda rank: self.ask(rank, order, timeout_s, keys), ranks))
+        self.drop_lost()
+        return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
+
+    def drop_lost(self) -> None:
+        """Close the channels of nodes that are lost."""
         for rank in set(self.lost) & set(self.channels):
             self.channels.pop(rank).close()
-        return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
 
     def clock_offsets(self, samples: int = 5) -> dict[int, tuple[float, float]]:
         """Return by how many seconds each node's clock is ahead of node 0's, and how far off that may be."""
-        offsets = {0: (0.0, 0.0)}
-        for rank in list(self.channels):
+
+        def measure(rank: int) -> tuple[float, float]:
             best = (0.0, float("inf"))
             for _ in range(samples):
                 begin = time.time()
-                answer = self.ask(rank, {"do": "clock"}, 5.0)
-                end = time.time()
+                answer = self.ask(rank, {"do": "clock"}, 5.0, ["time"])
+                half_s = (time.time() - begin) / 2
                 if answer is None:
                     break
-                half_s = (end - begin) / 2
                 if half_s < best[1]:
                     best = (answer["time"] - begin - half_s, half_s)
-            if rank not in self.lost:
-                offsets[rank] = best
-        for rank in set(self.lost) & set(self.channels):
-            self.channels.pop(rank).close()
-        return offsets
+            return best
+
+        ranks = sorted(self.channels)
+        with ThreadPoolExecutor(CLOCKS_AT_ONCE) as pool:
+            offsets = dict(zip(ranks, pool.map(measure, ranks), strict=True))
+        self.drop_lost()
+        return {0: (0.0, 0.0)} | {rank: offset for rank, offset in offsets.items() if rank not in self.lost}
 
     def ask_end(self, status: int) -> None:
         """Tell all nodes that it is over, and with which status."""
@@ -272,4 +283,15 @@ def serve(channel: Channel, carry_out: Callable[[Answer], Answer], timeout_s: fl
         order = channel.receive(timeout_s)
         if order["do"] == "end":
             return order
-        channel.send(call_within(lambda: carry_out(order), timeout_s))  # noqa: B023 (it ends before the next)
+        channel.send(answer_to(order, carry_out, timeout_s))
+
+
+def answer_to(order: Answer, carry_out: Callable[[Answer], Answer], timeout_s: float) -> Answer:
+    """Return the answer to an order, {"failed": why} where carrying it out fails: node 0 is to report that."""
+    try:
+        return cast(Answer, call_within(lambda: carry_out(order), timeout_s))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return {
+            "failed": text if isinstance(error, OSError) and text else f"{type(error).__name__} {text}".strip()
+        }

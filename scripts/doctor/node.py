@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import platform
 import resource
@@ -18,8 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from recipes.common.errors import UserError
 from recipes.common.record.facts import revision
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
-from scripts.doctor.rules import HOT_FIELDS
+from scripts.doctor.rules import ECC_FIELD, HOT_FIELDS
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.interface import interface_addresses, interface_to, local_end, resolve
@@ -50,9 +49,8 @@ def gather(
     master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool, within_s: float | None = None
 ) -> Facts:
     """Return what this node knows of itself; each part has a bound, and all together where one is given."""
-    facts: Facts = {"errors": {}}
-    deadline = time.monotonic() + (within_s or math.inf)
     parts: dict[str, Callable[[], Any]] = {
+        "names": lambda: sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "network": lambda: network(master_addr, name_timeout_s),
         "limits": limits,
         "disk": lambda: disks(runs_dir),
@@ -63,29 +61,35 @@ def gather(
         "code": code_digest,
         "gpus": lambda: gpus(within_s / 2 if within_s else COMMAND_TIMEOUT_S),
     }
-    facts |= {
+    facts: Facts = {
+        "errors": {},
         # In Kubernetes a node is a pod, and what has to be fixed is the machine that it runs on.
         "host": socket.gethostname() + (f" on {os.environ['NODE_NAME']}" if os.environ.get("NODE_NAME") else ""),
-        "names": sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "machine": machine_id(),
         "python": platform.python_version(),
         "cores": count_cores(),
         "variables": {name: os.environ.get(name) for name in ("NNODES", "NPROC_PER_NODE", "FABRIC")},
     }
-    for name, part in parts.items():
-        # A file system or driver that hangs must not hold up the rest.
+
+    def find_out(name: str) -> None:
         bound = name_timeout_s + PART_TIMEOUT_S if name == "network" else PART_TIMEOUT_S
         try:
-            facts[name] = call_within(part, max(0.5, min(bound, deadline - time.monotonic())))
-        except (OSError, ValueError, ImportError, subprocess.SubprocessError) as error:
+            facts[name] = call_within(parts[name], min(bound, within_s or bound))
+        except (OSError, ValueError, LookupError, ImportError, subprocess.SubprocessError) as error:
             facts[name], facts["errors"][name] = None, one_line(error)
+
+    # At once: file systems, a driver and a name server may all hang, and must not hold up the rest.
+    with ThreadPoolExecutor(len(parts)) as pool:
+        list(pool.map(find_out, parts))
+    facts["names"] = facts["names"] or [socket.gethostname()]
     facts["torch"] = None if is_quick else torch_facts()
     return facts
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return an error's text without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return an error's text without line breaks; of a look-up that failed, what it was, too."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} {text}".strip() if isinstance(error, LookupError) or not text else text
 
 
 def machine_id() -> str:
@@ -213,44 +217,57 @@ def code_digest() -> str:
 
 
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "temperature.gpu")
-GPU_HEALTH = ("ecc.errors.uncorrected.volatile.total", *HOT_FIELDS)
+GPU_HEALTH = (ECC_FIELD, *HOT_FIELDS)
 
 
 def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
-    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi; it is called twice.
+    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi; it is called twice or more.
 
     Raises:
-        ValueError: it fails or hangs.
+        ValueError: it fails or hangs, or a GPU goes between two calls.
     """
     if not shutil.which("nvidia-smi"):
         return None
     found = query_gpus(GPU_FIELDS, timeout_s)
     if isinstance(found, str):
         raise ValueError(found)
-    health = query_gpus(GPU_HEALTH, timeout_s)
-    if isinstance(health, str):  # a driver that does not know one of the fields refuses all
-        return found
-    return [{**gpu, **state} for gpu, state in zip(found, health, strict=False)]
+    # A driver that does not know one of the fields refuses all. "Throttle" became "event" in driver 535.
+    renamed = tuple(field.replace("_throttle_", "_event_") for field in GPU_HEALTH)
+    for asked in (GPU_HEALTH, renamed, (ECC_FIELD,)):
+        health = query_gpus(asked, timeout_s)
+        if isinstance(health, str):
+            continue
+        if len(health) != len(found):
+            raise ValueError(f"nvidia-smi listed {len(found)} GPUs, and {len(health)} a moment later")
+        states = ([*state.values()] for state in health)
+        return [
+            {**gpu, **dict(zip(GPU_HEALTH, state, strict=False))} for gpu, state in zip(found, states, strict=True)
+        ]
+    return found
 
 
 def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts] | str:
     """Return a dict for each GPU, or what nvidia-smi complains of."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise ValueError(f"nvidia-smi did not end within {timeout_s:.0f} s") from None
     if done.returncode:
         return one_line(f"nvidia-smi ended with status {done.returncode}: {done.stdout} {done.stderr}")
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-    return [dict(zip(fields, row, strict=False)) for row in rows]
+    if odd := [row for row in rows if len(row) != len(fields)]:
+        return one_line(f"nvidia-smi says {', '.join(odd[0])}")
+    return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
 def torch_facts() -> Facts:
     """Return what a fresh process finds with torch; {"error": ...} where it breaks or does not end."""
     command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=TORCH_TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"import torch did not end within {TORCH_TIMEOUT_S:.0f} s"}
     try:

@@ -28,10 +28,12 @@ CLOCK_S = 1.0
 SLOW_LINK = 1 / 3
 """Part of the median below which a link or a node is slow; what else runs on a node can halve a measurement."""
 
+SLOW_LINKS_SHOWN = 8
 SLOW_GPU = 0.75
 DRIVERS = {"12": 525, "13": 580}
 """The oldest driver for each major version of CUDA (NVIDIA's CUDA compatibility guide), without cuda-compat."""
 
+ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 HOT_FIELDS = {
     "clocks_throttle_reasons.hw_slowdown": "hardware slowdown",
     "clocks_throttle_reasons.hw_thermal_slowdown": "too hot (hardware)",
@@ -151,7 +153,9 @@ def attendance(case: Case) -> Findings:
         yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
         what = f"{case.name(rank)} came and was lost while it was asked for {order}: {why}"
-        yield case.error((rank,), what, "see its own log; was it stopped, or has it no memory left")
+        yield case.error(
+            (rank,), what, "see its own log; was it stopped, has it no memory left, is its code another"
+        )
 
 
 def node_errors(case: Case) -> Findings:
@@ -160,6 +164,7 @@ def node_errors(case: Case) -> Findings:
         "network": "fix the name in DNS or /etc/hosts, or the variable",
         "gpus": "see nvidia-smi and dmesg there; reset the GPU or restart the node",
         "disk": "mount the folder there, or choose another --runs-dir",
+        "names": "see the name server (/etc/resolv.conf) there",
     }
     for rank, errors in case.each("errors"):
         for part, why in errors.items():
@@ -193,59 +198,81 @@ def names(case: Case) -> Findings:
         yield case.error((rank, *viewers), what, "fix DNS or /etc/hosts")
 
 
+def outliers(values: Mapping[int, Any]) -> tuple[Any, list[int], dict[Any, list[int]]]:
+    """Return the value of most nodes (in a tie the greater one), those nodes, and the other values with theirs."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(value, []).append(rank)
+    usual = max(found, key=lambda value: (len(found[value]), value), default=None)
+    return usual, found.pop(usual, []), found
+
+
 def links_up(case: Case) -> Findings:
     """Interfaces that are down, and MTUs that differ."""
-    mtus: dict[int, list[int]] = {}
-    for rank, network in case.each("network"):
-        mtus.setdefault(network["mtu"], []).append(rank)
+    networks = dict(case.each("network"))
+    for rank, network in networks.items():
         if not network["is_up"]:
             yield case.error(rank, f"{network['interface']} is down", f"ip link set {network['interface']} up")
-    if len({case.machine(rank) for ranks in mtus.values() for rank in ranks}) < 2 or len(mtus) < 2:
+    if len({case.machine(rank) for rank in networks}) < 2:
         return
-    usual = max(mtus, key=lambda mtu: (len(mtus[mtu]), mtu))
-    for mtu, ranks in sorted(mtus.items()):
-        if mtu != usual:
-            interface = case.network(ranks[0])["interface"]
-            what = f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(mtus[usual])} {usual}"
-            fix = f"ip link set {interface} mtu {usual} there, and the same on the switch's ports"
-            yield case.error(ranks, what, fix)
+    usual, most, others = outliers({rank: network["mtu"] for rank, network in networks.items()})
+    for mtu, ranks in sorted(others.items()):
+        interface = case.network(ranks[0])["interface"]
+        what = f"{case.names(ranks)}: the MTU of {interface} is {mtu}, on {case.names(most)} {usual}"
+        fix = f"ip link set {interface} mtu {usual} there, and the same on the switch's ports"
+        yield case.error(ranks, what, fix)
 
 
 def ports(case: Case) -> Findings:
     """Ports that do not answer, one way or both, and paths that lose large packets."""
-    broken = {
-        (viewer, int(other)): found
-        for viewer, seen in sorted(case.peers.items())
-        for other, found in sorted(seen.items())
-        if found["stage"] != "done"
-    }
-    fix_path = "the path carries less than its MTU of {mtu}: lower that on all nodes, or fix what lies between"
-    fix_port = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
-    # A node that is cut off from all others is one finding, not two with each of them.
-    for rank in sorted(case.peers):
-        others = [other for other in case.peers if other != rank]
-        for is_large in (True, False):
-            mine = {pair: f for pair, f in broken.items() if rank in pair and (f["stage"] == "large") == is_large}
-            if len(others) < 2 or not all((rank, o) in mine or (o, rank) in mine for o in others):
-                continue
-            why = next(iter(mine.values()))["why"]
-            network = case.network(rank)
-            broke = "small packets pass and large ones do not" if is_large else "ports do not answer"
-            ways = {pair[0] == rank for pair in mine}
-            way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
-            what = f"{case.name(rank)} at {network['address']}: {way} all other nodes {broke} ({why})"
-            yield case.error((rank, *others), what, fix_path.format(mtu=network["mtu"]) if is_large else fix_port)
-            broken = {pair: found for pair, found in broken.items() if pair not in mine}
+    for is_large in (True, False):
+        broken = {
+            (viewer, int(other)): found
+            for viewer, seen in sorted(case.peers.items())
+            for other, found in sorted(seen.items(), key=lambda item: int(item[0]))
+            if found["stage"] != "done" and (found["stage"] == "large") == is_large
+        }
+        yield from cut_off(case, broken, is_large)
+
+
+def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], is_large: bool) -> Findings:
+    """Of broken pairs (viewer, other): a line for each node that is cut off from all, and for what others miss."""
+    ranks = sorted(case.peers)
+    fix = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
+    what = "ports do not answer"
+    if is_large:
+        mtus = "/".join(sorted({str(case.network(rank)["mtu"]) for _, rank in broken}))
+        fix = f"the path carries less than its MTU of {mtus}: lower that on all nodes, or fix what lies between"
+        what = "small packets pass and large ones do not"
+    apart = [r for r in ranks if all((r, o) in broken or (o, r) in broken for o in ranks if o != r)]
+    if len(ranks) < 3:
+        apart = []
+    elif apart == ranks:
+        why = next(iter(broken.values()))["why"]
+        yield case.error(ranks, f"{case.names(ranks)}: between all of them {what} ({why})", fix)
+        return
+    for rank in apart:
+        mine = {pair: found for pair, found in broken.items() if rank in pair}
+        ways = {pair[0] == rank for pair in mine}
+        way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
+        where = f"{case.name(rank)} at {case.network(rank)['address']}: {way} all other nodes"
+        others = [other for other in ranks if other != rank]
+        yield case.error((rank, *others), f"{where} {what} ({next(iter(mine.values()))['why']})", fix)
+    rest: dict[tuple[int, str, str], list[int]] = {}
     for (viewer, rank), found in broken.items():
-        network = case.network(rank)
-        way = f"{case.name(viewer)} to {case.name(rank)} at {network['address']}"
-        if found["stage"] == "large":
-            what = f"{way}: small packets pass and large ones do not ({found['why']})"
-            yield case.error((viewer, rank), what, fix_path.format(mtu=network["mtu"]))
-        else:
+        if not {viewer, rank} & {*apart}:
             back = case.peers.get(rank, {}).get(str(viewer), {}).get("stage")
-            both = "; the other way works" if back == "done" else ""
-            yield case.error((viewer, rank), f"{way}, port {found['port']}: {found['why']}{both}", fix_port)
+            both = "" if is_large or back != "done" else "; the other way works"
+            rest.setdefault((viewer, found["why"], both), []).append(rank)
+    for (viewer, why, both), others in rest.items():
+        text = f"{what} ({why})" if is_large else f"{what}: {why}{both}"
+        where = case.names(others)
+        if len(others) == 1:
+            where += f" at {case.network(others[0])['address']}"
+            if not is_large:
+                where += f", port {broken[viewer, others[0]]['port']}"
+                text = f"{why}{both}"
+        yield case.error((viewer, *others), f"{case.name(viewer)} to {where}: {text}", fix)
 
 
 def clocks(case: Case) -> Findings:
@@ -332,18 +359,15 @@ def versions(case: Case) -> Findings:
     }
     differing = []
     for what, remedy in remedies.items():
-        found: dict[Any, list[int]] = {}
-        for rank, facts in sorted(case.facts.items()):
-            if value := values(facts)[what]:
-                found.setdefault(value, []).append(rank)
-        if len(found) < 2 or (what == "our code" and "our revision" in differing):
+        known = {rank: value for rank, facts in case.facts.items() if (value := values(facts)[what])}
+        usual, most, others = outliers(known)
+        if not others or (what == "our code" and "our revision" in differing):
             continue
         differing.append(what)
-        usual = max(found, key=lambda one: (len(found[one]), -found[one][0]))
-        for one, ranks in found.items():
-            if one != usual:
-                others = case.names(found[usual])
-                yield case.error(ranks, f"{case.names(ranks)}: {what} is {one}, on {others} {usual}", remedy)
+        for value, ranks in others.items():
+            yield case.error(
+                ranks, f"{case.names(ranks)}: {what} is {value}, on {case.names(most)} {usual}", remedy
+            )
 
 
 def torch_works(case: Case) -> Findings:
@@ -356,7 +380,7 @@ def torch_works(case: Case) -> Findings:
         if not torch["gloo"]:
             yield case.error(rank, "torch has no gloo", "install torch from PyPI: make setup")
         for device in torch["devices"]:
-            if not device["is_right"]:
+            if device.get("error") or not device["is_right"]:
                 why = device.get("error") or "a product of matrices is wrong"
                 what = f"{device['device']} ({device['name']}): {why}"
                 yield case.error(rank, what, "take the device out of service")
@@ -383,13 +407,15 @@ def too_old(driver: str, cuda: str | None) -> str:
 
 def gpus_visible(case: Case) -> Findings:
     """GPUs that torch does not see, that are too few, or that differ between nodes."""
-    counts: dict[tuple[int, str], list[int]] = {}
-    for rank, torch in case.each("torch"):
-        if "error" in torch:
+    counts: dict[int, tuple[int, str]] = {}
+    for rank, facts in sorted(case.facts.items()):
+        torch, listed = facts.get("torch"), facts.get("gpus")
+        if "error" in (torch or {}) or (torch is None and "gpus" in facts.get("errors", {})):
             continue
-        devices = [device for device in torch["devices"] if device["device"] != "cpu"]
-        counts.setdefault((len(devices), ", ".join(sorted({d["name"] for d in devices}))), []).append(rank)
-        listed = case.facts[rank].get("gpus")
+        devices = [d for d in torch["devices"] if d["device"] != "cpu"] if torch else listed or []
+        counts[rank] = (len(devices), ", ".join(sorted({device["name"] for device in devices})))
+        if torch is None:  # --quick: nvidia-smi's list alone
+            continue
         nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
             what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
@@ -398,14 +424,13 @@ def gpus_visible(case: Case) -> Findings:
         elif devices and len(devices) < nproc:
             what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"
             yield case.error(rank, what, f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs")
-    if len(counts) > 1:
-        usual = max(counts, key=lambda one: (len(counts[one]), one))
-        for (count, names_), ranks in counts.items():
-            if (count, names_) != usual:
-                what = f"{case.names(ranks)}: {count} GPUs {names_}".rstrip()
-                what += f", other nodes {usual[0]} {usual[1]}".rstrip()
-                fix = "ask for nodes of one kind (a constraint, a node selector), or see why some are missing"
-                yield case.error(ranks, what, fix)
+    usual, _, others = outliers(counts)
+    for (count, kinds), ranks in others.items():
+        what = (
+            f"{case.names(ranks)}: {count} GPUs {kinds}".rstrip() + f", other nodes {usual[0]} {usual[1]}".rstrip()
+        )
+        fix = "ask for nodes of one kind (a constraint, a node selector), or see why some are missing"
+        yield case.error(ranks, what, fix)
 
 
 def broken_gpus(case: Case) -> Findings:
@@ -413,7 +438,7 @@ def broken_gpus(case: Case) -> Findings:
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
             name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
-            errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
+            errors = gpu.get(ECC_FIELD, "")
             if errors.isdigit() and int(errors):
                 what = f"{name} has {errors} uncorrected ECC errors"
                 yield case.error(rank, what, "reset it or replace it (nvidia-smi -q -d ECC)")
@@ -427,6 +452,9 @@ def gpu_health(case: Case) -> Findings:
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
             name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
+            if ECC_FIELD not in gpu:
+                what = f"{name}: nvidia-smi does not report its ECC errors and clocks"
+                yield case.warning(rank, what, "see nvidia-smi --help-query-gpu for what this driver calls them")
             hot = [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]
             if hot:
                 what = f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C"
@@ -511,10 +539,16 @@ def bandwidth(case: Case) -> Findings:
         fix = "see its cable, port, duplex (ethtool), the interface chosen, and what else sends there"
         yield case.error((node,), f"{case.name(node)} is slow: {speeds}", fix)
     usual = median(found.values())
-    for (a, b), speed in sorted(found.items()):
-        if not slow & {a, b} and speed < SLOW_LINK * usual:
-            what = f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}"
-            yield case.warning((a, b), what, "see the switches and routes between these two")
+    narrow = sorted((v, pair) for pair, v in found.items() if not slow & {*pair} and v < SLOW_LINK * usual)
+    for speed, (a, b) in narrow[:SLOW_LINKS_SHOWN]:
+        what = f"between {case.name(a)} and {case.name(b)} only {speed:.2f} Gbit/s, elsewhere {usual:.2f}"
+        yield case.warning((a, b), what, "see the switches and routes between these two")
+    if len(narrow) > SLOW_LINKS_SHOWN:
+        ranks = sorted({rank for _, pair in narrow for rank in pair})
+        what = f"{len(narrow)} links in all are that slow, between {len(ranks)} nodes"
+        yield case.warning(
+            ranks, what, "see the switches between groups of nodes; links_gbit_s of --json has them all"
+        )
 
 
 RULES: tuple[Callable[[Case], Findings], ...] = (

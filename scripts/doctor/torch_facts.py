@@ -41,7 +41,10 @@ def main() -> None:
         for index, found in enumerate(facts["devices"]):
             following = torch.device("cuda", (index + 1) % count)
             if "error" not in found:
-                found["peer_gb_s"] = round(copy_speed(torch.device("cuda", index), following), 1)
+                try:
+                    found["peer_gb_s"] = round(copy_speed(torch.device("cuda", index), following), 1)
+                except RuntimeError as error:
+                    found["error"] = f"a copy to {following}: {' '.join(str(error).split())[:300]}"
     print(json.dumps(facts))
 
 

@@ -45,6 +45,7 @@ def test_two_nodes_of_this_machine(tmp_path):
         (("--nodes", "0"), {}, "NODES expects a whole number of at least 1, got '0'"),
         (("--node", "1"), {}, "unknown option --node; did you mean '--nodes'?"),
         (("--nproc-per-node", "2"), {}, "--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE"),
+        (("--json", "."), {}, "--json . is a folder; name a file in it"),
         ((), {"NNODES": "2"}, "NNODES is 2 and MASTER_ADDR is not set"),
         ((), {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK 2 of NNODES 2: node ranks count from 0"),
     ],

@@ -11,11 +11,19 @@ from tests.support import ROOT
 
 XID = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid=77, name=python, what the driver says\n"
 
+COLD, HOT = ", ".join(["Not Active"] * 4), ", ".join(["Active"] * 4)
 NVIDIA_SMI = {
-    "healthy": 'case $1 in *ecc*) echo "0, Not Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "healthy": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
     "without ECC": 'case $1 in *ecc*) exit 2 ;; *) echo "0, NVIDIA L4, 580.1, 81559, 4, 31" ;; esac',
-    "hot": 'case $1 in *ecc*) echo "0, Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 80000, 91" ;; esac',
-    "ecc": 'case $1 in *ecc*) echo "3, Not Active" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "hot": f'case $1 in *ecc*) echo "0, {HOT}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 80000, 91" ;; esac',
+    "ecc": f'case $1 in *ecc*) echo "3, {COLD}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "ecc, throttle renamed": f'case $1 in *throttle*) exit 2 ;; *ecc*) echo "3, {COLD}" ;; '
+    '*) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "ecc alone": "case $1 in *slowdown*) exit 2 ;; *ecc*) echo 3 ;; "
+    '*) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "one is gone": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) for i in 0 1; do '
+    'echo "$i, NVIDIA H100, 580.1, 81559, 4, 31"; done ;; esac',
+    "no table": "echo No devices were found",
     "lost": 'echo "0, [GPU is lost], 580.1, [GPU is lost], [GPU is lost], [GPU is lost]"',
     "off the bus": "echo 'Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error'; exit 15",
     "hangs": "exec sleep 60",
@@ -49,7 +57,12 @@ def test_a_node_that_works_has_no_line(check, smi):
 @pytest.mark.parametrize(
     ("planted", "status", "said"),
     [
-        ({"smi": "ecc"}, 1, ": GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it"),
+        *(
+            ({"smi": smi}, 1, ": GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it")
+            for smi in ("ecc", "ecc, throttle renamed", "ecc alone")
+        ),
+        ({"smi": "one is gone"}, 1, ": gpus: nvidia-smi listed 2 GPUs, and 1 a moment later; see nvidia-smi"),
+        ({"smi": "no table"}, 1, ": gpus: nvidia-smi says No devices were found; see nvidia-smi and dmesg there"),
         ({"smi": "lost"}, 1, ": GPU 0 ([GPU is lost]): nvidia-smi says GPU is lost; see dmesg; restart the node"),
         (
             {"smi": "off the bus"},

@@ -3,7 +3,12 @@
 GPUs, drivers, ECC errors, heat and a torch that breaks are planted here only: no machine has such faults to give.
 """
 
+import contextlib
 import copy
+import re
+import socket
+import threading
+import time
 
 import pytest
 
@@ -450,6 +455,119 @@ def test_a_node_that_is_cut_off_is_one_finding():
     assert "node 0 (n0) at 10.0.0.0: to and from all other nodes ports do not answer (no answer)" in finding.what
 
 
+def block(case, pairs, why="no answer"):
+    for a, b in pairs:
+        case.peers[a][str(b)].update(stage="connect", why=why)
+
+
+def test_ports_that_are_closed_between_all_nodes_are_one_finding():
+    case = healthy(64)
+    block(case, ((a, b) for a in range(64) for b in range(64) if a != b))
+    (finding,) = judge(case)
+    assert "node 3 (n3) and 60 more: between all of them ports do not answer (no answer)" in finding.what
+    assert finding.nodes == tuple(range(64))
+
+
+def test_two_halves_that_do_not_reach_each_other_are_a_line_a_node():
+    case = healthy(16)
+    block(case, ((a, b) for a in range(16) for b in range(16) if a % 2 != b % 2))
+    findings = judge(case)
+    assert len(findings) == 16
+    others = "node 1 (n1), node 3 (n3), node 5 (n5), node 7 (n7) and 4 more"
+    assert findings[0].what == f"node 0 (n0) to {others}: ports do not answer: no answer"
+    assert findings[0].nodes == (0, *range(1, 16, 2))
+
+
+def test_many_slow_links_are_a_few_lines():
+    case = healthy(16)
+    for a in range(16):
+        for b in range(16):
+            if a // 4 != b // 4 and a + b < 16:
+                case.ranks[a]["ranks"][0]["links_gbit_s"][str(b)] = 1.0
+    findings = judge(case)
+    assert [finding.rule for finding in findings] == ["bandwidth"] * 9
+    assert re.match(r"\d\d links in all are that slow, between 16 nodes", findings[-1].what)
+
+
+def test_a_device_that_fails_after_its_product_was_right_is_a_finding():
+    """When it is timed, say: that product is the first to load it."""
+    case = healthy(gpus=2)
+    case.facts[1]["torch"]["devices"][1].update(error="CUDA error: an illegal memory access", tflops=None)
+    (finding,) = judge(case)
+    assert "node 1 (n1): cuda:1 (NVIDIA H100): CUDA error: an illegal memory access" in finding.what
+
+
+def test_a_part_of_a_gpu_is_below_no_floor():
+    assert judge(fleet(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", tflops=60.0, to_device_gb_s=20.0)) == []
+
+
+def test_a_gpu_that_is_missing_is_found_without_torch():
+    case = healthy(gpus=2)
+    for one in case.facts.values():
+        one["torch"] = None
+    assert judge(case) == []
+    case.facts[1]["gpus"].pop()
+    (finding,) = judge(case)
+    assert finding.what == "node 1 (n1): 1 GPUs NVIDIA H100, other nodes 2 NVIDIA H100"
+
+
+def test_a_driver_that_reports_no_ecc_errors_is_a_warning():
+    case = healthy(gpus=1)
+    del case.facts[1]["gpus"][0]["ecc.errors.uncorrected.volatile.total"]
+    (finding,) = judge(case)
+    assert (finding.severity, finding.rule) == ("warning", "gpu_health")
+
+
+def test_the_kernels_log_is_read_on_where_lines_were_overwritten(monkeypatch, tmp_path):
+    log = tmp_path / "kmsg"
+    log.touch()
+    monkeypatch.setenv("KMSG", str(log))
+    us = int(time.clock_gettime(time.CLOCK_BOOTTIME) * 1e6)
+    answers = [
+        BrokenPipeError,
+        f"3,1,{us};NVRM: Xid (PCI:0000:3b:00): 79, off the bus\n".encode(),
+        BlockingIOError,
+    ]
+
+    def read(file, size):
+        answer = answers.pop(0)
+        if isinstance(answer, bytes):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(kernel_log.os, "read", read)
+    assert [event["xid"] for event in kernel_log.read()] == [79]
+
+
+def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_path):
+    at_once = threading.Barrier(2)  # which two parts pass only together
+    monkeypatch.setattr(node, "PART_TIMEOUT_S", 5)
+    monkeypatch.setattr(node, "network", lambda *_: {}["eth9"])
+    monkeypatch.setattr(node, "code_digest", lambda: at_once.wait(4))
+    monkeypatch.setattr(node, "disks", lambda _: at_once.wait(4))
+    monkeypatch.setattr(node.socket, "getfqdn", lambda: time.sleep(8))
+    found = node.gather("127.0.0.1", 1, tmp_path, is_quick=True, within_s=1.0)
+    assert found["errors"] == {"network": "KeyError 'eth9'", "names": "no end within 1 s"}
+    assert found["names"] == [node.socket.gethostname()]
+    assert {found["code"], found["disk"]} == {0, 1}
+
+
+def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
+    """Its code may be another: then no key of its answer is sure."""
+    one, other = socket.socketpair()
+    head = meeting.Meeting("word", 2, lambda order: {"facts": 1}, channels={1: meeting.Channel(one)})
+    thread = threading.Thread(
+        target=meeting.serve, args=(meeting.Channel(other), lambda order: {}[order["do"]], 5)
+    )
+    thread.start()
+    assert head.ask_all({"do": "facts"}, 5, ["facts"]) == {0: {"facts": 1}}
+    assert head.lost == {1: ("facts", "KeyError 'facts'")}
+    thread.join(5)
+    head = meeting.Meeting("word", 1, lambda order: {"other": 1})
+    assert head.ask_all({"do": "facts"}, 5, ["names", "other"]) == {}
+    assert head.lost == {0: ("facts", "its answer has no names")}
+
+
 def test_nodes_of_one_machine_have_no_names_mtus_or_links_to_judge():
     case = healthy()
     for rank, one in case.facts.items():
@@ -485,7 +603,7 @@ def test_the_offset_of_a_clock_is_taken_at_the_middle_of_the_quickest_answer(mon
     now = [1000.0]
     delays_s = iter([0.8, 0.2, 0.6])
 
-    def ask(self, rank, order, timeout_s):
+    def ask(self, rank, order, timeout_s, keys):
         half_s = next(delays_s) / 2
         now[0] += half_s
         answer = {"time": now[0] + 30.0}
