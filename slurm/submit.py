@@ -318,9 +318,7 @@ class Watched:
         self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
-        if (
-            int(restarts) > int(self.restarts) and not is_completing
-        ):  # until then its ranks may write their last lines
+        if int(restarts) > int(self.restarts) and not is_completing:  # until then its ranks may write their last lines
             self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
             self.restarts = restarts

@@ -19,7 +19,7 @@ import os
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ from scripts.drill.trial import START_S, Figures, Setting, Trial
 from scripts.lab import network
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse
 from scripts.launch.runs import measured_on
+
+INTERVAL = 20
+"""Steps between two checkpoints."""
 
 WIDTHS = {
     "fault": 11,
@@ -59,6 +62,8 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     args = parse(parser, argv)
     if args.nodes < 2:
         raise UserError(f"NODES: a drill needs at least 2 nodes, got {args.nodes}")
+    if args.steps < 4 * INTERVAL + 4:
+        raise UserError(f"--steps: a fault needs four checkpoints, {4 * INTERVAL + 4} steps, got {args.steps}")
     args.faults = check_names("FAULTS", args.faults, list(FAULTS))
     return args
 
@@ -124,22 +129,20 @@ def facts(setting: Setting, is_plain: bool) -> dict[str, Any]:
     }
 
 
-def run_all(setting: Setting, faults: Sequence[Fault]) -> list[Figures]:
-    """Run a trial of each fault, with a line of the table for each."""
+def run_all(setting: Setting, faults: Sequence[Fault]) -> Iterator[Figures]:
+    """Run a trial of each fault, with a line of the table for each, and yield its figures."""
     references = [undisturbed(setting, fault) for fault in faults]
     show(list(WIDTHS))
-    done = []
     for number, (fault, reference) in enumerate(zip(faults, references, strict=True), start=1):
         trial = Trial(setting, fault, number, reference)
         try:
             figures = trial.run()
         finally:
             trial.tidy()
-        done.append(figures)
         show(row(figures))
         if figures.failure:
             print(f"  not survived: {figures.failure} ({os.path.relpath(trial.folder)}/log.txt)", flush=True)
-    return done
+        yield figures
 
 
 @command
@@ -153,17 +156,20 @@ def main(words: list[str]) -> int:
         network.enter("scripts.drill", words)
     folder = next_folder("drill", args.runs_dir.resolve())
     os.chdir(ROOT)
-    setting = Setting(nodes, args.seed, args.steps, 20, folder, None if is_plain else network.Network(nodes))
+    setting = Setting(nodes, args.seed, args.steps, INTERVAL, folder, None if is_plain else network.Network(nodes))
     where = "plain processes" if is_plain else "a network for each node"
     print(
         f"drill {os.path.relpath(folder)}: {len(faults)} faults, {nodes} nodes, {where}, SEED={setting.seed}",
         flush=True,
     )
-    done = run_all(setting, faults)
+    done = []
+    for figures in run_all(setting, faults):
+        done.append(figures)
+        rows = [one.as_dict() for one in done]
+        report = {**facts(setting, is_plain), "left_out": reasons, "faults": rows}
+        (folder / "drill.json").write_text(json.dumps(report, indent=2) + "\n")  # also of a soak that is stopped
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")
-    report = {**facts(setting, is_plain), "left_out": reasons, "faults": [figures.as_dict() for figures in done]}
-    (folder / "drill.json").write_text(json.dumps(report, indent=2) + "\n")
     failed = [f"{i:03d}-{figures.fault}" for i, figures in enumerate(done, start=1) if figures.failure]
     if failed:
         print(f"error: not survived: {', '.join(failed)}; again: SEED={setting.seed}", file=sys.stderr)

@@ -8,8 +8,9 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,6 +19,13 @@ from scripts.lab import network
 
 if TYPE_CHECKING:
     from scripts.drill.trial import Trial
+
+LIBRARY = "drill-clock.so"
+USED_BYTES = 10_000
+"""More than heartbeats send in a few seconds; a step of a job sends a hundred times as much."""
+
+CATCH_S = 60.0
+"""For a checkpoint that is being written."""
 
 ERROR, STOPPED, RIDES, ROUNDS = "error", "stopped", "rides", "rounds"
 """The job ends with an error and is started again; it writes a checkpoint, ends with status 0 and is started
@@ -51,58 +59,81 @@ class Fault:
         return "vit-tiny" if self.then == ROUNDS else "lenet"
 
 
+class NotPlantedError(Exception):
+    """The job was not hit by the fault, so that it has survived nothing; the message says why."""
+
+
+def send_all(processes: Iterable[psutil.Process], number: signal.Signals, whom: str) -> None:
+    """Send a signal to processes; raises NotPlantedError where none of them is there any more."""
+    if not sum(send(process, number) for process in [*processes]):
+        raise NotPlantedError(f"{whom} had ended")
+
+
 def kill_rank(trial: Trial) -> str:
     """A rank is killed, as the kernel does when memory runs out."""
     rank, process = trial.pick_rank()
-    process.kill()
+    send_all([process], signal.SIGKILL, f"rank {rank}")
     return f"rank {rank}"
 
 
 def kill_agent(trial: Trial) -> str:
     """A node's agent is killed; the kernel ends its ranks with it."""
+    return kill_on_node(trial, "scripts.launch.agent")
+
+
+def kill_on_node(trial: Trial, module: str) -> str:
+    """Kill a node's processes of a module."""
     node = trial.pick_node()
-    for process in trial.job.of_node(node, "-m scripts.launch.agent"):
-        process.kill()
+    send_all(trial.job.of_node(node, f"-m {module}"), signal.SIGKILL, f"{module} of node {node}")
     return f"node {node}"
 
 
 def stop_rank(trial: Trial) -> str:
     """A rank hangs: it lives, and does nothing."""
     rank, process = trial.pick_rank()
-    process.suspend()
+    send_all([process], signal.SIGSTOP, f"rank {rank}")
     return f"rank {rank}"
+
+
+def pick_link(trial: Trial) -> int:
+    """Draw a node whose link the job uses, to be restored at the end; raises NotPlantedError where it does not."""
+    node = trial.pick_node()
+    before = trial.network.sent_bytes(node)
+    if not trial.job.wait_for(lambda: trial.network.sent_bytes(node) > before + USED_BYTES, 5):
+        raise NotPlantedError(f"the job does not use the link of node {node}")
+    trial.repairs.append(lambda: trial.network.restore(node))
+    return node
 
 
 def cut_10_s(trial: Trial) -> str:
     """A node's link is down for 10 s, less than --timeout-s."""
-    node = trial.pick_node()
-    trial.network.cut(node)
-    time.sleep(10)
-    trial.network.restore(node)
-    return f"node {node}"
+    victim = cut(trial)
+    time.sleep(2)  # for the step that was under way
+    step = trial.steps.last()
+    time.sleep(8)
+    if trial.steps.last() != step:
+        raise NotPlantedError("the job went on without the link")
+    trial.repair()
+    return victim
 
 
 def cut(trial: Trial) -> str:
     """A node's link is down until the job has ended."""
-    node = trial.pick_node()
+    node = pick_link(trial)
     trial.network.cut(node)
-    trial.repairs.append(lambda: trial.network.restore(node))
     return f"node {node}"
 
 
 def lose_packets(trial: Trial) -> str:
     """A node's link loses 5% of its packets each way until the job has ended."""
-    node = trial.pick_node()
-    by = trial.network.lose(node, 0.05)
-    trial.repairs.append(lambda: trial.network.restore(node))
-    return f"node {node}, by {by}"
+    node = pick_link(trial)
+    return f"node {node}, by {trial.network.lose(node, 0.05)}"
 
 
 def narrow(trial: Trial) -> str:
     """A node's link becomes slow until the job has ended."""
-    node = trial.pick_node()
+    node = pick_link(trial)
     trial.network.narrow(node, "50mbit")
-    trial.repairs.append(lambda: trial.network.restore(node))
     return f"node {node}, 50 Mbit/s"
 
 
@@ -134,6 +165,9 @@ def truncate(trial: Trial) -> str:
 def jump_clock(trial: Trial) -> str:
     """A node's wall clock jumps: for its processes alone, by a preloaded library (scripts/drill/clock.c)."""
     node, offset = trial.pick_node(), trial.chance.choice((-86400.0, -3600.0, 3600.0, 86400.0))
+    ranks = trial.job.of_node(node, f"-m recipes.{trial.fault.recipe}.train")
+    if not any(LIBRARY in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks):
+        raise NotPlantedError(f"no rank of node {node} has loaded {LIBRARY}")
     with open(trial.clock, "r+b") as file:
         file.seek(8 * node)
         file.write(struct.pack("d", offset))
@@ -146,22 +180,24 @@ def storm(trial: Trial) -> str:
     sent = 0
     targets = [*trial.job.processes("-m scripts."), *trial.job.ranks()]
     while time.monotonic() < end:
-        for process in targets:
-            sent += send(process, signal.SIGUSR1)
+        sent += sum(send(process, signal.SIGUSR1) for process in targets)
         time.sleep(0.02)
+    if not sent:
+        raise NotPlantedError("the job had ended")
     return f"{sent} signals"
 
 
 def preempt_in_checkpoint(trial: Trial) -> str:
     """TERM comes while a checkpoint is being written, and KILL for all a moment later."""
     folder = trial.run_dir / "checkpoints"
-    caught = trial.job.wait_for(lambda: any(folder.glob("*.tmp")), 10)
+    if not trial.job.wait_for(lambda: any(folder.glob("*.tmp")), CATCH_S):
+        raise NotPlantedError("no checkpoint was caught while it was written")
     trial.planted = time.monotonic()
-    send(psutil.Process(trial.job.process.pid), signal.SIGTERM)
+    trial.job.process.terminate()
     grace_s = trial.chance.choice((0.0, 0.0, trial.chance.random()))
     time.sleep(grace_s)
     trial.job.kill()
-    return f"KILL {grace_s:.2f} s later" + ("" if caught else ", between checkpoints")
+    return f"KILL {grace_s:.2f} s later"
 
 
 def kill_in_save(trial: Trial) -> str:
@@ -175,7 +211,7 @@ def kill_in_save(trial: Trial) -> str:
         begun = max((path.name[:14] for path in folder.glob(f"step-*-{rank:05d}-*.shard")), default="")
         return begun if begun > newest else ""
 
-    while trial.job.wait_for(lambda: bool(unfinished()), 30):
+    while trial.job.wait_for(lambda: bool(unfinished()), CATCH_S):
         send(process, signal.SIGSTOP)
         time.sleep(0.5)  # where this rank was done, the marker comes now
         if name := unfinished():
@@ -183,9 +219,7 @@ def kill_in_save(trial: Trial) -> str:
             send(process, signal.SIGKILL)
             return f"rank {rank}, before {name}.pt"
         send(process, signal.SIGCONT)
-    trial.planted = time.monotonic()
-    send(process, signal.SIGKILL)
-    return f"rank {rank}, between checkpoints"
+    raise NotPlantedError("no checkpoint was caught while it was written")
 
 
 def two_at_once(trial: Trial) -> str:
@@ -193,25 +227,19 @@ def two_at_once(trial: Trial) -> str:
     drawn = trial.chance.sample((kill_rank, kill_agent, stop_rank, storm), 2)
     # A storm lasts a second, in which the job may end: what comes after it would come too late.
     first, second = sorted(drawn, key=lambda fault: fault is storm)
-    words = [first(trial)]
-    words.append(second(trial) if trial.job.ranks() else "too late for the second")
-    return f"{first.__name__} {words[0]}, {second.__name__} {words[1]}".replace("_", "-")
+    return f"{first.__name__} {first(trial)}, {second.__name__} {second(trial)}".replace("_", "-")
 
 
 def lose_node(trial: Trial) -> str:
     """A node of an elastic job is killed for good."""
-    node = trial.pick_node()
-    for process in trial.job.of_node(node, "-m scripts.launch.rejoin"):
-        process.kill()
-    return f"node {node}"
+    return kill_on_node(trial, "scripts.launch.rejoin")
 
 
 def stop_node(trial: Trial) -> str:
     """All processes of a node hang, until the others have gone on."""
     node = trial.pick_node()
     stopped = trial.job.of_node(node, "")
-    for process in stopped:
-        process.suspend()
+    send_all(stopped, signal.SIGSTOP, f"node {node}")
     trial.repairs.append(lambda: [send(process, signal.SIGCONT) for process in stopped])
     return f"node {node}"
 
@@ -270,6 +298,6 @@ def why_not(fault: Fault, has_network: bool) -> str:
 
 def build_clock(folder: str) -> str:
     """Compile the library that shifts the clock; return its path."""
-    library = f"{folder}/clock.so"
+    library = f"{folder}/{LIBRARY}"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, "scripts/drill/clock.c"], check=True)
     return library

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from scripts.drill.faults import ERROR, RIDES, ROUNDS, STOPPED, Fault, build_clock
-from scripts.drill.job import Job, Steps
+from scripts.drill.faults import ERROR, RIDES, ROUNDS, STOPPED, Fault, NotPlantedError, build_clock
+from scripts.drill.job import Job, Steps, environment_of
 from scripts.lab.network import Network
 from scripts.launch.runs import differences, read_losses
 
@@ -29,6 +29,8 @@ ELASTIC_NOTICE_S, ELASTIC_STEP_S = 10.0, 30.0
 
 START_S = 300.0
 """How long a job may take to begin, and an undisturbed rest of it to end."""
+
+TROUBLE = (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError, psutil.Error)
 
 RESTARTS = 3
 """How often a job may be started again after one fault."""
@@ -134,9 +136,11 @@ class Trial:
 
     def pick_rank(self) -> tuple[int, psutil.Process]:
         """Draw a rank."""
-        ranks = self.job.ranks()
         rank = self.chance.randrange(self.setting.nodes)
-        return rank, ranks[min(rank, len(ranks) - 1)]
+        for process in self.job.ranks():
+            if environment_of(process).get("RANK") == str(rank):
+                return rank, process
+        raise NotPlantedError(f"rank {rank} had ended")
 
     def launch(self, *more: str) -> None:
         """Start the job."""
@@ -159,10 +163,15 @@ class Trial:
                 self._go_through()
             except NotSurvivedError as error:
                 self.figures.failure = str(error)
+            except NotPlantedError as error:
+                self.figures.failure = f"not planted: {error}"
+            except TROUBLE as error:
+                # A record or checkpoint that cannot be read, say: the faults after this one are still planted.
+                self.figures.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             finally:
                 self.job.kill()
                 self.steps.end()
-                self._repair()
+                self.repair()
         return self.figures
 
     def _go_through(self) -> None:
@@ -172,7 +181,7 @@ class Trial:
             if self.figures.starts > RESTARTS:
                 raise NotSurvivedError(f"not done after {RESTARTS} restarts (status {status})")
             before = self.steps.last()
-            self._repair()
+            self.repair()
             again = time.monotonic()
             self.launch("--resume", "auto")
             if not self.job.wait_for(lambda: self._launches() > self.figures.starts - 1, START_S):
@@ -211,7 +220,7 @@ class Trial:
             at = max(step for seen, step in self.steps.seen if seen < time.monotonic())
             if not self.job.wait_for(lambda: self._launches() > 1, START_S):
                 raise NotSurvivedError("no second round began")
-            self._repair()
+            self.repair()
             self._count_lost(at, 1)
             begun = time.monotonic()
             status = self._end_within(START_S, "the job")
@@ -259,7 +268,8 @@ class Trial:
         if lost > bound:
             raise NotSurvivedError(f"{lost} steps lost, more than {bound}")
 
-    def _repair(self) -> None:
+    def repair(self) -> None:
+        """Undo what the fault has done to the machine."""
         while self.repairs:
             self.repairs.pop()()
 
@@ -276,7 +286,7 @@ class Trial:
     def tidy(self) -> None:
         """Delete the record of a trial that went well."""
         if self.is_small_disk:
-            subprocess.run(["umount", str(self.runs_dir)], check=True)
+            subprocess.run(["umount", "--lazy", str(self.runs_dir)], check=True)
         if not self.figures.failure:
             shutil.rmtree(self.folder)
 

@@ -48,6 +48,7 @@ def test_a_trial_draws_the_same_again(tmp_path):
     [
         (("kil-rank",), "did you mean 'kill-rank'?"),
         (("--plain", "cut"), "cut cannot be planted here: "),
+        (("--steps", "83"), "--steps: a fault needs four checkpoints, 84 steps, got 83"),
         (("--nodes", "1"), "NODES: a drill needs at least 2 nodes, got 1"),
         (("--seed", "x"), "SEED expects a whole number of at least 0, got 'x'"),
         (("--rounds", "many"), "ROUNDS expects a whole number"),
@@ -148,11 +149,78 @@ def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, mon
     assert calls == ["SIGSTOP", "SIGCONT", "SIGSTOP", "SIGKILL"]
 
 
-def test_a_rank_that_has_gone_before_its_save_ends_no_drill(tmp_path):
-    def gone(number):
-        raise psutil.NoSuchProcess(7)
+def gone(number):
+    raise psutil.NoSuchProcess(7)
 
-    job = types.SimpleNamespace(wait_for=lambda condition, timeout_s: False)
-    process = types.SimpleNamespace(send_signal=gone)
-    one = types.SimpleNamespace(run_dir=tmp_path, pick_rank=lambda: (1, process), job=job)
-    assert plants.kill_in_save(one) == "rank 1, between checkpoints"
+
+GONE = types.SimpleNamespace(send_signal=gone, pid=7)
+
+
+class Network:
+    """Links over which a job sends nothing, or which it does not need."""
+
+    def __init__(self, *sent):
+        self.sent, self.calls = [*sent, 0, 0], []
+
+    def sent_bytes(self, node):
+        return self.sent.pop(0)
+
+    def cut(self, node):
+        self.calls.append("cut")
+
+    def restore(self, node):
+        self.calls.append("restore")
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "reason"),
+    [
+        ("kill-rank", None, "rank 1 had ended"),
+        ("stop-rank", None, "rank 1 had ended"),
+        ("kill-agent", None, "scripts.launch.agent of node 1 had ended"),
+        ("lose-node", None, "scripts.launch.rejoin of node 1 had ended"),
+        ("stop-node", None, "node 1 had ended"),
+        ("two", None, "had ended"),
+        ("usr1-storm", None, "the job had ended"),
+        ("preempt", None, "no checkpoint was caught while it was written"),
+        ("kill-shard", None, "no checkpoint was caught while it was written"),
+        ("clock", None, "no rank of node 1 has loaded drill-clock.so"),
+        ("narrow", Network(0), "the job does not use the link of node 1"),
+        ("cut-10s", Network(0, 50_000), "the job went on without the link"),
+    ],
+)
+def test_a_job_that_was_not_hit_has_survived_nothing(tmp_path, monkeypatch, name, network, reason):
+    """Nor does it end the drill: the faults after it are still planted."""
+    monkeypatch.setattr(plants.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(plants.time, "monotonic", iter(range(10**6)).__next__)
+    one = trial.Trial(trial.Setting(2, 0, 400, 20, tmp_path, network), FAULTS[name], 1, tmp_path)
+    steps = iter(range(100, 200))
+    one.steps = types.SimpleNamespace(last=lambda: next(steps), end=lambda: None)
+    one.pick_node = lambda: 1
+    if name != "usr1-storm":
+        one.pick_rank = lambda: (1, GONE)
+    one.job = types.SimpleNamespace(
+        processes=lambda text: [GONE],
+        ranks=lambda: [GONE],
+        of_node=lambda node, text: [] if name == "clock" else [GONE],
+        wait_for=lambda condition, timeout_s: condition(),
+        kill=lambda: None,
+    )
+    with pytest.raises(plants.NotPlantedError, match=reason):
+        one.fault.plant(one)
+    assert "restore" not in (network.calls if network else [])
+    one.repair()
+    assert (network.calls if network else []) == (["cut", "restore"] if name == "cut-10s" else [])
+
+
+def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monkeypatch):
+    one = trial.Trial(trial.Setting(2, 0, 400, 20, tmp_path, None), FAULTS["kill-rank"], 1, tmp_path)
+    one.launch = lambda: setattr(one, "job", types.SimpleNamespace(kill=lambda: None))
+    for error, words in (
+        (plants.NotPlantedError("rank 1 had ended"), "not planted: rank 1 had ended"),
+        (IndexError("list index out of range"), "IndexError: list index out of range"),
+        (psutil.NoSuchProcess(7), "NoSuchProcess: process no longer exists (pid=7)"),
+    ):
+        monkeypatch.setattr(one, "_plant", lambda error=error: (_ for _ in ()).throw(error))
+        assert one.run().failure == words
+        assert not one.figures.as_dict()["survived"]
