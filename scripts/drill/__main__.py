@@ -162,11 +162,10 @@ def main(words: list[str]) -> int:
         f"drill {os.path.relpath(folder)}: {len(faults)} faults, {nodes} nodes, {where}, SEED={setting.seed}",
         flush=True,
     )
-    done = []
+    done, about = [], {**facts(setting, is_plain), "left_out": reasons}
     for figures in run_all(setting, faults):
         done.append(figures)
-        rows = [one.as_dict() for one in done]
-        report = {**facts(setting, is_plain), "left_out": reasons, "faults": rows}
+        report = {**about, "faults": [one.as_dict() for one in done]}
         (folder / "drill.json").write_text(json.dumps(report, indent=2) + "\n")  # also of a soak that is stopped
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")

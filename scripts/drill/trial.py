@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -184,11 +185,11 @@ class Trial:
             self.repair()
             again = time.monotonic()
             self.launch("--resume", "auto")
-            if not self.job.wait_for(lambda: self._launches() > self.figures.starts - 1, START_S):
+            if not self.job.wait_for(lambda: len(self.launches) > self.figures.starts - 1, START_S):
                 raise NotSurvivedError(f"the restart did not begin (status {self.job.process.poll()})")
             self._count_lost(before, -1)
             status = self._end_within(START_S, "the restarted job")
-            first = self.steps.first_after(again + 0.001, self._last_launch()["step"])
+            first = self.steps.first_after(again + 0.001, self.launches[-1]["step"])
             if self.figures.training_again_s is None and first:
                 self.figures.training_again_s = first - self.planted
         self._compare()
@@ -218,13 +219,13 @@ class Trial:
                 raise NotSurvivedError(f"the loss was not noticed within {ELASTIC_NOTICE_S:.0f} s")
             figures.noticed_s = time.monotonic() - self.planted
             at = max(step for seen, step in self.steps.seen if seen < time.monotonic())
-            if not self.job.wait_for(lambda: self._launches() > 1, START_S):
+            if not self.job.wait_for(lambda: len(self.launches) > 1, START_S):
                 raise NotSurvivedError("no second round began")
             self.repair()
             self._count_lost(at, 1)
             begun = time.monotonic()
             status = self._end_within(START_S, "the job")
-            first = self.steps.first_after(begun, self._all_launches()[1]["step"])
+            first = self.steps.first_after(begun, self.launches[1]["step"])
             figures.training_again_s = first - self.planted if first else None
             if status != 0:
                 raise NotSurvivedError(f"ended with status {status}, and should have gone on")
@@ -248,21 +249,16 @@ class Trial:
             raise NotSurvivedError(f"left over: {self.figures.left_over}")
         return status
 
-    def _all_launches(self) -> list[dict[str, Any]]:
-        try:
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """The record's entry of each launch so far."""
+        with contextlib.suppress(OSError, ValueError):
             launches: list[dict[str, Any]] = json.loads((self.run_dir / "config.json").read_text())["launches"]
-        except (OSError, ValueError):
-            return []
-        return launches
-
-    def _launches(self) -> int:
-        return len(self._all_launches())
-
-    def _last_launch(self) -> dict[str, Any]:
-        return self._all_launches()[-1]
+            return launches
+        return []
 
     def _count_lost(self, before: int, launch: int) -> None:
-        lost = max(0, before - self._all_launches()[launch]["step"])
+        lost = max(0, before - self.launches[launch]["step"])
         self.figures.steps_lost = max(lost, self.figures.steps_lost or 0)
         bound = self.fault.intervals * self.setting.interval
         if lost > bound:
@@ -275,7 +271,7 @@ class Trial:
 
     def _compare(self) -> None:
         """Hold the run against the undisturbed one."""
-        self.figures.world_sizes = [launch["world_size"] for launch in self._all_launches()]
+        self.figures.world_sizes = [launch["world_size"] for launch in self.launches]
         ours, theirs = read_losses(self.run_dir), read_losses(self.reference)
         difference = largest_difference(ours, theirs)
         is_equal = ours == theirs and equal_weights(self.run_dir, self.reference)

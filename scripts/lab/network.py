@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.common.errors import UserError
 from scripts.launch.local import free_port, node_environment
 from scripts.launch.processes import rank_environment, run_side_by_side
 
@@ -46,8 +47,11 @@ def enter(module: str, argv: Sequence[str]) -> None:
 
 
 def call(*words: str) -> None:
-    """Run a command that has to work."""
-    subprocess.run(words, check=True, capture_output=True, text=True)
+    """Run a command that has to work; raises UserError with what it says where it does not."""
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise UserError(f"cannot set up the nodes' networks: {' '.join(words)}: {said}")
 
 
 class Network:

@@ -154,7 +154,6 @@ class Observer:
     def start_step(self) -> None:
         """Forget what went into the last step."""
         self.local: dict[int, Tensor] = {}
-        self.backwards: dict[int, int] = {}
         self.rows: list[str] = []
         self.sizes: list[int] = []
         self.model: int | None = None
@@ -179,7 +178,6 @@ class Observer:
         """Add a gradient that backward() has computed to those of the step."""
         place = self.places[key]
         self.local[key] = self.local.get(key, 0) + sketch(gradient).roll(7 * place)
-        self.backwards[key] = self.backwards.get(key, 0) + 1
         if self.iteration >= 0 and self.iteration not in self.trained_iterations:
             self.trained_iterations.add(self.iteration)
             self.write("trained", iteration=self.iteration)
@@ -262,7 +260,6 @@ class Observer:
             after=sketch_all(self.parameters()).tolist(),
             rows=self.rows,
             sizes=self.sizes,
-            backwards=max(self.backwards.values(), default=0),
             unsynced_forwards=self.unsynced_forwards,
             exchanged=self.numel,
             late=self.late_numel,
@@ -327,7 +324,6 @@ class Observer:
                 "evaluation",
                 rows=self.evaluated,
                 collectives=self.collectives_in_evaluation + ("horovod.torch" in sys.modules),
-                after_step=self.steps,
             )
         self.evaluated, self.evaluation_model, self.collectives_in_evaluation = [], None, 0
 
@@ -347,8 +343,7 @@ class Observer:
 
     def note_sampler(self, original: Callable[..., Any], sampler: DistributedSampler[Any]) -> Any:
         """Record an epoch of a DistributedSampler."""
-        size = len(sampler.dataset)  # type: ignore[arg-type]
-        self.write("sampler", sampler=id(sampler), epoch=sampler.epoch, shuffle=sampler.shuffle, size=size)
+        self.write("sampler", sampler=id(sampler), epoch=sampler.epoch, shuffle=sampler.shuffle)
         return original(sampler)
 
     def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
