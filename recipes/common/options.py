@@ -318,10 +318,22 @@ class Options(TrainingOptions):
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
         if self.compile_mode != "default" and not self.compile:
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
+        if self.records_graphs and self.accumulate_steps > 1:
+            # A pass's gradients lie in the graph's memory, which the next pass overwrites: pytorch#169545.
+            what = "a CUDA graph overwrites the gradients of the pass before"
+            raise UserError(
+                f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}: {what}; "
+                "use --compile-mode default"
+            )
         if self.batchnorm_group and self.sync_batchnorm:
             raise UserError(
                 "--batchnorm-group and --sync-batchnorm: statistics are over groups or the batch; drop one"
             )
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether --compile-mode records CUDA graphs, if there is a GPU; both modes but the default one do."""
+        return self.compile_mode != "default" and self.device != "cpu"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options by name."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Data
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.batchnorm import sync_batch_norm
@@ -55,6 +56,17 @@ class DDPOptions(Options):
         "MB",
     )
     zero: bool = switch("shard the optimizer's state over the ranks (ZeRO stage 1)")
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        if self.grad_compression == "powersgd":
+            # What a step leaves out is added to the next one's gradient: not finite once, not finite for good.
+            why = "--grad-compression powersgd carries a gradient that is not finite to all later steps"
+            if self.amp == "fp16":
+                raise UserError(f"--amp fp16: {why}; use --amp bf16")
+            if self.on_nonfinite == "skip":
+                raise UserError(f"--on-nonfinite skip: {why}; drop one of the two")
 
 
 def options(argv: Sequence[str] | None = None) -> DDPOptions:

@@ -59,6 +59,11 @@ class FSDPOptions(Options):
             raise UserError("--amp fp16: its gradient scaler does not know shards; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: fsdp normalises each rank's share by itself; use --batchnorm-group")
+        if self.records_graphs:
+            # Each block is compiled by itself: outside of training, its graph is taken for a new model's
+            # (pytorch#160281), which frees the output of the block before, its input.
+            what = "CUDA graphs of blocks, one after another, overwrite each other's outputs"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.batchnorm_group and self.activation_checkpointing:
             fix = "drop --activation-checkpointing"
             raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")

@@ -41,6 +41,10 @@ class PipelineOptions(Options):
         rounds = max(1, microbatches // stages)
         if self.on_nonfinite != "stop":
             raise UserError(f"--on-nonfinite {self.on_nonfinite}: a stage sees its own gradients only; use stop")
+        if self.records_graphs:
+            # A microbatch's gradients and outputs lie in the graph's memory: see Options.check().
+            what = "a CUDA graph overwrites the outputs and gradients of the microbatch before"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.amp == "fp16":
             raise UserError("--amp fp16: the stages would scale their losses apart; use --amp bf16")
         if self.sync_batchnorm:

@@ -1,6 +1,8 @@
 """Options from the command line and from a file, and what is refused, in one line with the remedy."""
 
 import gc
+import importlib
+import re
 
 import pytest
 import yaml
@@ -27,6 +29,10 @@ REFUSED = {
     "two batch norms": (["--batchnorm-group", "4", "--sync-batchnorm"], "statistics are over groups or the batch"),
     "a group of one": (["--batchnorm-group", "1"], "expects a whole number of at least 2, got '1'"),
     "compile mode alone": (["--compile-mode", "reduce-overhead"], "is for compiled models; add --compile"),
+    "graphs and passes": (
+        ["--compile", "--compile-mode", "max-autotune", "--accumulate-steps", "2"],
+        "--compile-mode max-autotune with --accumulate-steps 2: a CUDA graph overwrites the gradients of",
+    ),
     "shards": (
         ["--sharded-checkpoints"],
         "the ranks of this recipe hold no shards; drop it, or use fsdp or tensor",
@@ -78,6 +84,32 @@ def test_bad_options_are_refused_in_one_line(recipe, case):
         recipe.options(argv)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+GRAPHS = ["--compile", "--compile-mode", "reduce-overhead"]
+POWERSGD = ["--grad-compression", "powersgd"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "words"),
+    [
+        ("ddp", [*POWERSGD, "--amp", "fp16"], "all later steps; use --amp bf16"),
+        ("spawn", [*POWERSGD, "--on-nonfinite", "skip"], "all later steps; drop one of the two"),
+        ("fsdp", GRAPHS, "CUDA graphs of blocks"),
+        ("pipeline", GRAPHS, "a CUDA graph overwrites the outputs"),
+    ],
+)
+def test_what_a_recipe_does_not_combine(recipe, argv, words):
+    module = importlib.import_module(f"recipes.{recipe}.train")
+    with pytest.raises(UserError, match=re.escape(words)):
+        module.options(argv)
+
+
+def test_cpus_record_no_graphs():
+    words = [*GRAPHS, "--device", "cpu"]
+    assert single.options([*words, "--accumulate-steps", "2"]).accumulate_steps == 2
+    for recipe in ("fsdp", "pipeline"):
+        importlib.import_module(f"recipes.{recipe}.train").options(words)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
