@@ -286,6 +286,20 @@ class TestModels:
         assert other.features[3].weight.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(plain.features[3].weight, other.features[3].weight)
 
+    def test_an_expanded_buffer_of_your_own_model_gets_memory_for_all_its_numbers(self):
+        """A broadcast writes them all, and a resume copies into them."""
+        words = ["--model", f"{__name__}:with_expanded_buffer"]
+        model = build_model(options(words), dataclasses.replace(tiny_data(), task=TASK))
+        model.load_state_dict(model.state_dict())
+        assert [(len(b), b.untyped_storage().nbytes()) for b in model.buffers()] == [(8, 32), (9, 36)]
+
+
+def with_expanded_buffer(data):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    model.register_buffer("scale", torch.ones(1).expand(8))
+    model[1].register_buffer("mask", torch.ones(1).expand(9), persistent=False)
+    return model
+
 
 TASK = Classification()
 

@@ -25,6 +25,10 @@ def build_own_model(args: Options, data: Data) -> nn.Module:
     model = call(f"--model {args.model}", load("--model", args.model), data)
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            # An expanded one has less memory than numbers: a broadcast would write beyond it, a resume not at all.
+            module._buffers[name] = buffer.contiguous()
     return model
 
 
