@@ -98,18 +98,20 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
 def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample: Tensor) -> list[Part]:
     """Cut a model into parts: by `balance`, the number of parameters or the cost measured on the sample's device.
 
-    A cut falls only before a layer with parameters, so that every part has some to train. The measured cost
-    varies from call to call: one process plans, and broadcasts the parts.
+    A cut falls only before a layer that trains, so that every part has a gradient to compute and to send back;
+    frozen layers (requires_grad is False) stay with those before them. The measured cost varies from call to
+    call: one process plans, and broadcasts the parts.
 
     Raises:
         UserError: the model is no sequence of layers, or has too few of them.
     """
     sequence = layers(model)
     sizes = [sum(p.numel() for p in module.parameters()) for _, module in sequence]
-    starts = [0, *[i for i, size in enumerate(sizes) if size and any(sizes[:i])]]
+    trains = [any(p.requires_grad for p in module.parameters()) for _, module in sequence]
+    starts = [0, *[i for i, has_any in enumerate(trains) if has_any and any(trains[:i])]]
     if len(starts) < parts:
         raise UserError(
-            f"--model {args.model} has {len(starts)} layers with parameters, too few for {parts} parts; "
+            f"--model {args.model} has {len(starts)} layers with parameters to train, too few for {parts} parts; "
             f"use at most {len(starts)}"
         )
     measured = measure([module for _, module in sequence], args, sample, timed=balance == "cost")
@@ -169,7 +171,7 @@ def measure(sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed:
             begin = time.perf_counter()
             with torch.set_grad_enabled(timed), autocast(args, sample.device):
                 output = layer(given)
-            if timed:
+            if timed and output.requires_grad:  # not that of a frozen layer on tokens
                 output.float().sum().backward()
             _synchronize(sample.device)
             seconds.append(time.perf_counter() - begin)

@@ -84,6 +84,19 @@ def test_parts_equal_the_model_and_each_has_parameters(name, parts, balance):
         assert torch.equal(outputs, model(inputs))
 
 
+@pytest.mark.parametrize("balance", ["parameters", "cost"])
+def test_frozen_layers_make_no_part_of_their_own(balance):
+    """A part without a gradient could neither compute one nor send one back."""
+    args = options("vit-tiny")
+    model = build_model(args, data_of(3, 32))
+    for frozen in (model.embedding, *model.blocks[:4]):
+        frozen.requires_grad_(False)
+    plan = plan_parts(model, 3, balance, args, torch.zeros(1, 3, 32, 32))
+    assert [part.names[0] for part in plan] == ["embedding", "blocks.5", "head.1"]
+    with pytest.raises(UserError, match="4 layers with parameters to train, too few for 5 parts"):
+        plan_parts(model, 5, balance, args, torch.zeros(1, 3, 32, 32))
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("owned", [[[0], [1], [2], [3]], [[0, 2], [1, 3]]], ids=["contiguous", "interleaved"])
 def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
@@ -114,7 +127,7 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
 def test_refuses_what_cannot_be_cut():
     data = data_of(3, 32)
     lenet = build_model(options("lenet"), data)
-    with pytest.raises(UserError, match="5 layers with parameters, too few for 6 parts; use at most 5"):
+    with pytest.raises(UserError, match="5 layers with parameters to train, too few for 6 parts; use at most 5"):
         plan_parts(lenet, 6, "parameters", options("lenet"), torch.zeros(1, 3, 32, 32))
     mobile = build_model(options("mobilenet_v2"), data)
     with pytest.raises(UserError, match="MobileNetV2 is no plain sequence of layers"):
