@@ -74,7 +74,7 @@ def main() -> None:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["amp"])
+        scaler.load_state_dict(state["amp"] or scaler.state_dict())  # AMP: a run without a scale has saved none
     # DDP: sends rank 0's weights to all; then, in each backward(), 2 (N-1)/N of the gradients' bytes per rank.
     ddp = nn.parallel.DistributedDataParallel(model)
 
