@@ -102,6 +102,7 @@ class Job:
             self.scaler.load_state_dict(content["scaler"])
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
         self.throughput.add_earlier(**content.get("timed", {}))
+        self.guard.skipped = content.get("skipped_steps", 0)
 
     def begin_record(self) -> None:
         """Begin this launch's record; call it once all ranks have restored the checkpoint.
@@ -139,6 +140,7 @@ class Job:
             self.scaler.state_dict(),
             self.throughput.timed(),
         )
+        content["skipped_steps"] = self.guard.skipped
         if self.record and not self.writer:
             self.writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
         assert self.writer

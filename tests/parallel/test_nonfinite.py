@@ -69,6 +69,7 @@ def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, wor
     ours, theirs = newest_checkpoint(run), newest_checkpoint(other)
     for part in ("model", "optimizer", "position"):
         assert is_equal(ours[part], theirs[part]), part
+    assert (ours["skipped_steps"], theirs["skipped_steps"]) == (1, 0)
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line.get("skipped_steps", 0) for line in lines] == [0] * (BAD - 1) + [1] * (31 - BAD)
     expected = [line["loss"] for line in metrics(other) if "loss" in line]

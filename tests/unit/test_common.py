@@ -210,8 +210,10 @@ class TestJob:
         state = {**other.scaler.state_dict(), "scale": 8.0, "_growth_tracker": 5}
         model, optimizer = other.model.state_dict(), other.optimizer.state_dict()
         position = {"step": 3, "epoch": 1, "test_accuracy": 0.5, "best_accuracy": 0.5}
-        job.restore({"model": model, "optimizer": optimizer, "scaler": state, "position": position})
+        content = {"model": model, "optimizer": optimizer, "scaler": state, "position": position}
+        job.restore({**content, "skipped_steps": 2})
         assert job.scaler.state_dict() == state
+        assert job.guard.skipped == 2
         assert (job.position.step, job.position.epoch) == (3, 1)
         # Written before there were other tasks than classification.
         assert (job.position.averages, job.position.best_score) == ({"test_accuracy": 0.5}, 0.5)
