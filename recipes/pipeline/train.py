@@ -120,14 +120,17 @@ class RankPipeline:
         losses: list[Tensor] = []
         # Pipeline: inputs go in at the first stage, activations and their gradients cross between neighbours
         # (a microbatch's output_shape each way), and targets meet the output at the last stage.
-        given = (inputs,) if self.world.stage == 0 else ()
-        self.schedule.step(*given, target=targets, losses=losses)
+        self.schedule.step(*self.given(inputs), target=targets, losses=losses)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
 
     def output(self, inputs: Tensor) -> Tensor | None:
         """Run one forward pass of all stages; return the model's output on the last one."""
-        given = (inputs,) if self.world.stage == 0 else ()
-        return cast("Tensor | None", self.forward_schedule.step(*given))
+        return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
+
+    def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what this process hands to a schedule: on the first stage the inputs, in row-major order."""
+        # torch 2.11 refuses other strides than like(0) has, also those of a dimension of size 1.
+        return (inputs.reshape(-1).view(inputs.shape),) if self.world.stage == 0 else ()
 
 
 Pipeline = RankPipeline | InProcessPipeline
