@@ -318,7 +318,7 @@ class Watched:
         self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
-        if int(restarts) > int(self.restarts) and not is_completing:  # until then its ranks may write their last lines
+        if int(restarts) > int(self.restarts) and not is_completing:  # its ranks have written their last lines
             self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
             self.restarts = restarts
@@ -332,8 +332,8 @@ class Watched:
         return is_done
 
     def _show_log(self, is_done: bool) -> None:
-        """Print the lines that rank 0 has added; the last one may be under way until the job is done. None of a sweep."""
-        if self.run.point:
+        """Print the lines that rank 0 has added; the last one may be under way until the job is done."""
+        if self.run.point:  # a sweep's would mix
             return
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self._offset)
