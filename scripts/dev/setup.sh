@@ -55,7 +55,9 @@ show_progress() {
 
 log=.venv/setup.log
 runs || "$python" -m venv --clear .venv
-say "installing requirements/$want.txt into .venv (PyTorch with CUDA: about 6 GB, some minutes); log: $log"
+size="PyTorch with CUDA: about 6 GB, some minutes"
+if cmp --silent .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
+say "installing requirements/$want.txt into .venv ($size); log: $log"
 [[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"
 if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \

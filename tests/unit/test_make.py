@@ -490,6 +490,9 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     )
     again = run_command(str(checkout / "scripts/dev/setup.sh"), want)
     assert (again.status, again.stderr) == (0, "")
+    (checkout / f".venv/.installed/{want}.txt").unlink()
+    more = run_command(str(checkout / "scripts/dev/setup.sh"), want).stderr
+    assert ("into .venv (only what is missing);" in more) == (want == "dev")
 
 
 def test_an_environment_whose_python_has_gone_is_made_anew(checkout):
