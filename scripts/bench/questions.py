@@ -90,11 +90,10 @@ QUESTIONS = (
         "What does a second node cost?",
         ("scaling", "wire"),
         "step at 1 Gbit/s, ddp-fp32, 2 nodes",
-        "On 2 nodes with a link of 1 Gbit/s, a step of ddp takes {times} times as long as "
-        "sending its gradients{note}",
+        "On 2 nodes with a link of 1 Gbit/s, a step of ddp takes {times} times the least time possible{note}",
         chinese=(
             "第二个节点的代价是多少？",
-            "两个节点以 1 Gbit/s 相连时，ddp 的一步用时是仅发送其梯度的 {times} 倍",
+            "两个节点以 1 Gbit/s 相连时，ddp 的一步用时是可能的最短时间的 {times} 倍",
         ),
     ),
     Question(
@@ -102,8 +101,8 @@ QUESTIONS = (
         "Does the exchange hide behind computing?",
         ("overlap",),
         "step, ddp fp32, computing 1 x",
-        "Where computing and communication take equally long, a step of ddp takes {times} times as long as if "
-        "communication hid behind backward completely",
+        "Where computing and communication take equally long, a step of ddp takes {times} times as long as "
+        "with perfect overlap",
     ),
     Question(
         "images",
