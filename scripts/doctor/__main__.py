@@ -177,14 +177,18 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     case.written = ask({"do": "write"}, WRITE_S + 5, "error")
     writers = [rank for rank, answer in case.written.items() if not answer["error"]]
     seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10, "seen")
-    case.seen = {rank: answer["seen"] for rank, answer in seen.items() if answer["seen"] is not None}
+    for rank, answer in seen.items():
+        if answer["seen"] is not None:
+            case.seen[rank] = answer["seen"]
+        elif rank in writers:
+            case.written[rank]["error"] = "it hangs when it is read"
     peers = [
         {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}
         for rank, facts in case.facts.items()
         if facts["network"]
     ]
-    # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S.
-    # So does a name server that does not answer, for each of a node's names.
+    # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S, and so does
+    # a name server that does not answer, for each of a node's names.
     bound = 20 + (CONNECT_TIMEOUT_S + 2 * network.NAME_TIMEOUT_S) * (1 + len(peers) / network.PARALLEL)
     case.peers = ask({"do": "peers", "peers": peers}, bound)
     if args.quick or not can_meet(case):

@@ -76,10 +76,8 @@ def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
         while time.monotonic() < deadline:
             try:
                 record = os.read(log, 8192)
-            except (
-                BrokenPipeError
-            ):  # lines were overwritten before they were read: the next read goes on after them
-                continue
+            except BrokenPipeError:
+                continue  # lines were overwritten before they were read: the next read goes on after them
             if not record:
                 break
             records.append(record)

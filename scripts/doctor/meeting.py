@@ -292,6 +292,5 @@ def answer_to(order: Answer, carry_out: Callable[[Answer], Answer], timeout_s: f
         return cast(Answer, call_within(lambda: carry_out(order), timeout_s))
     except Exception as error:
         text = " ".join(str(error).split())
-        return {
-            "failed": text if isinstance(error, OSError) and text else f"{type(error).__name__} {text}".strip()
-        }
+        kind = "" if isinstance(error, OSError) and text else type(error).__name__
+        return {"failed": f"{kind} {text}".strip()}

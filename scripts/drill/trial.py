@@ -136,12 +136,13 @@ class Trial:
         return self.chance.randrange(self.setting.nodes)
 
     def pick_rank(self) -> tuple[int, psutil.Process]:
-        """Draw a rank."""
-        rank = self.chance.randrange(self.setting.nodes)
-        for process in self.job.ranks():
-            if environment_of(process).get("RANK") == str(rank):
-                return rank, process
-        raise NotPlantedError(f"rank {rank} had ended")
+        """Draw a rank, the nearest one where it has ended."""
+        drawn = self.chance.randrange(self.setting.nodes)
+        running = {int(environment_of(process).get("RANK", -1)): process for process in self.job.ranks()}
+        if not running:
+            raise NotPlantedError("all ranks had ended")
+        rank = min(running, key=lambda rank: abs(rank - drawn))
+        return rank, running[rank]
 
     def launch(self, *more: str) -> None:
         """Start the job."""

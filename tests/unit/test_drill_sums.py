@@ -213,6 +213,17 @@ def test_a_job_that_was_not_hit_has_survived_nothing(tmp_path, monkeypatch, name
     assert (network.calls if network else []) == (["cut", "restore"] if name == "cut-10s" else [])
 
 
+def test_a_rank_is_drawn_of_those_that_run(tmp_path):
+    one = trial.Trial(trial.Setting(4, 0, 400, 20, tmp_path, None), FAULTS["kill-rank"], 1, tmp_path)
+    one.chance = types.SimpleNamespace(randrange=lambda nodes: 3)
+    ranks = [types.SimpleNamespace(environ=lambda rank=rank: {"RANK": str(rank)}) for rank in (0, 2)]
+    one.job = types.SimpleNamespace(ranks=lambda: ranks)
+    assert one.pick_rank() == (2, ranks[1])
+    ranks.clear()
+    with pytest.raises(plants.NotPlantedError, match="all ranks had ended"):
+        one.pick_rank()
+
+
 def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monkeypatch):
     one = trial.Trial(trial.Setting(2, 0, 400, 20, tmp_path, None), FAULTS["kill-rank"], 1, tmp_path)
     one.launch = lambda: setattr(one, "job", types.SimpleNamespace(kill=lambda: None))
