@@ -156,7 +156,8 @@ def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
 
 def upcast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Let state_dict() give fp32, so that a checkpoint of O3 fits every other level and recipe."""
-    state.update({name: tensor.float() for name, tensor in state.items() if tensor.is_floating_point()})
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    state.update({name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()})
 
 
 Amp = TorchAmp | ApexAmp

@@ -119,7 +119,7 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
     # Horovod: it takes contiguous tensors only; --channels-last is for images and activations here.
     model.to(memory_format=torch.contiguous_format)
     # Horovod: rank 0's parameters go to all ranks.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
     if args.compile:
         model.compile(mode=args.compile_mode)
     # Horovod: a hook on each parameter hands its gradient over as soon as backward has it. Gradients that are

@@ -238,15 +238,13 @@ class Share:
     def state(self, optimizer: torch.optim.Optimizer) -> ShareState:
         """Return this share of a checkpoint, on the CPU; the optimizer is that of self.parameters."""
         weights = {
-            f"{name}.{key}": value.detach().cpu()
+            f"{name}.{key}": _on_cpu(value)
             for name, module in self.named
             for key, value in module.state_dict().items()
         }
         content = optimizer_state(optimizer)
         for number, values in content["state"].items():
-            content["state"][number] = {
-                key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()
-            }
+            content["state"][number] = {key: _on_cpu(value) for key, value in values.items()}
         return weights, self.places, content
 
     def of_checkpoint(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -267,6 +265,11 @@ class Share:
         state = {i: whole["state"][place] for i, place in enumerate(self.places) if place in whole["state"]}
         group = {**group, "params": list(range(len(self.places)))}
         return {**content, "optimizer": {"state": state, "param_groups": [group]}}
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a tensor on the CPU, and what is none, as get_extra_state() may return it, as it is."""
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def merge_shares(model: nn.Module, shares: Sequence[ShareState]) -> dict[str, Any]:

@@ -327,3 +327,10 @@ def test_o2_keeps_batch_norm_in_fp32():
     assert model[1].num_batches_tracked == 1
     assert model[1].bias.grad is not None
     assert model[0].weight.grad is None
+
+
+def test_o3_saves_what_a_layer_keeps_beside_tensors():
+    state = {"weight": torch.ones(2, dtype=torch.bfloat16), "_extra_state": {"calls": 3}}
+    recipe.upcast(torch.nn.Identity(), state, "", {})
+    assert state["weight"].dtype == torch.float32
+    assert state["_extra_state"] == {"calls": 3}

@@ -11,7 +11,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.models import build_model, layers
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
-from recipes.pipeline.partition import PartModule, Share, balanced_cuts, merge_shares, plan_parts
+from recipes.pipeline.partition import Part, PartModule, Share, balanced_cuts, merge_shares, plan_parts
 
 
 def options(model, *words):
@@ -122,6 +122,29 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     for place, values in expected["state"].items():
         assert values.keys() == merged["state"][place].keys()
         assert all(torch.equal(value, merged["state"][place][key]) for key, value in values.items())
+
+
+class Counted(torch.nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_a_share_has_what_a_layer_keeps_beside_tensors():
+    args, cpu = options("lenet"), torch.device("cpu")
+    model, other = (torch.nn.Sequential(Counted(2, 2), torch.nn.Linear(2, 2)) for _ in range(2))
+    model[0].calls = 3
+    parts = [Part([name], 6, 0.5, (2,), torch.float32) for name in ("0", "1")]
+    shares = [Share(model, [PartModule(model, part, args, cpu)]) for part in parts]
+    merge_shares(other, [share.state(build_optimizer(args, share.parameters)) for share in shares])
+    assert other[0].calls == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_refuses_what_cannot_be_cut():
