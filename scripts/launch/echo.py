@@ -42,8 +42,11 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a listener at an address ("": all) and a port (0: one that the kernel chooses); raises OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    is_dual = not address and socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_dual:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # IPv4, too
     listener.bind((address, port))
     listener.listen(4096)
     return listener

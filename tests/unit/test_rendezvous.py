@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,14 @@ from scripts.launch.local import free_port
 from tests.support import run_command, wait_until
 
 BEAT_S = 0.1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_store_on_all_addresses_answers_by_ipv4_and_ipv6(address):
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
+    with elastic.listen("", 0) as listener:
+        socket.create_connection((address, listener.getsockname()[1]), timeout=10).close()
 
 
 @pytest.fixture
