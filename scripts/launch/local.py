@@ -72,7 +72,10 @@ def visible_gpus() -> list[str]:
         return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
     if not shutil.which("nvidia-smi"):
         return []
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    except subprocess.TimeoutExpired:
+        raise UserError("nvidia-smi -L does not answer; fix the driver, or set CUDA_VISIBLE_DEVICES") from None
     return re.findall(r"^GPU (\d+):", listing, re.MULTILINE)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -51,6 +52,10 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path):
     )
     script.chmod(0o755)
     assert local.visible_gpus() == ["0", "1"]
+    hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
+    monkeypatch.setattr(local.subprocess, "run", hangs)
+    with pytest.raises(UserError, match="nvidia-smi -L does not answer; fix the driver"):
+        local.visible_gpus()
 
 
 def test_the_environment_of_a_node(monkeypatch):
