@@ -27,6 +27,8 @@ if [[ -n ${SCRIPT:-} ]]; then
     export SCRIPT WORKDIR RUNS_DIR
 fi
 cd "$root" || exit 1
+# srun would pass on only what sbatch --export names, and use the cores of an srun from within which sbatch was called.
+unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 
 refuse() {
     echo "error: $1" >&2
@@ -47,12 +49,15 @@ option() {
     echo "$value"
 }
 
-# What this job is called, how often it has been requeued, and its nodes.
+# What this job is called, how often it has been requeued, its nodes, and the cores that it has on each.
 identify_job() {
     job=$SLURM_JOB_ID restarts=${SLURM_RESTART_COUNT:-0} NNODES=$SLURM_NNODES
     # The last task of an array has the array's own number: a command to that one would mean all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    # srun asks for the same number of cores on each node: the smallest, of "96(x2),64".
+    cores=$(tr , '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}" | sort -n | head -n 1)
+    cores=${cores%(*}
 }
 
 # begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
@@ -63,6 +68,9 @@ begin_job() {
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
+    for name in NPROC_PER_NODE MAX_REQUEUES MAX_EXCLUDED; do
+        if [[ ! ${!name:-1} =~ ^[0-9]+$ ]]; then refuse "$name expects a whole number, got '${!name}'"; fi
+    done
     identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
@@ -245,10 +253,10 @@ run_step() {
     tails+=("$!")
     tail -c +1 -f -s 0.2 "$errors" >&2 &
     tails+=("$!")
-    status=0
+    status=0 step=$1
     if [[ -z $signal ]]; then
         "$@" 2>"$errors" &
-        step_pid=$! step=$1
+        step_pid=$!
         while :; do # a trap interrupts wait
             before=$signals status=0
             wait "$step_pid" || status=$?
@@ -304,11 +312,12 @@ stop_step() {
     echo "job $job got $1: ranks write a checkpoint"
     while :; do
         if [[ $step == srun ]]; then
-            scancel --signal="$1" "$job" 2>/dev/null || true # to the steps, not to this script
+            scancel --signal="$1" "$job" 2>/dev/null # to the steps, not to this script
         elif [[ -n $step_pid ]]; then
-            kill -s "$1" "$step_pid" 2>/dev/null || true # mpirun hands it to its ranks
-        fi
-        if [[ -n ${SCRIPT:-} ]]; then break; fi # its handler may be at work
+            kill -s "$1" "$step_pid" 2>/dev/null # mpirun hands it to its ranks
+        else
+            false # no step yet
+        fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # its handler may be at work
         sleep 10
     done &
     stopper=("$!")
@@ -367,8 +376,8 @@ begin_submitted() {
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
     srun=(srun) container=() started=$logs/$job.started
     # Rank 0 leaves its exit status in STATUS_FILE, and the signal that has stopped it. Each start has another port.
-    export STATUS_FILE=$logs/${job}_status MASTER_PORT PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1
-    MASTER_PORT=$(free_port)
+    export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1
+    MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
     trap : TERM # as the ranks get it, too: they write a checkpoint
@@ -413,7 +422,7 @@ job_field() {
     scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
-# The nodes that do not start a command within a bound; all are asked at once.
+# The nodes that do not start a command within a bound; all are asked at once. Where none does, srun itself fails.
 lost_nodes() {
     local node lost=()
     local -A asked=()
@@ -424,7 +433,7 @@ lost_nodes() {
     while read -r node; do
         wait "${asked[$node]}" || lost+=("$node")
     done <<<"$nodes"
-    echo "${lost[*]}"
+    if ((${#lost[@]} < ${#asked[@]})); then echo "${lost[*]}"; fi
 }
 
 # The nodes with a broken GPU, a line each with what is broken; all are asked at once, within a bound. An nvidia-smi that

@@ -318,6 +318,9 @@ class Watched:
         self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
+        if is_done:  # an NFS client believes for up to a minute that a file is missing, unless the folder is read
+            with contextlib.suppress(OSError):
+                os.listdir(self.log.parent)
         if int(restarts) > int(self.restarts) and not is_completing:  # its ranks have written their last lines
             self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
@@ -332,8 +335,8 @@ class Watched:
         return is_done
 
     def _show_log(self, is_done: bool) -> None:
-        """Print the lines that rank 0 has added; the last one may be under way until the job is done."""
-        if self.run.point:  # a sweep's would mix
+        """Print the lines that rank 0 has added, none of a sweep; until the job is done, complete lines only."""
+        if self.run.point:
             return
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             file.seek(self._offset)
@@ -347,7 +350,7 @@ class Watched:
     def end(self) -> int:
         """Return the job's status, 2 for a refusal by the recipe; where it has failed, say why in a few lines."""
         status = int(self.status_file.read_text().split()[0]) if self.status_file.exists() else 1
-        if self.state in ("COMPLETED", "GONE") and status == 0:
+        if self.state == "COMPLETED" or (self.state == "GONE" and status == 0):
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")
         for log in sorted(self.log.parent.glob(pattern)):

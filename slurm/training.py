@@ -74,10 +74,12 @@ def set_environment() -> None:
     import submitit
 
     # Without set_cuda_visible_devices=False each rank would see one GPU and still be told LOCAL_RANK 1, 2, ...:
-    # recipes take the GPU of their local rank among those that the node has for the job. MASTER_PORT is kept as it
-    # is: the job's script has chosen it anew for this start, where submitit's own would be the same at each.
-    # overwrite: ranks of a launcher around `sbatch` may show through.
-    submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+    # recipes take the GPU of their local rank among those that the node has for the job. The batch script has set
+    # MASTER_ADDR to an address that resolves, and MASTER_PORT anew for each start.
+    # overwrite: variables of a launcher around `sbatch` may be set.
+    ranks = submitit.helpers.TorchDistributedEnvironment()  # takes MASTER_PORT from the environment
+    ranks.master_addr = os.environ["MASTER_ADDR"]
+    ranks.export(set_cuda_visible_devices=False, overwrite=True)
     # Slurm binds a task to its own cores where --cpus-per-task says how many; elsewhere a node's tasks share them.
     sharing = "1" if "SLURM_CPUS_PER_TASK" in os.environ else os.environ["LOCAL_WORLD_SIZE"]
     environment, said = fabric_environment(FABRIC="auto", TASK_PROCESSES=sharing)

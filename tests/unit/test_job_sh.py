@@ -360,6 +360,33 @@ case $* in *n2*) exit 1 ;; esac
     )
     done = job(then='echo "lost: $(lost_nodes)"')
     assert done.stdout.splitlines()[-1] == "lost: n2", done.stderr
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    done = job(then='echo "lost: $(lost_nodes)"')
+    assert done.stdout.splitlines()[-1] == "lost: ", "srun itself does not work: a restart would not help"
+
+
+def test_steps_get_all_variables_and_all_cores(job):
+    """Whatever sbatch --export names, and also where sbatch was called by a task of another job."""
+    leaked = {"SLURM_EXPORT_ENV": "NONE", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    done = job(then="env", **leaked)
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stdout.splitlines() if line.split("=")[0] in leaked]
+
+
+@pytest.mark.parametrize("name", ["NPROC_PER_NODE", "MAX_REQUEUES", "MAX_EXCLUDED"])
+def test_what_is_no_number_is_refused_at_the_start_and_not_at_the_end(job, name):
+    done = job(**{name: "many"})
+    assert (done.returncode, done.stderr) == (2, f"error: {name} expects a whole number, got 'many'\n")
+
+
+def test_a_script_gets_its_signal_once_also_where_slurm_was_busy(script, tmp_path):
+    (tmp_path / "scancel").write_text(
+        f'#!/bin/sh\necho "$*" >>{tmp_path}/said\nmkdir {tmp_path}/answered || exit 0\nexit 1\n'
+    )
+    (tmp_path / "scancel").chmod(0o755)
+    done = script('step=srun; sleep() { :; }; stop_step USR1; wait "${stopper[0]}"')
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said").read_text() == "--signal=USR1 7\n" * 2
 
 
 def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path):
@@ -429,16 +456,18 @@ def test_an_environment_is_staged_once(job, tmp_path):
 def file(job, tmp_path):
     """Return a function: run an sbatch file; it returns what was printed, and the calls of srun."""
 
-    def run(name, *words, plugins="", **env):
+    def run(name, *words, plugins="", command="", **env):
         (tmp_path / "srun").write_text(
             f'#!/bin/sh\ncase $* in --mpi=list) echo "{plugins}" ;; *) echo "$*" >>{tmp_path}/srun.txt ;; esac\n'
         )
+        called = [command or f"{ROOT}/slurm/{name}", *words, "--runs-dir", str(tmp_path / "runs")]
         (tmp_path / "scontrol").write_text(
-            SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={ROOT}/slurm/{name}\n')
+            SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={" ".join(called)}\n')
         )
         own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
-        command = ["bash", f"slurm/{name}", *words, "--runs-dir", str(tmp_path / "runs")]
-        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["bash", f"slurm/{name}", *called[1:]], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout, (tmp_path / "srun.txt").read_text()
 
@@ -477,6 +506,24 @@ def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
     _, called = file(name, *words, **(array if name == "array.sbatch" else {}))
     number = "6_1 --lr 0.02" if name == "array.sbatch" else "7"
     assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job{number} --runs-dir ' in called
+
+
+def test_all_nodes_are_asked_for_the_cores_of_the_smallest(file):
+    nodes = {"SLURM_JOB_CPUS_PER_NODE": "96(x2),64,128", "SLURM_CPUS_ON_NODE": "96"}
+    assert " --cpus-per-task=64 " in file("ddp.sbatch", **nodes)[1]
+    assert " --cpus-per-task=32 " in file("ddp-srun.sbatch", NPROC_PER_NODE="2", **nodes)[1].splitlines()[-1]
+
+
+def test_the_repository_may_have_spaces_in_its_path(file, tmp_path):
+    (tmp_path / "my work").symlink_to(ROOT)
+    said, called = file("ddp.sbatch", "--lr", "1", command=f"{tmp_path}/my work/slurm/ddp.sbatch")
+    assert "ddp on 2 nodes" in said
+    assert " exec scripts/launch.sh " in called
+
+
+def test_a_file_that_sbatch_reads_from_a_pipe_cannot_find_the_others(file):
+    with pytest.raises(AssertionError, match="error: submit this file by its path: sbatch slurm/"):
+        file("ddp.sbatch", command="(null)")
 
 
 KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"

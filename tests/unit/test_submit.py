@@ -218,6 +218,12 @@ def test_a_refusal_is_2_and_every_other_failure_1(tmp_path, monkeypatch, left, s
     assert watched(tmp_path, state="FAILED").end() == status
 
 
+def test_slurms_word_is_enough_where_the_status_is_not_seen_yet(tmp_path):
+    """On the login node an NFS client may not see the newest files; the batch script ends well only if all has."""
+    assert watched(tmp_path, state="COMPLETED").end() == 0
+    assert watched(tmp_path, state="GONE").end() == 1
+
+
 def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, monkeypatch):
     asked, now = [], [0.0]
     monkeypatch.setattr(submit.time, "monotonic", lambda: now[0])
@@ -359,6 +365,24 @@ class TestARank:
         (tmp_path / "train.py").write_text("import os; exit(7 * (os.environ['RESUME'] == 'auto'))")
         script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path / "own"), "RESUME": "none"}
         assert run(Training("ddp", [], tmp_path, script)) == (7, "7 \n")
+
+
+def test_rank_0_is_where_the_jobs_script_says(monkeypatch):
+    """By an address where Slurm's name of the node does not resolve, which is all that submitit knows."""
+    import submitit
+
+    class Environment:
+        master_addr = "n1"
+
+        def export(self, **options):
+            os.environ["MASTER_ADDR"] = self.master_addr
+
+    monkeypatch.setattr(submitit.helpers, "TorchDistributedEnvironment", Environment)
+    monkeypatch.setattr(training, "fabric_environment", lambda **_: ({}, ""))
+    monkeypatch.setenv("MASTER_ADDR", "10.7.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    training.set_environment()
+    assert os.environ["MASTER_ADDR"] == "10.7.0.1"
 
 
 def test_the_network_is_that_of_fabric_sh(monkeypatch):
