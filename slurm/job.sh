@@ -1,24 +1,24 @@
 # shellcheck shell=bash
-# What the sbatch files share: where things are, who the head node is, and how a job ends, is requeued and goes on.
+# Shared by the sbatch files: paths, the head node, and how a job ends, is requeued and resumes.
 #
 # An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the command that starts
-# the ranks, and end_job. The command is made of the arrays srun (srun with what all steps need), container (a prefix
-# where Apptainer is used), rank (the module of a rank, where Slurm starts ranks) and options. All optional:
+# the ranks, and end_job. begin_job sets the arrays that this command uses: srun (srun and its common options),
+# container (Apptainer's prefix, or empty), rank (the module of a rank) and options. Optional variables:
 #   NAME              the run's name (ddp-job123; in an array NAME-0, NAME-1): the record is runs/NAME, the logs are
 #                     runs/NAME/slurm/NODE.txt
-#   NPROC_PER_NODE    processes a node (the GPUs that Slurm gave to a node, else --ntasks-per-node, else 1)
+#   NPROC_PER_NODE    processes per node (the GPUs that Slurm gives on a node, else --ntasks-per-node, else 1)
 #   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
 #   FABRIC            auto, ib, roce, efa or tcp: see scripts/launch/fabric.sh
-#   STAGE             a tar file of the environment, to be unpacked on a disk of each node (STAGE_DIR, /tmp) and used there
-#   CONTAINER_IMAGE   run in a container: by pyxis where srun has it, else by Apptainer
-#   CONTAINER_MOUNTS  folders beside this repository that the container shall see: /data:/data,/scratch:/scratch
-#   MAX_REQUEUES      how often a job may start again (10)
-#   MAX_EXCLUDED      how many nodes with a broken GPU a job may exclude and start again without (3)
-#   SCRIPT            a script of your own in the recipe's place, with the recipe's way of starting ranks
-#                     (docs/your-own.md); with it WORKDIR, RUNS_DIR and RESUME. Paths start at the folder of sbatch.
+#   STAGE             a tar file of the environment; each node unpacks it to STAGE_DIR (/tmp) and uses that copy
+#   CONTAINER_IMAGE   run in a container: with pyxis if srun has it, else with Apptainer
+#   CONTAINER_MOUNTS  more folders for the container: /data:/data,/scratch:/scratch
+#   MAX_REQUEUES      how often a job may be requeued (10)
+#   MAX_EXCLUDED      how many nodes with a broken GPU a job may exclude (3)
+#   SCRIPT            your own script in place of the recipe, with WORKDIR, RUNS_DIR and RESUME (docs/your-own.md).
+#                     Relative paths start at the folder in which sbatch was called.
 # After make_elastic, as in ddp-elastic.sbatch:
-#   MIN_NODES         the job goes on with so many nodes (1)
-#   MAX_RESTARTS      how often ranks start again after a failure, and a node's agent after its loss (10)
+#   MIN_NODES         the least nodes to continue with (1)
+#   MAX_RESTARTS      how often ranks restart after a failure, and a node's agent after its loss (10)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -n ${SCRIPT:-} ]]; then
@@ -27,7 +27,7 @@ if [[ -n ${SCRIPT:-} ]]; then
     export SCRIPT WORKDIR RUNS_DIR
 fi
 cd "$root" || exit 1
-# srun would pass on only what sbatch --export names, and use the cores of an srun from within which sbatch was called.
+# Else srun exports only the variables named by sbatch --export, and uses the CPU binding of an enclosing srun.
 unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 
 refuse() {
@@ -35,7 +35,7 @@ refuse() {
     exit 2
 }
 
-# The last value of an option among arguments: --name x or --name=x.
+# option NAME DEFAULT ARGUMENTS...: print the last value of an option among arguments: --name x or --name=x.
 option() {
     local name=$1 value=$2
     shift 2
@@ -49,10 +49,10 @@ option() {
     echo "$value"
 }
 
-# What this job is called, how often it has been requeued, its nodes, and the cores that it has on each.
+# Set the job's id, its number of restarts, its nodes, and the cores that it has on each node.
 identify_job() {
     job=$SLURM_JOB_ID restarts=${SLURM_RESTART_COUNT:-0} NNODES=$SLURM_NNODES
-    # The last task of an array has the array's own number: a command to that one would mean all tasks.
+    # The last task of an array has the array's own id: a command for that id would reach all tasks.
     if [[ -n ${SLURM_ARRAY_JOB_ID:-} ]]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
     nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     # srun asks for the same number of cores on each node: the smallest, of "96(x2),64".
@@ -77,12 +77,12 @@ begin_job() {
     set_python
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
     export NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
-    # This script runs on the head node. No fallback: with one, each node would wait for itself.
+    # This script runs on the head node, the first. No fallback to localhost: each node would wait for itself.
     export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${nodes%%$'\n'*}")} MASTER_PORT
     MASTER_PORT=$(free_port)
-    export PORT_IS_CHOSEN=1 # a rank 0 that finds it taken ends with status 75, and the job starts again
+    export PORT_IS_CHOSEN=1 # if it is taken, rank 0 ends with status 75, and the job is requeued
     export FABRIC=${FABRIC:-auto}
-    # Refused here, before there are steps: of nodes that refuse it alike, the first to end gets the others killed.
+    # Refused before the first step: if all nodes refused it, srun would kill some before they print the reason.
     if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
         refuse "FABRIC expects auto, ib, roce, efa or tcp, got '$FABRIC'"
     fi
@@ -94,9 +94,9 @@ begin_job() {
     fi
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
-    # Each node writes a file of its own, which also a node that is cut off can do.
+    # One log per node: a node that is cut off can still write its own.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
-    # srun's %N is the host's name, which need not be Slurm's (so in 22.05; others may differ): one file of both names.
+    # srun's %N is the host name (in Slurm 22.05), which may differ from NodeName: one file with both names.
     host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
@@ -113,14 +113,14 @@ begin_job() {
     show_share
 }
 
-# refuse_in_config FILE: what this script has to know, it reads from the command line.
+# refuse_in_config FILE: refuse options in a --config file that this script reads from the command line only.
 refuse_in_config() {
     local found
     found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|resume)"? *:' "$1" | tr -d '{": ' | tr _ -)
     if [[ -n $found ]]; then refuse "$1 has $found; give it on the command line: sbatch ... --$found VALUE"; fi
 }
 
-# A script's variables, which scripts/launch/script.py describes.
+# begin_script NAME: set the variables of a script (scripts/launch/script.py), and check it.
 begin_script() {
     export RUN_DIR=$RUNS_DIR/$1 RESUME=${RESUME:-none}
     run_dir=$RUN_DIR
@@ -131,26 +131,26 @@ begin_script() {
     fi
 }
 
-# The recipe's options: the user's, with the name, the device and, where the job starts again, --resume auto.
+# Set the recipe's options: the user's, the name, the device, and --resume auto after a requeue.
 set_options() {
     options=(--name "$name" "$@")
-    # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
+    # A job with GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
     if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
-    # A job that begins again goes on with its own record, whatever it began from, as soon as there is one.
+    # A requeued job resumes its own record, if there is one, whatever checkpoint it started from.
     if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
         options+=(--resume auto)
     fi
 }
 
-# A port from the job's number and start, so that jobs on the same nodes differ; the next one where it is taken.
-# They lie below those that Linux gives to outgoing connections. /proc/net has the sockets of all addresses.
+# Print a free port, derived from the job id and the restart, so that jobs on the same nodes differ. Ports from 20000 to
+# 31999 are below Linux's range for outgoing connections. /proc/net lists the sockets of all addresses.
 free_port() {
     local port=$((20000 + (SLURM_JOB_ID * 16 + restarts) % 12000))
     while grep -qs "$(printf '^ *[0-9]*: [0-9A-F]*:%04X ' $port)" /proc/net/tcp /proc/net/tcp6; do port=$((port + 1)); done
     echo "$port"
 }
 
-# A node's name, which is Slurm's and need not be one that the others can resolve; else what Slurm calls its address.
+# address_of NODE: print the node's name if it resolves (a NodeName need not), else its NodeAddr.
 address_of() {
     local address
     if ! getent ahosts "$1" >/dev/null; then
@@ -159,26 +159,26 @@ address_of() {
     echo "${address:-$1}"
 }
 
-# Unpack STAGE on each node, once for all jobs, and take its Python: a thousand small files of a shared folder are slow.
+# Unpack STAGE on each node, once for all jobs, and use its Python: thousands of small files on a shared folder are slow.
 stage() {
     local from to
     from=$(realpath -ms "$STAGE") to=${STAGE_DIR:-/tmp}/cluster-recipes-$UID
     if [[ -n ${CONTAINER_IMAGE:-} ]]; then refuse "STAGE is for a venv, and CONTAINER_IMAGE is one file already; unset one of them"; fi
     if [[ ! -r $from ]]; then refuse "STAGE: there is no $from; on the login node: tar -C $root/.venv -cf $from ."; fi
-    to+=/$(stat -Lc %s-%Y "$from") # another file, another folder
+    to+=/$(stat -Lc %s-%Y "$from") # a changed file gets another folder
     local begin=$SECONDS
     # shellcheck disable=SC2016 # expanded on each node
     "${srun[@]}" --output=all --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 bash -c '
         if [[ -x $1/bin/python ]]; then exit; fi
         umask 077; mkdir -p "${1%/*}" && new=$(mktemp -d "$1.XXXXXX") || exit
         if tar -xf "$0" -C "$new" && mv -T "$new" "$1" 2>/dev/null; then exit; fi
-        rm -rf "$new"; [[ -x $1/bin/python ]]' "$from" "$to" || # another job of this user was faster
+        rm -rf "$new"; [[ -x $1/bin/python ]]' "$from" "$to" || # another job unpacked it first
         refuse "STAGE: cannot unpack $from to $to on each node; see above, choose another STAGE_DIR, or unset STAGE"
     export PYTHON=$to/bin/python
     echo "staged $from on $NNODES nodes in $((SECONDS - begin)) s: $to"
 }
 
-# Print what the head node gives to the job, of what it has; warn where the job gets less than half of its GPUs or cores.
+# Print the job's share of the head node; warn if it is less than half of the GPUs or cores.
 show_share() {
     local node=${SLURMD_NODENAME:-$(hostname -s)} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
     local node_cores node_memory node_gpus gres
@@ -203,7 +203,7 @@ show_share() {
     fi
 }
 
-# Find the interpreter, in this repository's venv or in a container that pyxis or Apptainer makes.
+# Set the interpreter, in this repository's venv or in a container of pyxis or Apptainer, and the arrays srun and container.
 set_python() {
     srun=(srun --kill-on-bad-exit=1) container=() gpus=${SLURM_GPUS_ON_NODE:-0}
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
@@ -222,7 +222,7 @@ set_python() {
         if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi
     done
     if [[ $(srun --help) == *--container-image* ]]; then
-        # The image's variables would beat the job's where both have one.
+        # Without --container-env the image's variables override the job's.
         srun+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
             "--container-env=NNODES,NPROC_PER_NODE,MASTER_ADDR,MASTER_PORT,FABRIC,PYTHON")
         return
@@ -234,18 +234,18 @@ set_python() {
     container+=("$CONTAINER_IMAGE")
 }
 
-# exec_python ARGUMENTS...: become that interpreter on this node, in a subshell, after set_python.
+# exec_python ARGUMENTS...: replace this (sub)shell by that interpreter, on this node; call set_python first.
 exec_python() {
-    if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis makes containers for srun alone
-        # Beside the other steps.
+    if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis works in srun only
+        # --overlap: beside the other steps
         exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="${SLURMD_NODENAME:-$(hostname -s)}" "$PYTHON" "$@"
     else
         exec "${container[@]}" "$PYTHON" "$@"
     fi
 }
 
-# run_step COMMAND...: start the ranks, show what the head node prints, and set `greatest` to what srun ends with, the
-# greatest status of all, and `status` to that of the first that ended badly, if it exited: srun has the others killed.
+# run_step COMMAND...: start the ranks and show the head node's log. Set `greatest` to srun's status, the greatest of all
+# tasks, and `status` to that of the first task that failed, if it exited by itself: srun kills the others.
 run_step() {
     local tails=() before first errors=$logs/.srun
     : >"$errors"
@@ -271,12 +271,12 @@ run_step() {
     if [[ $step == srun && $first =~ ": Exited with exit code "([0-9]+)$ ]]; then status=${BASH_REMATCH[1]}; fi
 }
 
-# What nodes of a job know one another by: not its number, which everybody can see.
+# Print a random word that only the nodes of this job know, as the job id is public.
 secret() {
     od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
 }
 
-# An elastic job: serve its store here, where no node's loss takes it along, and let srun go on when a node is lost.
+# Make the job elastic: serve its store here, so that it survives the loss of other nodes, and let srun continue after a loss.
 make_elastic() {
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT
     export RDZV_ID=$job.$restarts ENDED_FILE=$logs/.ended
@@ -294,38 +294,38 @@ make_elastic() {
             echo "error: job $job: its store did not start on $MASTER_ADDR:$MASTER_PORT (status $status)" >&2
             exit 1
         fi
-        MASTER_PORT=$(free_port) # another process was faster
+        MASTER_PORT=$(free_port) # another process took the port
         echo "job $job: its store takes port $MASTER_PORT"
     done
     RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
-    # shellcheck disable=SC2064 # the process id of now
-    trap "kill -KILL $store 2>/dev/null" EXIT # KILL: pyxis' srun would print that it ends its step
+    # shellcheck disable=SC2064 # expand the process id now
+    trap "kill -KILL $store 2>/dev/null" EXIT # KILL: at TERM, srun (pyxis) prints a message
     disown
     srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
 }
 
-# Slurm's signal: it comes to this script alone (B:), a while before the time limit or a preemption. Pass it on until
-# all ranks have left: one that has not begun to listen yet would miss it.
+# stop_step SIGNAL: Slurm sends its signal before the time limit or a preemption to this script only (B:). Pass it on to
+# the ranks until they have ended: a rank that has no handler yet would miss it.
 stop_step() {
-    if ((${#stopper[@]})); then return; fi # the signal once more
+    if ((${#stopper[@]})); then return; fi # a repeated signal
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
     while :; do
         if [[ $step == srun ]]; then
-            scancel --signal="$1" "$job" 2>/dev/null # to the steps, not to this script
+            scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
         elif [[ -n $step_pid ]]; then
-            kill -s "$1" "$step_pid" 2>/dev/null # mpirun hands it to its ranks
+            kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
         else
             false # no step yet
-        fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # its handler may be at work
+        fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # once: its handler may be saving
         sleep 10
     done &
     stopper=("$!")
 }
 
-# Leave with the job's status, or start it again where it was stopped before its end or has lost a node.
+# Exit with the job's status, or requeue an incomplete job.
 end_job() {
-    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # also without a lost node
+    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # even if a node was lost
     if is_complete; then exit 0; fi
     go_on="to resume: sbatch ... --name $(basename "$run_dir") --resume auto"
     if [[ -n ${SCRIPT:-} ]]; then go_on="to resume: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
@@ -340,12 +340,12 @@ end_job() {
     exit "$status"
 }
 
-# Start an incomplete job again where it was stopped before its end, has lost a node, or a GPU of it is broken.
+# Requeue an incomplete job that was stopped, lost a node or the port, or has a broken GPU; else return.
 start_again() {
     local state preempted lost broken
     state=$(job_field JobState) preempted=$(job_field PreemptTime | grep '[0-9]')
     if [[ $state != RUNNING ]]; then
-        # A scancel, or a requeue by hand: Slurm ends this script, too.
+        # scancel, or a manual requeue: Slurm ends this script, too.
         echo "job $job is $state and its ranks have left; $go_on"
         exit 1
     elif [[ ($signal == USR1 || $preempted) && $greatest != 2 ]]; then
@@ -355,7 +355,7 @@ start_again() {
             exit 1
         fi
         requeue "it was stopped before its end"
-    elif ((status == 75 || greatest == 75)); then # other nodes may have taken the port's owner for node 0
+    elif ((status == 75 || greatest == 75)); then # other nodes may have reached the port's owner instead
         requeue "another process took port $MASTER_PORT"
     elif ((status == 0)); then
         echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2
@@ -368,22 +368,22 @@ start_again() {
     fi
 }
 
-# begin_submitted PYTHON SCRIPT MAX_REQUEUES LOGS RUN_DIR...: what a job of make submit begins with; slurm/submit.py has
-# submitit start the ranks. In an array each task has its own RUN_DIR. A script is given by its path, no script by "".
+# begin_submitted PYTHON SCRIPT MAX_REQUEUES LOGS RUN_DIR...: begin_job for a job of make submit, whose ranks submitit
+# starts (slurm/submit.py). Each task of an array has its own RUN_DIR. SCRIPT is "" for a recipe.
 begin_submitted() {
     local run_dirs=("${@:5}")
     identify_job
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
     srun=(srun) container=() started=$logs/$job.started
-    # Rank 0 leaves its exit status in STATUS_FILE, and the signal that has stopped it. Each start has another port.
+    # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
     export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
-    trap : TERM # as the ranks get it, too: they write a checkpoint
+    trap : TERM # the ranks get it, too, and write a checkpoint
 }
 
-# end_submitted STATUS: leave as end_job does, once srun has ended with this status; slurm/submit.py says what has failed.
+# end_submitted STATUS: end_job for a job of make submit, whose srun ended with this status. slurm/submit.py prints errors.
 end_submitted() {
     status=$1 greatest=$1 signal=""
     if [[ -e $STATUS_FILE ]]; then read -r status signal <"$STATUS_FILE"; fi
@@ -397,11 +397,11 @@ end_submitted() {
     exit "$status"
 }
 
-# Whether all ranks have done what they were to do. A recipe's record tells; a script that was not stopped has, in an
-# elastic job where ranks of one node have ended well and none badly: those that were lost do not count.
+# Whether the run is complete. A recipe's record shows it. A script is complete if it was not stopped; in an elastic job,
+# also if one node ended well and none failed: lost nodes do not count.
 is_complete() {
     if [[ -n ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && -z $signal && -e ${ENDED_FILE:-} ]]; then
-        # 137: in a container; 69: a node that has lost the store.
+        # 137: killed in a container; 69: the node lost the store.
         ! grep 'Exited with exit code' "$logs/.srun" | grep -qvE 'code (69|137)$'
         return
     fi
@@ -409,11 +409,11 @@ is_complete() {
     if [[ -n ${SCRIPT:-} ]]; then
         [[ -z $signal ]]
     else
-        [[ $run_dir/result.json -nt $started || (! -e $run_dir/config.json && -z $signal) ]] # the probe has no record
+        [[ $run_dir/result.json -nt $started || (! -e $run_dir/config.json && -z $signal) ]] # the probe keeps no record
     fi
 }
 
-# Whether a script has written to its folder in this start; without that, a restart would begin anew each time.
+# Whether a script wrote to its folder in this start; if not, every restart would begin from step 0.
 has_progress() {
     [[ -z ${SCRIPT:-} || -n $(find "$run_dir" -path "$logs" -prune -o -type f -newer "$started" -print -quit) ]]
 }
@@ -422,7 +422,7 @@ job_field() {
     scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
-# The nodes that do not start a command within a bound; all are asked at once. Where none does, srun itself fails.
+# Print the nodes that do not start a command within 20 s, asked at once. If no node does, the fault is srun's: print none.
 lost_nodes() {
     local node lost=()
     local -A asked=()
@@ -436,8 +436,7 @@ lost_nodes() {
     if ((${#lost[@]} < ${#asked[@]})); then echo "${lost[*]}"; fi
 }
 
-# The nodes with a broken GPU, a line each with what is broken; all are asked at once, within a bound. An nvidia-smi that
-# is slow to answer breaks nothing.
+# Print a line for each broken GPU, with its node; all nodes are asked at once, for 30 s. A slow nvidia-smi is no fault.
 broken_nodes() {
     local node
     while read -r node; do
@@ -448,10 +447,10 @@ broken_nodes() {
     wait
 }
 
-# leave_out LINES: start again without these nodes, where the job has not left out too many and others are there.
+# leave_out LINES: requeue the job without these nodes, unless it has excluded too many or too few others remain.
 leave_out() {
     local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old usable
-    echo "job $job: ${1//$'\n'/$'\n'job $job: }" | tee -a "$list" # for later starts of this job, and for those who repair nodes
+    echo "job $job: ${1//$'\n'/$'\n'job $job: }" | tee -a "$list" # for later starts, and for administrators
     new=$(cut -d: -f1 <<<"$1" | sort -u | paste -sd,)
     all=$(sed -n "s/^job $job: \([^:]*\): .*/\1/p" "$list" | sort -u)
     old=$(job_field ExcNodeList | grep -v '^(null)$')
@@ -472,7 +471,7 @@ leave_out() {
     fi
 }
 
-# requeue REASON [NODES]: start again, without these nodes.
+# requeue REASON [NODES]: requeue the job, without these nodes, and exit.
 requeue() {
     local limit=${MAX_REQUEUES:-10}
     if ((restarts >= limit)); then
@@ -483,8 +482,8 @@ requeue() {
     echo "job $job: $1; it is requeued and resumes from its last checkpoint"
     if [[ -n ${2:-} ]]; then trap '' TERM; else trap - TERM; fi
     if scontrol requeue "$job"; then
-        if [[ -z ${2:-} ]]; then exec sleep 60; fi # until Slurm ends this script
-        # Slurm changes no job that runs. This one cannot start again before this script has ended.
+        if [[ -z ${2:-} ]]; then exec sleep 60; fi # Slurm ends this script
+        # Slurm does not change a running job. The job cannot start again before this script has ended.
         if scontrol update "JobId=$job" "ExcNodeList=$2"; then exit 1; fi
         echo "error: job $job: Slurm did not take ExcNodeList=$2; it may get these nodes again" >&2
         exit 1
