@@ -519,18 +519,24 @@ class Agent(LocalElasticAgent):
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
-    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "shutdown")),
+    (
+        DynamicRendezvousHandler,
+        ("from_backend", "next_rendezvous", "num_nodes_waiting", "shutdown", "_stop_heartbeats"),
+    ),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
     (launcher, ("LocalElasticAgent",)),
 )
-"""What of torch the classes above extend, and what install() replaces."""
+"""What of torch the classes above extend and use, and what install() replaces."""
+
+NEEDED_FIELDS = ("_this_node", "_store", "_state_holder", "_op_executor")
+"""What they use of a DynamicRendezvousHandler."""
 
 
 def missing_parts() -> list[str]:
     """Return what this version of torch lacks of it."""
     missing = [f"{owner.__name__}.{name}" for owner, names in NEEDED for name in names if not hasattr(owner, name)]
-    is_state_there = "_state_holder" in DynamicRendezvousHandler.__annotations__
-    return missing + ([] if is_state_there else ["DynamicRendezvousHandler._state_holder"])
+    fields = DynamicRendezvousHandler.__annotations__
+    return missing + [f"DynamicRendezvousHandler.{name}" for name in NEEDED_FIELDS if name not in fields]
 
 
 def install(job: Job) -> None:

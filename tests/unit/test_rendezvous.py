@@ -566,6 +566,12 @@ def test_another_torch_is_noticed(monkeypatch, owner, name):
         assert elastic.missing_parts() == [f"{owner.__name__}.{name}"]
 
 
+@pytest.mark.parametrize("name", ["_this_node", "_op_executor"])
+def test_another_rendezvous_is_noticed(monkeypatch, name):
+    monkeypatch.delitem(dynamic_rendezvous.DynamicRendezvousHandler.__annotations__, name)
+    assert elastic.missing_parts() == [f"DynamicRendezvousHandler.{name}"]
+
+
 @pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (68, 1), (2, 2)])
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
