@@ -133,9 +133,11 @@ begin_script() {
 
 # Set the recipe's options: the user's, the name, the device, and --resume auto after a requeue.
 set_options() {
-    options=(--name "$name" "$@")
+    options=("$@")
     # A job with GPUs never trains on CPUs, unless the user's own --device, which comes later, says so.
-    if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "${options[@]}"); fi
+    if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "$@"); fi
+    if [[ $recipe == probe ]]; then return; fi # it keeps no record
+    options=(--name "$name" "${options[@]}")
     # A requeued job resumes its own record, if there is one, whatever checkpoint it started from.
     if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
         options+=(--resume auto)

@@ -373,6 +373,13 @@ def test_steps_get_all_variables_and_all_cores(job):
     assert not [line for line in done.stdout.splitlines() if line.split("=")[0] in leaked]
 
 
+def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
+    own = {"begin": 'begin_job probe "$@"', "then": 'echo "${options[@]}"', "SLURM_GPUS_ON_NODE": "2"}
+    for restarts in "01":
+        done = job(SLURM_RESTART_COUNT=restarts, **own)
+        assert done.stdout.splitlines()[-1] == f"--device cuda --runs-dir {tmp_path}/runs", done.stderr
+
+
 @pytest.mark.parametrize("name", ["NPROC_PER_NODE", "MAX_REQUEUES", "MAX_EXCLUDED"])
 def test_what_is_no_number_is_refused_at_the_start_and_not_at_the_end(job, name):
     done = job(**{name: "many"})
