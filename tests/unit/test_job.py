@@ -105,7 +105,7 @@ def run_array(folder, **env):
     (folder / "python3").write_text("#!/bin/sh\necho an old Python >&2\nexit 1\n")
     (folder / "python3").chmod(0o755)
     text = (ROOT / "slurm/array.sbatch").read_text()
-    head, tail = text.split('source "$(dirname "$file")/job.sh"\n')
+    head, tail = re.split(r'source "\$\(dirname "\$file"\)/job.sh".*\n', text)
     body = tail.replace("begin_job", "echo", 1).split("\nrun_step")[0]
     assert "#SBATCH" in head
     array = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (("ID", "1"), ("MIN", "0"), ("MAX", "1"))}

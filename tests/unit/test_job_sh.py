@@ -518,7 +518,7 @@ def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
 def test_all_nodes_are_asked_for_the_cores_of_the_smallest(file):
     nodes = {"SLURM_JOB_CPUS_PER_NODE": "96(x2),64,128", "SLURM_CPUS_ON_NODE": "96"}
     assert " --cpus-per-task=64 " in file("ddp.sbatch", **nodes)[1]
-    assert " --cpus-per-task=32 " in file("ddp-srun.sbatch", NPROC_PER_NODE="2", **nodes)[1].splitlines()[-1]
+    assert " --cpus-per-task=32 " in file("ddp-srun.sbatch", NPROC_PER_NODE="2", **nodes)[1]
 
 
 def test_the_repository_may_have_spaces_in_its_path(file, tmp_path):
