@@ -408,8 +408,16 @@ def _words_of_config(parser: Parser, path: Path) -> list[str]:
     """Return the command-line words that a YAML file of `flag: value` lines stands for."""
     import yaml  # 20 ms, paid only by those who use a file
 
+    class Loader(yaml.SafeLoader):
+        """Leave numbers as they are written: the name 1.10 is not 1.1, and 012 not 10."""
+
+    kept = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers.items()
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in pairs if tag in kept] for first, pairs in resolvers
+    }
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

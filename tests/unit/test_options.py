@@ -180,6 +180,12 @@ class TestConfig:
         args = single.options(["--lr", "0.25", f"--config={tmp_path / 'c.yaml'}"])
         assert (args.lr, args.seed) == (0.25, 4)
 
+    def test_numbers_are_taken_as_they_are_written(self, tmp_path):
+        """YAML reads 1.10 as 1.1, 012 as 10 and 2026-11-01 as a date."""
+        args = self.parse(tmp_path, "name: 1.10\ndata-dir: 0x1F\nepochs: 012\nlr: 1e-3\nruns_dir: 2026-11-01")
+        assert (args.name, str(args.data_dir), args.epochs) == ("1.10", "0x1F", 12)
+        assert (args.lr, str(args.runs_dir)) == (0.001, "2026-11-01")
+
     def test_an_empty_file_says_nothing(self, tmp_path):
         assert self.parse(tmp_path, "# nothing\n").epochs == single.options([]).epochs
 
@@ -195,15 +201,15 @@ class TestConfig:
             ("config: other.yaml", "unknown option 'config'"),
             ("help: true", "unknown option 'help'"),
             ("no-download: true", "unknown option 'no-download'"),
-            ("3: 4", "unknown option 3"),
+            ("3: 4", "unknown option '3'"),
             ("- epochs", "must hold lines of the form `flag: value`"),
             ("just words", "must hold lines of the form `flag: value`"),
             ("a: [", "is not YAML"),
             ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
-            ("epochs: [1, 2]", "epochs expects one word or number, got [1, 2]"),
+            ("epochs: [1, 2]", "epochs expects one word or number, got ['1', '2']"),
             ("epochs:", "epochs expects one word or number, got None"),
             ("epochs: true", "epochs expects one word or number, got True"),
-            ("zero: 3", "zero expects true or false, got 3"),
+            ("zero: 3", "zero expects true or false, got '3'"),
             ("epochs: 0", "--epochs: expects a whole number of at least 1, got '0'"),
             ("data: digit", "did you mean 'digits'?"),
             ("name: ../../etc", "--name"),
