@@ -214,6 +214,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         finish_vote = peers.begin_vote(job.stop.vote) if job.is_vote_due() else None
         for i in reversed(range(len(job.devices))):  # the first one last: its seed is the CPU's too
             seed_step(args.seed, position.step, peers.rank + i, job.devices[i])
+        job.guard.keep_buffers(technique.module.buffers(), job.scaler)
         loss_sum = torch.zeros((), device=job.device)
         passes = args.accumulate_steps
         parts = zip(*(in_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True)
@@ -228,6 +229,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
         (technique.update or update)(job, job.gradient_check(loss_sum))
+        job.guard.restore_buffers(job.scaler)
         job.count_step()
         if job.is_log_due():
             # Log: the ranks' parts add up to the global batch's loss: 4 bytes a rank, once in --log-every steps.

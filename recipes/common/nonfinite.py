@@ -70,6 +70,8 @@ class Guard:
         self.skipped = 0
         """Steps that were left out."""
         self._in_a_row = 0
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._scale: float | None = None
         # With `stop` a GPU notes the first bad step for itself, and is asked only when it is waited for anyway.
         self._is_lazy = device.type != "cpu" and self.mode == "stop"
         self._first_bad = torch.full((), -1, device=device)
@@ -102,6 +104,21 @@ class Guard:
         else:
             self.skipped += 1
         return False
+
+    def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
+        """Before a step's passes: with `skip`, copy what they change, such as batch norm's running statistics."""
+        if self.mode == "skip":
+            self._kept = [(buffer, buffer.clone()) for buffer in buffers]
+            self._scale = scaler.get_scale() if self._scale is None else self._scale
+
+    @torch.no_grad()
+    def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
+        """After the step: put the copies back if it was skipped, by the scaler or by check_gradients()."""
+        if self.mode == "skip":
+            before, self._scale = self._scale, scaler.get_scale()
+            if self._in_a_row or (before is not None and self._scale < before):
+                for buffer, copy in self._kept:
+                    buffer.copy_(copy)
 
     def settle(self, step: int, scaler: torch.amp.GradScaler) -> None:
         """Read what a GPU has noted up to a step, and its loss scale; the caller waits for it anyway."""
