@@ -1,13 +1,16 @@
 """For how long a device waits for data, and the line that says so."""
 
+import signal
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from recipes.common.data import workers
 from recipes.common.data.idle import IdleClock
 from recipes.common.data.imagefolder import ImageSplit
+from recipes.common.errors import WorkerError
 from recipes.common.job import Job
 from recipes.common.metrics import IdleShare, Throughput
 from recipes.common.task import Classification
@@ -92,3 +95,20 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     assert all(
         text.startswith("warning: 21% of the time rank 0 waits for data; raise --workers (3") for text in said
     )
+
+
+def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
+    """In no collective, and with one process alone, nothing else would end it."""
+    split = ImageSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
+    assert split.bound_s == 660
+    with pytest.raises(
+        WorkerError, match=r"rank 0 on \S+ got no samples for 0.05 s: a worker hangs.*--resume auto"
+    ):
+        with workers.bounded(0.05):
+            time.sleep(60)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with pytest.raises(WorkerError, match=r"lost a worker \(DataLoader worker .* unexpectedly\); is memory short"):
+        with workers.bounded(60):
+            raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    with pytest.raises(RuntimeError, match="no such kernel"), workers.bounded(60):
+        raise RuntimeError("no such kernel")

@@ -182,7 +182,7 @@ class ImageSplit(LoadedSplit):
         on_bad_image: Callable[[UserError], None],
         context: BaseContext | None,
     ) -> None:
-        super().__init__(dataset, args.workers, device, context, _collate)
+        super().__init__(dataset, args.workers, device, context, args.timeout_s, _collate)
         self.args, self.on_bad_image = args, on_bad_image
         self.normalise = Normalise(MEAN, STD, args.image_size, device)
         self.memory_format = torch.channels_last if args.channels_last else torch.contiguous_format

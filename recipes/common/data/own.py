@@ -129,7 +129,8 @@ class OwnSamples(LoadedSplit):
     def __init__(
         self, dataset: SeededSamples, args: Options, device: torch.device, on_fault: Callable[[UserError], None]
     ) -> None:
-        super().__init__(dataset, args.workers, device, start_server() if args.workers else None)
+        context = start_server() if args.workers else None
+        super().__init__(dataset, args.workers, device, context, args.timeout_s)
         self.on_fault, self.specs = on_fault, dataset.specs
 
     def fingerprint(self) -> str:

@@ -14,13 +14,14 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from recipes.common.data.idle import IdleClock
 from recipes.common.data.splits import Split
+from recipes.common.errors import WorkerError
 from recipes.common.process.signals import STOP_SIGNALS
 
 
@@ -98,6 +100,40 @@ def _end_with_rank() -> None:
     os._exit(0)
 
 
+@contextlib.contextmanager
+def bounded(seconds: float) -> Iterator[None]:
+    """Raise a WorkerError where a wait for workers takes longer, or one of them has died.
+
+    All ranks may wait for the same file system: then none of them is in a collective, which has a bound.
+    """
+
+    def error_of(what: str) -> WorkerError:
+        return WorkerError(f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
+
+    def give_up(number: int, frame: types.FrameType | None) -> NoReturn:
+        why = "a worker hangs, perhaps in a file system that does not answer"
+        fix = "fix this, then add --resume auto; for samples that take so long, raise --timeout-s"
+        raise error_of(f"got no samples for {seconds:g} s: {why}; {fix}")
+
+    can_signal = threading.current_thread() is threading.main_thread()
+    if can_signal:
+        handler, (left_s, _) = (
+            signal.signal(signal.SIGALRM, give_up),
+            signal.setitimer(signal.ITIMER_REAL, seconds),
+        )
+    try:
+        yield
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        fix = "is memory short? lower --workers, then add --resume auto"
+        raise error_of(f"lost a worker ({error}); {fix}") from error
+    finally:
+        if can_signal:
+            signal.setitimer(signal.ITIMER_REAL, left_s)
+            signal.signal(signal.SIGALRM, handler)
+
+
 class Keys(list[tuple[int, int]]):
     """(epoch, index) of each sample of a batch."""
 
@@ -120,6 +156,7 @@ class LoadedSplit(Split):
         workers: their number.
         device: the one that waits for batches.
         context: the workers' fork server, None without workers.
+        timeout_s: longest wait for another rank.
         collate: what makes a batch of samples (torch's own).
     """
 
@@ -129,8 +166,10 @@ class LoadedSplit(Split):
         workers: int,
         device: torch.device,
         context: BaseContext | None,
+        timeout_s: float,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        self.bound_s = 2 * timeout_s + 60  # by then, other ranks have said that they wait for this one
         self.dataset, self.device, self.idle = dataset, device, IdleClock(device)
         # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
         self.keys: list[Keys] = []
@@ -154,14 +193,18 @@ class LoadedSplit(Split):
         return self.idle.seconds()
 
     def load(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Any]:
-        """Yield what collate makes of each index tensor that is not empty (the share of a rank too many is)."""
+        """Yield what collate makes of each index tensor that is not empty (the share of a rank too many is).
+
+        Raises:
+            WorkerError: a worker died, or no batch came within the bound.
+        """
         self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
         if samples := getattr(self.dataset, "ahead", 0):
             add_ahead(self.keys, max(1, self.loader.num_workers), samples)
         with without_main():
             loaded = iter(self.loader)
         while True:
-            with self.idle.waiting():
+            with self.idle.waiting(), bounded(self.bound_s):
                 batch = next(loaded, None)
             if batch is None:
                 break
