@@ -55,6 +55,19 @@ def test_a_run_sees_the_images_of_the_folder(images, whole):
                 assert torch.equal(b, d)
 
 
+def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
+    """A few terabytes have thousands of shards, and often a process may open 1,024 files."""
+    dataset = load("shards", whole).train.dataset
+    assert len(dataset.shards) > 3
+    dataset.most_files = 2
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = (
+        [d.read(i) for i in range(len(d))] for d in (dataset, load("imagefolder", images).train.dataset)
+    )
+    assert ours == theirs
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
 def test_the_layout_is_webdatasets(images, whole):
     """An image, and its class beside it under the same name; a shard ends once it is large enough."""
     names = sorted(path.name for path in whole.glob("*.tar"))

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import stat
 import tarfile
 import time
@@ -77,6 +78,8 @@ class ShardedImages(Images):
         self.labels = self.fields["label"]
         self.files: dict[tuple[int, int], int] = {}
         """Open files, by process and shard: a fork would share the position, which pread() does not use."""
+        self.most_files = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        """Kept open: a few terabytes have more shards than a process may open, and batches are files, too."""
 
     def path(self, index: int) -> str:
         """Return the shard of an image and its place there."""
@@ -98,6 +101,8 @@ class ShardedImages(Images):
         shard, offset, size, crc = self._of(index, "shard", "offset", "size", "crc")
         key = os.getpid(), shard
         if key not in self.files:
+            if len(self.files) >= self.most_files:
+                os.close(self.files.pop(next(iter(self.files))))
             self.files[key] = os.open(f"{self.folder}/{self.shards[shard]}", os.O_RDONLY | os.O_CLOEXEC)
         content = os.pread(self.files[key], size, offset)
         if zlib.crc32(content) != crc:
