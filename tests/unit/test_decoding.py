@@ -111,6 +111,27 @@ def test_a_cut_file_is_a_fault_wherever_the_crop_is(tmp_path, kind, share):
         decode(read(str(path)), lambda *_: Box(0, 0, 4, 4))
 
 
+def test_grey_of_16_bits_keeps_its_upper_8(tmp_path):
+    """Pillow's own conversion makes all above 255 white, and with it nearly every image of 16 bits."""
+    values = np.linspace(0, 65535, 20, dtype=np.uint16).reshape(4, 5)
+    for kind, high in (("png", 255), ("tiff", 255)):
+        Image.fromarray(values).save(tmp_path / f"image.{kind}")
+        pixels = decode(read(str(tmp_path / f"image.{kind}")), imagefolder.whole)
+        assert np.array_equal(pixels.numpy(), np.repeat((values >> 8)[..., None], 3, axis=2))
+        assert int(pixels.max()) == high
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_values_of_32_bits_are_those_of_8_or_a_fault(tmp_path, kind):
+    values = np.linspace(0, 255, 20).astype(kind).reshape(4, 5)
+    Image.fromarray(values).save(tmp_path / "image.tiff")
+    pixels = decode(read(str(tmp_path / "image.tiff")), imagefolder.whole)
+    assert np.array_equal(pixels[..., 0].numpy(), values.astype(np.uint8))
+    Image.fromarray(values * 2).save(tmp_path / "image.tiff")
+    with pytest.raises(ValueError, match=r"its values of 32 bits are 0.* to 510.*, not 0 to 255"):
+        decode(read(str(tmp_path / "image.tiff")), imagefolder.whole)
+
+
 @pytest.mark.usefixtures("decoder")
 def test_what_is_no_image_is_a_fault(tmp_path):
     path = tmp_path / "image.jpg"

@@ -58,10 +58,25 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         if pixels is not None:
             return pixels
     with Image.open(io.BytesIO(content)) as image:
-        rgb = image.convert("RGB")
+        rgb = _to_8_bits(image).convert("RGB")
     box = choose(*rgb.size)
     part = rgb.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return torch.from_numpy(np.array(part))
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """Return the upper 8 bits of a grey image of 16, and others as they are: Pillow takes all above 255 for white.
+
+    Raises:
+        ValueError: values of 32 bits, of which nothing says which is white.
+    """
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        low, high = np.asarray(image).min(), np.asarray(image).max()
+        if not 0 <= low <= high <= 255:
+            raise ValueError(f"its values of 32 bits are {low} to {high}, not 0 to 255")
+    return image
 
 
 def decodes_parts() -> bool:
