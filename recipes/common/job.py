@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack, position_of
+from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, changes_of, pack, position_of
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import MAX_IDLE_SHARE, IdleShare, Throughput, peak_memory_bytes
@@ -101,6 +101,8 @@ class Job:
         if content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         self.position = position_of(content, self.steps_per_epoch, self.total_steps)
+        if text := changes_of(content.get("data", {}), self.data.fingerprints):
+            self.say(text)
         self.throughput.add_earlier(**content.get("timed", {}))
         self.guard.skipped = content.get("skipped_steps", 0)
 
@@ -139,6 +141,7 @@ class Job:
             state["optimizer"],
             self.scaler.state_dict(),
             self.throughput.timed(),
+            self.data.fingerprints,
         )
         content["skipped_steps"] = self.guard.skipped
         if self.record and not self.writer:

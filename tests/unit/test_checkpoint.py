@@ -421,6 +421,8 @@ def test_options_without_meaning_for_the_data_may_differ(folder):
         (25, 3, 25, 3),  # ended by --max-steps within the third epoch, and so it stays
         (25, 3, 100, 2),  # the same with more steps: the third epoch is completed
         (25, 2, 100, 2),
+        (55, 2, 100, 5),  # of 20 steps an epoch, then of 10: the sixth is under way
+        (50, 2, 100, 4),  # the fifth is trained, and evaluated before the sixth
     ],
 )
 def test_position_of_a_longer_run(step, epoch, total_steps, expected):

@@ -254,6 +254,26 @@ class TestImageFolder:
         expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
         assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
 
+    def test_hidden_files_are_left_out_links_followed_and_any_name_taken(self, tmp_path):
+        """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS in ._photo.jpg."""
+        odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as out of an old archive
+        hidden = ("train/.cache/x.jpg", "train/a/.ipynb_checkpoints/x.jpg", "train/a/._0.jpg")
+        for name in ("train/a/0.jpg", f"train/{odd}/0.jpg", "val/a/0.jpg", "more/9.jpg", *hidden):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(b"x")
+        (tmp_path / "train/a/more").symlink_to(tmp_path / "more")
+        data = self.load(tmp_path)
+        paths = [os.path.relpath(data.train.dataset.path(i), tmp_path) for i in range(len(data.train))]
+        assert paths == ["train/a/0.jpg", "train/a/more/9.jpg", f"train/{odd}/0.jpg"]
+
+    def test_the_fingerprint_is_that_of_the_names_wherever_they_are(self, tmp_path):
+        for root, file in (("one", "0.jpg"), ("two", "0.jpg"), ("three", "1.jpg")):
+            for half in ("train", "val"):
+                (tmp_path / root / half / "a").mkdir(parents=True)
+                (tmp_path / root / half / "a" / file).write_bytes(b"x")
+        one, two, three = (self.load(tmp_path / name).train.fingerprint() for name in ("one", "two", "three"))
+        assert one == two != three
+
     def test_a_bad_image_is_told_and_blank(self, tmp_path):
         for name in ("train/a/0.jpg", "val/a/0.jpg"):
             (tmp_path / name).parent.mkdir(parents=True)

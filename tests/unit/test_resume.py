@@ -525,3 +525,27 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_as_they_were(tmp_pat
     skipped = 3 * 8 - int(model["1.num_batches_tracked"])
     assert skipped == 3 or (amp == "fp16" and skipped > 3), lines  # a loss scale may overflow at first
     assert all(np.isfinite(line["test_loss"]) for line in metrics(tmp_path / "a") if "test_loss" in line)
+
+
+def growing():
+    """Return as many samples as SAMPLES says."""
+    images = torch.rand(int(os.environ["SAMPLES"]), 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(len(images)) % 4
+    return {"train": (images, labels), "test": (images[:8], labels[:8]), "target": "class", "num_classes": 4}
+
+
+def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch):
+    """The order of samples is another one, and an epoch has other steps."""
+    argv = ("--data", "tests.unit.test_resume:growing", "--global-batch-size", "8", "--device", "cpu")
+    monkeypatch.setenv("SAMPLES", "64")
+    single("a", *argv, "--epochs", "2")
+    same = single("a", *argv, "--epochs", "3", "--resume", "auto")
+    assert not any("warning" in line for line in same)
+    monkeypatch.setenv("SAMPLES", "32")
+    lines = single("a", *argv, "--epochs", "8", "--resume", "auto")
+    (warning,) = (line for line in lines if line.startswith("warning: the data have changed"))
+    assert "the training set is 32 samples with digest " in warning
+    assert "(was 64 samples with digest " in warning
+    assert "the test set" not in warning
+    epochs = [line["step"] for line in metrics(tmp_path / "a") if line["kind"] == "epoch"]
+    assert epochs == [8, 16, 24, 24, 28, 32]

@@ -83,10 +83,12 @@ def pack(
     optimizer: dict[str, Any],
     scaler: dict[str, Any],
     timed: dict[str, float] | None = None,
+    data: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest.
 
-    `timed` are the steps and seconds of training that Throughput has counted, over all launches.
+    `timed` are the steps and seconds of training that Throughput has counted, over all launches; `data` identifies
+    the halves of the data set.
     """
     return {
         "format": FORMAT,
@@ -96,6 +98,7 @@ def pack(
         "optimizer": optimizer,
         "scaler": scaler,
         "timed": timed or {"steps": 0, "seconds": 0.0},
+        "data": data or {},
     }
 
 
@@ -112,7 +115,22 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
     if position.step < total_steps:
         # A run that --max-steps ended within an epoch counted it as done; a longer run completes it.
         position.epoch = min(position.epoch, position.step // steps_per_epoch)
+        # Of data that have shrunk, the epochs that it has more steps than are done.
+        position.epoch = max(position.epoch, -(-position.step // steps_per_epoch) - 1)
     return position
+
+
+def changes_of(before: dict[str, str], now: dict[str, str]) -> str:
+    """Return a warning if the data are not those of the checkpoint, else ""; those of old versions do not say."""
+    changed = [
+        f"{half} is {now[half]} (was {text})" for half, text in before.items() if now.get(half, text) != text
+    ]
+    if not changed:
+        return ""
+    return (
+        f"warning: the data have changed since the checkpoint was written: {', '.join(changed)}; from here on the "
+        "order of samples is another one, and earlier evaluations do not compare"
+    )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

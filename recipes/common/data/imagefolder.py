@@ -14,6 +14,7 @@ import os
 import random
 import socket
 import sys
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -106,10 +107,13 @@ class Images(Dataset[Decoded], ABC):
 
 
 class ImageFolder(Images):
-    """An image per file."""
+    """An image per file; the samples' paths are those below `folder`."""
 
-    def __init__(self, samples: list[tuple[str, int]], image_size: int, seed: int, train: bool) -> None:
+    def __init__(
+        self, samples: list[tuple[str, int]], image_size: int, seed: int, train: bool, folder: str | Path = ""
+    ) -> None:
         super().__init__(image_size, seed, train)
+        self.folder = folder
         # Tensors lie in memory that all workers of a rank share; of a million paths each would have its own.
         paths = [os.fsencode(path) for path, _ in samples]
         self.paths = torch.frombuffer(bytearray(b"".join(paths)), dtype=torch.uint8)
@@ -119,7 +123,7 @@ class ImageFolder(Images):
     def path(self, index: int) -> str:
         """Return the path of an image."""
         begin, end = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
-        return os.fsdecode(self.paths[begin:end].numpy().tobytes())
+        return os.path.join(self.folder, os.fsdecode(self.paths[begin:end].numpy().tobytes()))
 
     def read(self, index: int) -> bytes:
         """Return an image's file."""
@@ -127,7 +131,8 @@ class ImageFolder(Images):
 
     def fingerprint(self) -> str:
         """Return what identifies the images."""
-        return f"{len(self)} images"  # check_listing() compares their names
+        digest = zlib.crc32(self.labels.numpy().tobytes(), zlib.crc32(self.paths.numpy().data))
+        return f"{len(self)} images with digest {digest:08x} of names and classes"
 
 
 def random_box(width: int, height: int, chance: random.Random) -> Box:
@@ -293,8 +298,7 @@ def load_imagefolder(
         listing = walk(args.data_dir)
 
     def dataset(samples: list[tuple[str, int]], is_train: bool) -> ImageFolder:
-        found = [(os.path.join(args.data_dir, path), label) for path, label in samples]
-        return ImageFolder(found, args.image_size, args.seed, is_train)
+        return ImageFolder(samples, args.image_size, args.seed, is_train, args.data_dir)
 
     halves = dataset(listing.train, True), dataset(listing.test, False)
     return data_of(halves, listing.num_classes, args, device, on_bad_image)
@@ -322,7 +326,7 @@ def _state(folder: Path) -> str:
         with contextlib.suppress(OSError):  # walk() says what is missing
             entries = [(entry.name, entry.stat()) for entry in os.scandir(folder / name) if entry.is_dir()]
             for entry, stat in sorted(entries, key=lambda item: item[0]):
-                digest.update(f"{name}/{entry} {stat.st_ino} {stat.st_mtime_ns}\n".encode())
+                digest.update(os.fsencode(f"{name}/{entry} {stat.st_ino} {stat.st_mtime_ns}\n"))
     return digest.hexdigest()
 
 
@@ -332,24 +336,28 @@ def _refuse_folder(error: OSError) -> NoReturn:
     raise UserError(f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}")
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is one that tools leave: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash."""
+    return name.startswith(".")
+
+
 def _scan(folder: Path, half: str) -> tuple[list[tuple[str, str]], list[str]]:
     """Return (path below the folder, class name) of the images below half/CLASS, sorted, and the sorted names."""
     root = folder / half
     layout = "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
     try:
-        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not is_hidden(entry.name))
     except OSError as error:
         raise UserError(f"--data-dir: cannot read {root} ({error.strerror}); {layout}") from None
     if not classes:
         raise UserError(f"--data-dir: {root} has no class folders; {layout}")
     samples = []
     for name in classes:
-        found = [
-            os.path.relpath(os.path.join(place, file), folder)
-            for place, _, files in os.walk(root / name, onerror=_refuse_folder)
-            for file in files
-            if file.lower().endswith(EXTENSIONS)
-        ]
+        found = []
+        for place, folders, files in os.walk(root / name, onerror=_refuse_folder, followlinks=True):
+            folders[:] = [inner for inner in folders if not is_hidden(inner)]
+            images = [file for file in files if file.lower().endswith(EXTENSIONS) and not is_hidden(file)]
+            found += [os.path.relpath(os.path.join(place, file), folder) for file in images]
         if not found:
             raise UserError(f"--data-dir: {root / name} has no images ({', '.join(EXTENSIONS)}); remove it")
         samples += [(path, name) for path in sorted(found)]

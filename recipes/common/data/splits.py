@@ -83,6 +83,8 @@ class Data:
     kind: str = "class"
     """What targets are: class, tokens, bytes (tokens of which 256 are different) or values."""
     task: Task = field(default_factory=Task)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """What identifies each half: all ranks have the same, and so should each launch of a run."""
 
     @classmethod
     def of_images(cls, train: Split, test: Split, channels: int, image_size: int, num_classes: int) -> Data:

@@ -6,6 +6,7 @@ import platform
 import socket
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -97,7 +98,7 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
     check_same_facts(facts, peers)
-    return data
+    return replace(data, fingerprints=facts)
 
 
 def training_facts(args: Options, recipe: str) -> dict[str, str]:
