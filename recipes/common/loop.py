@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.checkpoint.checkpoint import ShardCheck
 from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -131,13 +132,18 @@ def begin_run(
     peers, is_first = job.peers, job.peers.rank == 0
     places = gather_places(job)
 
-    def open_record() -> tuple[Record | None, Content | None]:
+    def open_record(check: ShardCheck | None = None) -> tuple[Record | None, Content | None]:
         if not is_first:
             return None, None
         check_network(places)
-        return open_run(job.args, job.recipe, places, whole=not own_shards)
+        return open_run(job.args, job.recipe, places, check)
 
-    job.record, content = run_on_all_ranks(open_record, peers)
+    if own_shards:
+        from recipes.common.checkpoint.shard_files import share_checks
+
+        job.record, content = run_on_all_ranks(lambda: share_checks(open_record, peers), peers)
+    else:
+        job.record, content = run_on_all_ranks(open_record, peers)
     content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
     with peers.watch("checkpoint"):
         job.folder = peers.broadcast_object(job.record.folder if job.record else job.folder)

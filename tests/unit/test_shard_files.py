@@ -16,13 +16,16 @@ from recipes.common.checkpoint.checkpoint import (
     BadCheckpointError,
     CheckpointFolder,
     Position,
+    check_shards,
+    names_in,
     pack,
     read_checkpoint,
 )
-from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole
+from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole, share_checks
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT
 from recipes.common.parallel.sharding import map_states
+from recipes.common.world.alone import NoWatch
 from scripts.dev import export
 from tests.support import is_equal
 from tests.unit.test_checkpoint import ARGS, files
@@ -35,6 +38,10 @@ class Together:
 
     def __init__(self, rank, barrier, values):
         self.rank, self.world_size, self.barrier, self.values = rank, len(values), barrier, values
+        self.watch = NoWatch()
+
+    def broadcast_object(self, value):
+        return self.gather_objects(value)[0]
 
     def gather_objects(self, value):
         self.values[self.rank] = value
@@ -169,6 +176,54 @@ def test_without_a_shard_file_it_is_passed_over(folder, capsys):
     lost.unlink()
     assert folder.read_newest(set_aside=False)[0].name == "step-000000010.pt"
     assert f": its shard file {lost.name} is missing\n" in capsys.readouterr().err
+
+
+def resume(folder, monkeypatch, lacking=None):
+    """Let rank 0 look for the newest checkpoint; return what each rank gets, and the files that each checked."""
+    here, checked = threading.local(), []
+    barrier, values = threading.Barrier(RANKS), [None] * RANKS
+
+    def note(path, entries):
+        checked.append((here.rank, path.name, [entry["name"] for entry in entries]))
+        check_shards(path, entries)
+
+    def work(rank):
+        here.rank = rank
+        look = (lambda check: folder.read_newest(True, check)) if rank == 0 else (lambda check: None)
+        try:
+            return share_checks(look, Together(rank, barrier, values))
+        except UserError as error:
+            return error
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(RANKS) as pool:
+        patch.setattr(shard_files, "check_shards", note)
+        patch.setattr(shard_files, "names_in", lambda place: set() if here.rank == lacking else names_in(place))
+        return list(pool.map(work, range(RANKS))), sorted(checked)
+
+
+def test_ranks_share_the_check_and_pass_over_what_one_of_them_finds_damaged(folder, monkeypatch, capsys):
+    names = {step: [path.name for path in shards(folder, step)] for step in (10, 20)}
+    damaged = shards(folder, 20)[1]
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    (found, *others), checked = resume(folder, monkeypatch)
+    assert (found[0].name, others) == ("step-000000010.pt", [None] * (RANKS - 1))
+    assert (
+        f"warning: skipped {folder.folder}/step-000000020.pt: its shard file {damaged.name} is cut or damaged"
+        in (capsys.readouterr().err)
+    )
+    assert (folder.folder / "step-000000020.pt.bad").exists()
+    assert checked == [
+        (rank, f"step-{step:09d}.pt", [names[step][rank]]) for rank in range(RANKS) for step in (10, 20)
+    ]
+
+
+def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch):
+    before = files(folder.folder)
+    (error, *others), _ = resume(folder, monkeypatch, lacking=2)
+    assert str(error).startswith(f"no {shards(folder, 20)[0].name} in {folder.folder} on ")
+    assert str(error).endswith("; let all ranks share it")
+    assert others == [None] * (RANKS - 1)
+    assert files(folder.folder) == before
 
 
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):

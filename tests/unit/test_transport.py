@@ -108,7 +108,7 @@ def job(monkeypatch):
     """Return a job of two ranks with a GPU each, whose record cannot be opened."""
     monkeypatch.setattr(loop, "place_of", lambda _, network: Place("n1", "H100", 0, network))
 
-    def open_run(args, recipe, places, whole):
+    def open_run(args, recipe, places, check):
         raise UserError(f"open_run {[place.network for place in places]}")
 
     monkeypatch.setattr(loop, "open_run", open_run)

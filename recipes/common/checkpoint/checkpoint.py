@@ -133,8 +133,14 @@ def changes_of(before: dict[str, str], now: dict[str, str]) -> str:
     )
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
+"""Checks the files that a sharded checkpoint names; raises as check_shards()."""
+
+
+def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, Any]:
     """Return a checkpoint's content with its tensors on the CPU; of a sharded one, with references in their place.
+
+    `check` checks the shard files (default: this process does).
 
     Raises:
         BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
@@ -163,15 +169,20 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
     if "shards" in content:
         try:
-            _check_shards(path, content["shards"]["files"])
+            (check or check_shards)(path, content["shards"]["files"])
         except (LookupError, TypeError):
             raise BadCheckpointError("it does not say which shard files it has") from None
         content["shards"]["folder"] = str(path.parent)
     return content
 
 
-def _check_shards(path: Path, files: list[dict[str, Any]]) -> None:
-    """Check every byte of the shard files that a checkpoint names, some files at a time; none stays in memory."""
+def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
+    """Check every byte of shard files that a checkpoint names, some files at a time; none stays in memory.
+
+    Raises:
+        BadCheckpointError: one is missing, cut or damaged.
+        UserError: one cannot be read now.
+    """
 
     def check(entry: dict[str, Any]) -> None:
         name, checksum = entry["name"], 0
@@ -271,11 +282,11 @@ class CheckpointFolder:
         names = sorted(names_in(self.folder), reverse=True)
         return [self.folder / name for name in names if _NAME.fullmatch(name)]
 
-    def read_newest(self, set_aside: bool) -> tuple[Path, dict[str, Any]] | None:
+    def read_newest(self, set_aside: bool, check: ShardCheck | None = None) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest good checkpoint, or None where there has never been one.
 
         A bad one is skipped with a warning. With set_aside, those that are newer than the good one are
-        renamed to *.bad, so that they never count among the newest again.
+        renamed to *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
 
         Raises:
             UserError: there are checkpoints, and none of them is good; or one cannot be read.
@@ -284,7 +295,7 @@ class CheckpointFolder:
         paths, bad = self.paths(), []
         for path in paths:
             try:
-                content = read_checkpoint(path)
+                content = read_checkpoint(path, check)
             except BadCheckpointError as error:
                 print(f"warning: skipped {path}: {error}", file=sys.stderr, flush=True)
                 bad.append(path)

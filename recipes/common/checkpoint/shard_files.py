@@ -14,18 +14,29 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
+from recipes.common.checkpoint.checkpoint import (
+    BadCheckpointError,
+    CheckpointFolder,
+    ShardCheck,
+    check_shards,
+    names_in,
+    reason_of,
+    sync_folder,
+)
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.world.peers import Peers
+
+T = TypeVar("T")
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: the first index and the end of each dimension."""
@@ -114,6 +125,49 @@ def _read_piece(
             block = buffer.view(target.dtype).view(count, *shape[1:])
             kept = block[(slice(None), *(slice(*column) for column in columns))]
             target[row - first : row - first + count].copy_(kept)
+
+
+def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
+    """Return action(check): where rank 0's checks shard files, all ranks share them; call it on all ranks.
+
+    On the others the action is called, and checks nothing, once that of rank 0 is done.
+    """
+
+    def lacks(path: Path, files: list[dict[str, Any]]) -> str:
+        return min({entry["name"] for entry in files} - names_in(path.parent), default="")
+
+    def check_share(path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
+        try:
+            if lost := lacks(path, files):
+                raise UserError(f"no {lost} in {path.parent} on {socket.gethostname()}; let all ranks share it")
+            check_shards(path, files[peers.rank :: peers.world_size])
+        except (BadCheckpointError, UserError, OSError, LookupError) as error:
+            return str(error), not isinstance(error, BadCheckpointError)
+        return "", False
+
+    def check(path: Path, files: list[dict[str, Any]]) -> None:
+        if lost := lacks(path, files):
+            raise BadCheckpointError(f"its shard file {lost} is missing")
+        # Sharding: rank 0 sends the names of the files, and each rank what is wrong with its share of them.
+        with peers.watch("checkpoint", computes=True):
+            peers.broadcast_object((str(path), files))
+            told = peers.gather_objects(check_share(path, files))
+        for text, is_unread in sorted(told, key=lambda pair: not pair[1]):  # what is unread condemns nothing
+            if text:
+                raise UserError(text) if is_unread else BadCheckpointError(text)
+
+    if peers.rank == 0:
+        try:
+            return action(check)
+        finally:
+            with peers.watch("checkpoint", computes=True):
+                peers.broadcast_object(None)
+    while True:
+        with peers.watch("checkpoint", computes=True):
+            task: tuple[str, list[dict[str, Any]]] | None = peers.broadcast_object(None)
+            if not task:
+                return action(check)
+            peers.gather_objects(check_share(Path(task[0]), task[1]))
 
 
 class ShardedFolder:

@@ -30,6 +30,7 @@ from typing import Any
 from recipes.common.checkpoint.checkpoint import (
     BadCheckpointError,
     CheckpointFolder,
+    ShardCheck,
     check_options,
     names_in,
     read_checkpoint,
@@ -49,24 +50,24 @@ NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
 
 
 def open_run(
-    args: Options, recipe: str, places: Sequence[Place], whole: bool = True
+    args: Options, recipe: str, places: Sequence[Place], check: ShardCheck | None = None
 ) -> tuple[Record, dict[str, Any] | None]:
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
     `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
     an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. Of a sharded
-    checkpoint, all tensors are read if it is to be whole, else none: each rank reads its own.
+    checkpoint, all tensors are read; but none with `check`, which checks its files: each rank reads its own.
 
     Raises:
         UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, or in the run that
             `--overwrite` deletes, the disk refuses.
     """
     with as_user_error("read", args.runs_dir):
-        folder, found = _find(args, recipe)
+        folder, found = _find(args, recipe, check)
     if found:
         check_options(args, found[1], found[0])
-        if whole:
+        if not check:
             from recipes.common.checkpoint.shard_files import read_whole
 
             found = (found[0], read_whole(found[1]))
@@ -82,17 +83,19 @@ def open_run(
     return record, found[1] if found else None
 
 
-def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
+def _find(
+    args: Options, recipe: str, check: ShardCheck | None
+) -> tuple[Path | None, tuple[Path, dict[str, Any]] | None]:
     """Return the run to resume, and the checkpoint to resume from with its content; None: there is none."""
     if args.resume == "none":
         return None, None
     if args.resume != "auto":
-        return None, read_path(Path(args.resume))
+        return None, read_path(Path(args.resume), check=check)
     folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
     names = names_in(folder) if folder else set()
     if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
         return None, None
-    found = CheckpointFolder(folder / "checkpoints").read_newest(set_aside=True)
+    found = CheckpointFolder(folder / "checkpoints").read_newest(True, check)
     remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
     if not found and "result.json" in names:
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
@@ -103,7 +106,7 @@ def _find(args: Options, recipe: str) -> tuple[Path | None, tuple[Path, dict[str
             raise UserError(
                 f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {remedy}"
             )
-        found = read_path(Path(begun_from)) if begun_from else None
+        found = read_path(Path(begun_from), check=check) if begun_from else None
     return folder, found
 
 
@@ -201,8 +204,12 @@ def _is_config(content: Any) -> bool:
         return False
 
 
-def read_path(path: Path, flag: str = "--resume", others: str = "auto, ") -> tuple[Path, dict[str, Any]]:
+def read_path(
+    path: Path, flag: str = "--resume", others: str = "auto, ", check: ShardCheck | None = None
+) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint at a path, or the newest good one of the run at that path.
+
+    `check`: as for read_checkpoint().
 
     Raises:
         UserError: there is none, or it is bad; it names the flag, and the others that it takes beside a path.
@@ -213,12 +220,12 @@ def read_path(path: Path, flag: str = "--resume", others: str = "auto, ") -> tup
         raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
     if is_folder:
         folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
-        found = CheckpointFolder(folder).read_newest(set_aside=False)
+        found = CheckpointFolder(folder).read_newest(False, check)
         if not found:
             raise UserError(f"{flag} {path}: no checkpoints in {folder}")
         return found
     try:
-        return path, read_checkpoint(path)
+        return path, read_checkpoint(path, check)
     except BadCheckpointError as error:
         raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None
 
