@@ -201,7 +201,7 @@ class LoadedSplit(Split):
         self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
         if samples := getattr(self.dataset, "ahead", 0):
             add_ahead(self.keys, max(1, self.loader.num_workers), samples)
-        with without_main():
+        with without_main(), bounded(self.bound_s):  # of workers that are kept, it waits for each
             loaded = iter(self.loader)
         while True:
             with self.idle.waiting(), bounded(self.bound_s):
