@@ -418,7 +418,7 @@ def test_groups_of_batch_norm_resume_at_another_world_size(train):
 @pytest.mark.slow
 def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
     """In float64: of two runs in float32 that only round differently, losses differ by 1e-3 after 50 steps."""
-    argv = ("--model", "resnet18", "--batchnorm-group", "8", "--lr", "0.2", "--max-steps", "3")
+    argv = (*DIGITS, "--model", "resnet18", "--batchnorm-group", "8", "--lr", "0.2", "--max-steps", "3")
     runs = []
     for world_size in (1, 8):
         words = words_for(tmp_path, f"run{world_size}", "--device", "cpu", *argv)
@@ -438,7 +438,7 @@ def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
 def test_a_smooth_resnet18_has_one_curve_in_float32(train):
     """At the default rate; losses of resnet18 itself, with ReLU, differ by 1e-3 by then."""
     argv = ("--model", "tests.observe:smooth_resnet18", "--global-batch-size", "64", "--batchnorm-group", "8")
-    argv += ("--max-steps", "10")
+    argv += (*DIGITS, "--max-steps", "10")
     single, two = train("ddp", 1, *argv), train("ddp", 2, *argv)
     assert losses(two) == pytest.approx(losses(single), rel=1e-5)
     (ours,), (theirs,) = evaluations(two), evaluations(single)

@@ -236,7 +236,7 @@ def test_refusals(tmp_path, argv, message):
 
 # ---- in double precision: what is left of the difference is the order of sums
 
-STEPS = 200
+STEPS = 100
 
 
 def train_in_double(folder, argv):
@@ -274,7 +274,7 @@ def double_losses(model, data, rank=0, world_size=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "argv"), [(4, ()), (4, ("--replicas", "2"))])
-def test_200_steps_in_double_precision(tmp_path, world_size, argv):
+def test_100_steps_in_double_precision(tmp_path, world_size, argv):
     args = options(["--device", "cpu", "--no-channels-last"])
     data = load_data(args, torch.device("cpu"), print)
     expected = double_losses(build_model(args, data).double(), data)
