@@ -29,7 +29,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import url_of
 from recipes.common.record.facts import revision
 from scripts.launch import script
-from scripts.launch.command import ROOT, check_recipe, command, next_folder
+from scripts.launch.command import ROOT, check_recipe, command, make_folder, next_folder
 from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
 from scripts.launch.stopped_status import option
@@ -122,7 +122,7 @@ def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
 
 def make_run_folder(folder: Path) -> None:
     """Make a folder such as the run's, where the containers' user can write even when the caller is root."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if os.geteuid() == 0:
         uid, gid = map(int, TRAINER.split(":"))
         for path in (folder, *folder.rglob("*")):
@@ -131,10 +131,7 @@ def make_run_folder(folder: Path) -> None:
 
 def find_compose(docker: str) -> list[str]:
     """Return the command of Compose, version 2 or the older program, or refuse."""
-    if (
-        subprocess.run([docker, "compose", "version"], capture_output=True, timeout=ENGINE_TIMEOUT_S).returncode
-        == 0
-    ):
+    if engine_output([docker, "compose", "version"]).returncode == 0:
         return [docker, "compose"]
     older = shutil.which("docker-compose")
     if not older:
@@ -144,13 +141,12 @@ def find_compose(docker: str) -> list[str]:
 
 def check_image(docker: str, image: str, recipe: str) -> None:
     """Refuse where there is no engine or no image; warn of an image that holds other code than this checkout."""
-    if subprocess.run([docker, "info"], capture_output=True, timeout=ENGINE_TIMEOUT_S).returncode:
+    if engine_output([docker, "info"]).returncode:
         raise UserError(
             f"no Docker engine answers {docker}; start it (systemctl start docker), or join the group docker"
         )
     form = '{{index .Config.Labels "org.opencontainers.image.revision"}}'
-    command = [docker, "image", "inspect", "--format", form, image]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+    shown = engine_output([docker, "image", "inspect", "--format", form, image])
     if shown.returncode:
         raise UserError(f"there is no image {image}; make image RECIPE={recipe} builds it")
     here = revision()
@@ -198,7 +194,14 @@ def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None
     finally:
         assert helper.stdin
         helper.stdin.close()
-        helper.wait(ENGINE_TIMEOUT_S)
+        try:
+            helper.wait(ENGINE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            print(
+                f"warning: after {ENGINE_TIMEOUT_S:g} s Compose is still removing the containers of "
+                f"{environment['COMPOSE_PROJECT_NAME']}; docker ps --all shows what is left",
+                file=sys.stderr,
+            )
 
 
 @command
@@ -225,7 +228,7 @@ def main(argv: list[str]) -> int:
         (folders, options), own = take_folders(recipe, args.options), take_modules(args.options)
     make_run_folder(folders.run)
     own = bind_cache(own, folders.cache)
-    folders.data.mkdir(parents=True, exist_ok=True)
+    make_folder(folders.data)
 
     cores = count_cores()
     environment = {
@@ -247,7 +250,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
         more = Path(scratch, "nodes.json")
         added = override(nodes, shares, own)
-        more.write_text(json.dumps(added))
+        more.write_text(json.dumps(added).replace("$", "$$"))  # Compose expands $NAME, and $$ to $
         compose += ["--file", str(FILE), *(["--file", str(more)] if added["services"] else [])]
         with taken_down(compose, environment):
             status = run_nodes(docker, compose, environment, nodes, job)
@@ -259,23 +262,32 @@ def main(argv: list[str]) -> int:
 def run_nodes(docker: str, compose: list[str], environment: dict[str, str], nodes: int, job: LocalJob) -> int:
     """Make the containers, then run each below a client that passes its output, signals and status on."""
     names = [f"node{node}" for node in range(nodes)]
-    made = compose_output([*compose, "up", "--no-start", *names], environment)
+    made = engine_output([*compose, "up", "--no-start", *names], environment)
     if made.returncode:
         raise UserError(f"Compose could not make the containers: {' '.join(made.stderr.split())}")
     containers = [
-        compose_output([*compose, "ps", "--all", "--quiet", name], environment).stdout.strip() for name in names
+        engine_output([*compose, "ps", "--all", "--quiet", name], environment).stdout.strip() for name in names
     ]
     for container in containers:
         job.start([docker, "start", "--attach", container], environment)
     status = job.wait()
     if status:  # what a client was killed for goes on in its container
-        subprocess.run([docker, "kill", *containers], capture_output=True, timeout=ENGINE_TIMEOUT_S)
+        engine_output([docker, "kill", *containers])
     return status
 
 
-def compose_output(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run Compose and return what it printed."""
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+def engine_output(
+    command: list[str], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run docker or Compose and return what it printed; raises UserError where the engine does not answer."""
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        words = " ".join([Path(command[0]).name, *command[1:2]])
+        raise UserError(
+            f"the Docker engine gave {words} no answer within {ENGINE_TIMEOUT_S:g} s; restart it "
+            "(systemctl restart docker)"
+        ) from None
 
 
 if __name__ == "__main__":

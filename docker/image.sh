@@ -38,7 +38,7 @@ fi
 [[ $action == build || $action == push ]] || refuse "usage: docker/image.sh build|push RECIPE"
 [[ $recipe =~ ^[a-z0-9_]+$ && -f recipes/$recipe/train.py ]] || refuse "there is no recipe '$recipe'; make list shows all"
 docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install Docker (Debian: docker.io), or set DOCKER"
-"$docker" info >/dev/null 2>&1 ||
+timeout 60 "$docker" info >/dev/null 2>&1 ||
     refuse "no Docker engine answers $docker; start it (systemctl start docker), or join the group docker"
 
 image=ddp # holds all recipes that need neither Horovod nor apex

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import re
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.status
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
     return run
 

@@ -371,6 +371,29 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
     assert folders == compose.Folders(tmp_path / "runs", tmp_path / "data", tmp_path / "runs/ddp-004")
 
 
+def docker_that(folder, script):
+    """Return a docker that runs a line of bash."""
+    path = folder / "docker.sh"
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_an_engine_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compose, "ENGINE_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("DOCKER", docker_that(tmp_path, "exec sleep 60"))
+    assert compose.main(["ddp", "--nodes", "2"]) == 2
+    expected = "error: the Docker engine gave docker.sh info no answer within 0.2 s; restart it "
+    assert capsys.readouterr().err == f"{expected}(systemctl restart docker)\n"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DOCKER", docker_that(tmp_path, "true"))
+    (tmp_path / "file").touch()
+    assert compose.main(["ddp", "--nodes", "2", "--", "--name=a", f"--runs-dir={tmp_path}/file"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: cannot make {tmp_path}/file")
+
+
 @pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
 def test_an_elastic_job_is_refused(capsys, words):
     assert compose.main(["ddp", "--nodes", "3", *words]) == 2
