@@ -194,7 +194,11 @@ def pods_of_trainjob(documents: list[Document]) -> Iterator[Pod]:
             "PET_MASTER_PORT": "29400",
             "JOB_COMPLETION_INDEX": str(index),
         }
-        labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-completion-index": str(index)}
+        labels = {
+            **template["metadata"]["labels"],
+            "batch.kubernetes.io/job-completion-index": str(index),
+            "batch.kubernetes.io/controller-uid": JOB_UID,
+        }
         yield Pod(f"{name}-node-0-{index}", [f"{name}-node-0-{index}.{name}"], spec, labels, injected)
 
 

@@ -134,7 +134,7 @@ def test_workers_that_relied_on_the_operator_would_have_no_rank(fake_python):
 
 
 def test_the_job_tells_its_store_from_that_of_an_older_job(fake_python):
-    for kind in ("indexed-job", "jobset", "doctor"):
+    for kind in ("indexed-job", "jobset", "trainjob", "doctor"):
         for pod in simulation.pods(kind, load(KINDS[kind].file)):
             assert what_starts(pod, fake_python)["env"]["RDZV_ID"] == simulation.JOB_UID
 
@@ -416,15 +416,17 @@ def start_launcher(launcher, folder, port, **env):
     return simulation.run(launcher, {"/runs": str(folder), "/2222": f"/{port}"}, PATH=path, **env)
 
 
-def test_the_launcher_waits_for_every_worker_and_passes_on_what_networks_need(mpi_launcher, tmp_path):
+def test_the_launcher_waits_for_every_worker_and_passes_on_its_variables(mpi_launcher, tmp_path):
+    """Those of the ConfigMap and of the image, such as HOME: sshd's is on the read-only root."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
-    env = {"NCCL_IB_HCA": "=mlx5_0", "FI_PROVIDER": "efa", "LD_LIBRARY_PATH": "/nccl", "OTHER": "1"}
-    result = start_launcher(mpi_launcher, tmp_path, port, **env).wait()
+    env = {"NCCL_IB_HCA": "=mlx5_0", "HTTPS_PROXY": "p", "LD_LIBRARY_PATH": "/nccl", "HOME": "/tmp"}
+    own = {"NVIDIA_VISIBLE_DEVICES": "void", "KUBERNETES_PORT": "1", "HOSTNAME": "launcher"}
+    result = start_launcher(mpi_launcher, tmp_path, port, **env, **own).wait()
     assert result.status == 0, result.stderr
     passed = set(re.findall(r"-x (\w+)", result.stdout))
-    assert {"NCCL_IB_HCA", "FI_PROVIDER", "LD_LIBRARY_PATH", "FABRIC"} <= passed
-    assert "OTHER" not in passed
+    assert {*env, "FABRIC", "PATH", "PYTHON", "MASTER_ADDR", "NPROC_PER_NODE"} <= passed
+    assert not passed & {*own, "SSH_OPTIONS", "OMPI_MCA_orte_default_hostfile", "K_MPI_JOB_ROLE", "PWD", "_"}
     server.close()
     result = start_launcher(mpi_launcher, tmp_path, port, RDZV_TIMEOUT_S="1").wait()
     assert result.status == 1
