@@ -19,6 +19,8 @@ from recipes.common.errors import UserError
 from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names
 
 INSTANCE = "app.kubernetes.io/instance"
+PLACEHOLDER = "registry.invalid/"
+"""Where the files' images are until they are edited: nobody can own a name below .invalid (RFC 2606)."""
 GPU = "nvidia.com/gpu"
 
 
@@ -84,12 +86,15 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def parse(text: str) -> list[dict[str, Any]]:
     """Return the documents of a text of YAML."""
-    return list(yaml.load_all(text, LOADER))
+    return [document for document in yaml.load_all(text, LOADER) if document is not None]
 
 
 def load(file: str) -> list[dict[str, Any]]:
-    """Return the documents of a file of k8s/."""
-    return parse((ROOT / "k8s" / file).read_text())
+    """Return the documents of a file of k8s/; raises UserError for an edited one that is not YAML any more."""
+    try:
+        return parse((ROOT / "k8s" / file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"k8s/{file} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def add_component(documents: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
@@ -146,9 +151,7 @@ def render(request: Request) -> list[dict[str, Any]]:
         if request.gpus == 0:
             make_small(documents, job, containers)
     for container in containers:
-        container["image"] = request.image or f"cluster-recipes/{image_of(request.recipe)}:latest"
-        if not request.image:  # one that kind or minikube has loaded: a public registry's of that name is not ours
-            container["imagePullPolicy"] = "Never"
+        set_image(request, container)
         for variable in container.get("env", []):
             if request.fabric and variable["name"] == "FABRIC":
                 variable.pop("valueFrom", None)
@@ -204,6 +207,16 @@ def script_variables(script: str, name: str) -> list[dict[str, str]]:
 def image_of(recipe: str) -> str:
     """Return the name of the image that holds a recipe: ddp's holds all that need neither Horovod nor apex."""
     return recipe if recipe in ("horovod", "apex") else "ddp"
+
+
+def set_image(request: Request, container: dict[str, Any]) -> None:
+    """Set the request's image; without one, keep that of an edited file, or take the one that the nodes have."""
+    of_file = "horovod" if request.kind == "mpijob" else "ddp"
+    if request.image:
+        container["image"] = request.image
+    elif container["image"].startswith(PLACEHOLDER) or image_of(request.recipe) != of_file:
+        container["image"] = f"cluster-recipes/{image_of(request.recipe)}:latest"
+        container["imagePullPolicy"] = "Never"  # a public registry's image of that name is not ours
 
 
 def rename(tree: Any, old: str, new: str) -> None:
@@ -297,20 +310,31 @@ def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers:
 
 
 def arguments(request: Request, words: Sequence[str]) -> list[str]:
-    """Return a container's arguments: the manifest's with this recipe and name, then the user's options."""
+    """Return a container's arguments: the manifest's with this recipe and name, then the user's options.
+
+    Raises:
+        UserError: an argument in the manifest is not text.
+    """
+    for word in words:
+        if not isinstance(word, str):
+            raise UserError(
+                f"k8s/{KINDS[request.kind].file}: {word!r} in args is not text; put it in quotes "
+                "(YAML reads 1.10 as 1.1)"
+            )
+    options = [word.replace("$", "$$") for word in request.options]  # Kubernetes expands $(NAME), and $$ to $
     if request.kind == "doctor":
-        return [*words, *request.options]
-    starts_with_recipe = not words[0].startswith("-")
+        return [*words, *options]
     if request.script:
-        return [request.recipe, *request.options]
-    kept = [word for word in words if word.startswith("-") and not word.startswith("--name=")]
-    if request.gpus == 0:
-        kept = [word for word in kept if not word.startswith("--device=")]
-    if request.recipe == "probe":
-        kept = [word for word in kept if word.startswith(("--timeout-s", "--device"))]
-    else:
-        kept.insert(0, f"--name={request.name}")
-    return [*([request.recipe] if starts_with_recipe else []), *kept, *request.options]
+        return [request.recipe, *options]
+    has_recipe = not words[0].startswith("-")
+    kept = [] if request.recipe == "probe" else [f"--name={request.name}"]
+    flag = ""
+    for word in words[has_recipe:]:
+        flag = word.partition("=")[0] if word.startswith("--") else flag  # a word without -- is the flag's value
+        is_replaced = flag == "--name" or (flag == "--device" and request.gpus == 0)
+        if not is_replaced and (request.recipe != "probe" or flag in ("--timeout-s", "--device")):
+            kept.append(word)
+    return [*[request.recipe] * has_recipe, *kept, *options]
 
 
 class Dumper(yaml.SafeDumper):
