@@ -12,6 +12,7 @@ that cannot start become one line with the remedy. Ctrl-C leaves the job running
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from k8s.manifest import INSTANCE, KINDS, Request, render, to_text
+from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, render, to_text
 from recipes.common.errors import UserError
 from recipes.common.options import whole_number
 from scripts.launch.command import (
@@ -44,11 +45,10 @@ ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
 
 CALL_S = 60
 """Longest wait for kubectl to answer."""
-PLACEHOLDER = "registry.invalid/"
-"""Where the files' images are until they are edited: nobody can own a name below .invalid (RFC 2606)."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
 RETRY_S = float(os.environ.get("K8S_RETRY_S", "120"))
 """How long what passes by itself may go on: a registry that is busy, a mount that is late, a silent API server."""
+INTERRUPTED = 128 + signal.SIGINT
 END_S = 120
 """Longest wait for the job to be called finished, after node 0's last line."""
 
@@ -123,12 +123,15 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
         document["metadata"].setdefault("labels", {})[ATTEMPT] = attempt
     try:
         done = cluster.run("create", "--filename=-", stdin=to_text(documents))
-    except NoAnswerError as error:  # what has been created is not known
+    except (NoAnswerError, KeyboardInterrupt) as error:  # what has been created is not known
         kinds = ",".join(dict.fromkeys(resource_of(document) for document in documents))
         made = [kinds, f"--selector={ATTEMPT}={attempt}"]
         look = " ".join([*cluster.command, "get", *made])
         found = f"what was found of it is deleted; look for more before you try again: {look}"
-        raise UserError(f"{error}; {undo(cluster, made) or found}") from None
+        failure = UserError(f"{str(error) or 'interrupted'}; {undo(cluster, made) or found}")
+        if isinstance(error, KeyboardInterrupt):
+            failure.status = INTERRUPTED
+        raise failure from None
     if done.returncode == 0:
         return
     said = done.stderr
@@ -164,6 +167,10 @@ def undo(cluster: Cluster, created: list[str]) -> str:
 
 
 REMEDIES = [
+    (
+        r"failed quota: .*must specify",
+        "set these in the manifest's limits or requests, or defaults by a LimitRange",
+    ),
     (r"exceeded quota", "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota"),
     (r"Insufficient nvidia\.com/gpu", "wait for other jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none"),
     (r"persistentvolumeclaim \"?[\w-]+\"? not found", ONCE),
@@ -215,7 +222,7 @@ def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str 
     """Return why the cluster makes no pods for a job that it has since that time: a quota, or a policy."""
     for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
-        is_ours = owner == name or owner.startswith(f"{name}-")
+        is_ours = owner in (name, f"{name}-node-0", f"{name}-launcher")  # of a JobSet or TrainJob; of an MPIJob
         # A job of the same name may have left events; the cluster's own clock tells them apart.
         is_new = (event.get("lastTimestamp") or event.get("eventTime") or since) >= since
         if is_ours and is_new and re.search(r"exceeded quota|violates PodSecurity|forbidden", said):
@@ -356,8 +363,9 @@ class Watch:
             waiting = self.check_pods(pods, is_late)
             problem = None
             if len(pods) < self.request.nodes:
-                events = self.get("events", "--field-selector=reason=FailedCreate")["items"]
-                problem = created_problem(events, self.name, self.created)
+                with contextlib.suppress(UserError):  # events are a hint: not every user may read them
+                    events = self.cluster.get("events", "--field-selector=type=Warning")["items"]
+                    problem = created_problem(events, self.name, self.created)
             if problem or is_late:
                 missing = "the job has not gone on" if seen else "node 0 has not started"
                 reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
@@ -483,7 +491,9 @@ def parse_args(argv: Sequence[str]) -> Namespace:
         metavar="G",
         help="GPUs and processes of a node; 0: one process on the CPU",
     )
-    parser.add_argument("--image", help="the image (default: cluster-recipes/RECIPE:latest)")
+    parser.add_argument(
+        "--image", help="the image (default: the manifest's, once edited, or cluster-recipes/RECIPE:latest)"
+    )
     parser.add_argument("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")
     parser.add_argument("--components", default="", help="folders of k8s/components, separated by spaces")
     parser.add_argument("--name", help="the job's and the run's name (default: the recipe's)")
@@ -526,7 +536,7 @@ def main(argv: list[str]) -> int:
         return Watch(cluster, request, args.start_timeout_s).run()
     except KeyboardInterrupt:
         print(f"\nthe job goes on; make k8s-delete NAME={request.name} ends it", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

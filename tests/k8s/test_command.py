@@ -208,6 +208,10 @@ def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
             'pods "ddp-0" is forbidden: violates PodSecurity "restricted:latest": ...',
             "remove that field, or use a namespace of a weaker standard",
         ),
+        (
+            'pods "ddp-0" is forbidden: failed quota: all: must specify limits.cpu for: trainer',
+            "set these in the manifest's limits or requests, or defaults by a LimitRange",
+        ),
     ],
 )
 def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
@@ -222,6 +226,23 @@ def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
     play = {"create": [{}], "get jobs.batch ddp": [created], "get pods": [pods()], "get events": [{"out": events}]}
     result = Played(tmp_path, play, "ddp").wait()
     assert (result.status, result.stderr) == (2, f"error: {message}; {expected}{REMOVES}\n")
+
+
+def test_an_event_of_a_job_of_a_similar_name_is_not_its_own():
+    for kind, owner in (("jobset", "ddp-node-0"), ("mpijob", "ddp-launcher"), ("pytorchjob", "ddp")):
+        event = {"involvedObject": {"name": owner}, "message": "pods is forbidden: exceeded quota: gpus"}
+        assert apply.created_problem([event], "ddp", ""), kind
+    event["involvedObject"]["name"] = "ddp-large"
+    assert apply.created_problem([event], "ddp", "") is None
+
+
+def test_a_user_who_may_not_read_events_follows_a_job(tmp_path):
+    refused = {"err": "Error from server (Forbidden): events is forbidden: no right to list\n", "status": 1}
+    played = Played(tmp_path, {**success(), "get events": [refused]}, "ddp", "--nodes", "2")
+    result = played.wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert any("events" in call["argv"] for call in played.calls)
+    assert "does not answer" not in result.stdout
 
 
 def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
@@ -319,19 +340,26 @@ FOUND = f"what was found of it is deleted; look for more before you try again: t
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("cause", "answer", "expected"),
     [
-        (0, FOUND),
-        (1, r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=a\w{8} \(no answer .* delete\)"),
+        ("no answer", 0, FOUND),
+        (
+            "no answer",
+            1,
+            r"left over: Service,Job.v1.batch, --selector=cluster-recipes/attempt=a\w{8} \(no answer .* delete\)",
+        ),
+        ("Ctrl-C", 0, FOUND),
     ],
-    ids=["deleted", "left over"],
+    ids=["deleted", "left over", "Ctrl-C"],
 )
-def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, answer, expected):
+def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, cause, answer, expected):
     """By the label of this one call: a job of this name that was there before has none, or another."""
     calls = []
 
     def run(words, input, timeout, **_):
         calls.append((words, input))
+        if "create" in words and cause == "Ctrl-C":
+            raise KeyboardInterrupt
         if "create" in words or answer:
             raise subprocess.TimeoutExpired(words, timeout)
         return subprocess.CompletedProcess(words, 0, "", "")
@@ -339,9 +367,12 @@ def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, a
     monkeypatch.setattr(apply.subprocess, "run", run)
     monkeypatch.setenv("KUBECTL", "true")
     request = apply.Request("indexed-job", "ddp", "ddp", nodes=2)
-    reason = "^no answer from the cluster within 60 s to kubectl create; "
-    with pytest.raises(UserError, match=reason + expected + "$"):
+    reason = {"no answer": "no answer from the cluster within 60 s to kubectl create", "Ctrl-C": "interrupted"}[
+        cause
+    ]
+    with pytest.raises(UserError, match=f"^{reason}; {expected}$") as raised:
         apply.create(apply.Cluster(None), request, apply.render(request))
+    assert raised.value.status == {"no answer": 2, "Ctrl-C": 130}[cause]
     (_, created), (deleted, _) = calls
     [attempt] = {one["metadata"]["labels"]["cluster-recipes/attempt"] for one in yaml.safe_load_all(created)}
     selector = f"--selector=cluster-recipes/attempt={attempt}"
