@@ -11,18 +11,17 @@ ARG BUILD_IMAGE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 # --- What all images share; the lines are the same in each, so that they also share these layers -------------------
 FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# A snapshot of the distribution's archive, for the same packages again; without one they are today's.
+# A snapshot of the distribution's archive, for repeatable builds. Unset, the packages are today's.
 ARG APT_SNAPSHOT=
 COPY docker/apt-snapshot.sh /usr/local/sbin/
 RUN apt-snapshot.sh "$APT_SNAPSHOT"
-# g++ and Python's headers are for --compile, which makes code while it trains; libibverbs1 and its providers for NCCL,
-# which goes over TCP without them and does not say so.
+# --compile needs g++ and Python's headers. Without libibverbs1 and its providers, NCCL uses TCP and prints no warning.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
         ca-certificates g++ ibverbs-providers iproute2 libibverbs1 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
-# For AWS: the version of its EFA installer, which brings libfabric and aws-ofi-nccl, and the archive's SHA-256.
+# For AWS: the version of its EFA installer (libfabric, aws-ofi-nccl), and the archive's SHA-256.
 ARG EFA_INSTALLER=
 ARG EFA_SHA256=
 # hadolint ignore=DL3003,DL3008
@@ -34,7 +33,7 @@ RUN if [ -n "$EFA_INSTALLER" ]; then \
         && (cd /tmp/aws-efa-installer && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify) \
         && ldconfig && rm -rf /tmp/efa.tar.gz /tmp/aws-efa-installer /var/lib/apt/lists/*; \
     fi
-# Another lock, such as run-cu128.txt, and the index that its torch is on (docker/README.md).
+# Another lock, such as run-cu128.txt, and the index of its torch (docker/README.md).
 ARG LOCK=run.txt
 ARG TORCH_INDEX=
 COPY requirements/${LOCK} /tmp/run.txt
@@ -42,7 +41,7 @@ RUN --mount=type=cache,target=/root/.cache/pip python3 -m venv /opt/venv \
     && /opt/venv/bin/python -m pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
         --require-hashes --requirement /tmp/run.txt \
     && rm /tmp/run.txt
-# An ordinary user, who may be someone else (docker run --user): what finds its way by HOME or USER finds it then, too.
+# A non-root user. HOME and USER are set for any user id (docker run --user).
 RUN useradd --uid 10001 --user-group --create-home --shell /bin/bash --password '*' trainer
 ENV PATH=/opt/venv/bin:$PATH PYTHON=/opt/venv/bin/python PYTHONUNBUFFERED=1 HOME=/tmp USER=trainer
 
@@ -58,9 +57,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY requirements/horovod-build.txt /build/requirements/
 COPY scripts/horovod /build/scripts/horovod
-# What docker/image.sh found in the cache of `make horovod`: such a wheel serves again where all versions are the same.
+# Wheels that docker/image.sh found in the cache of `make horovod`: reused if all versions match.
 COPY requirements/horovod-build.txt docker/wheel[s] /cache/
-# The packages of the first stage, and what is written among them is dropped.
+# The packages of the first stage are mounted; changes to them are dropped.
 RUN --mount=type=cache,target=/root/.cache/pip \
     --mount=type=bind,from=base,source=/opt/venv,target=/opt/venv,rw \
     PYTHON=/opt/venv/bin/python XDG_CACHE_HOME=/cache WHEEL_DIR=/wheels /build/scripts/horovod/build.sh

@@ -28,7 +28,7 @@ if [[ $action == lock ]]; then
     lines=()
     while read -r variable image; do
         digest=$("$docker" buildx imagetools inspect --format '{{.Manifest.Digest}}' "$image") ||
-            refuse "the registry does not tell the digest of $image; its reason is above (docker buildx is needed)"
+            refuse "the registry gave no digest of $image; its error is above (docker buildx is needed)"
         [[ $digest =~ ^sha256:[0-9a-f]{64}$ ]] || refuse "no digest of $image: buildx says '$digest'"
         lines+=("$variable=$image@$digest")
     done < <(sed -nE 's/^ARG ((BASE|BUILD)_IMAGE)=(\S+)$/\1 \3/p' docker/apex.Dockerfile)
@@ -52,7 +52,7 @@ if [[ $action == push ]]; then
     exec "$docker" push "$name"
 fi
 if [[ ${ATTEST:-} == 0 ]]; then ATTEST=; fi
-# What is attested goes with the image to its registry: the engine's own store and its builder have no place for it.
+# Attestations are pushed with the image: the engine's own store and builder cannot hold them.
 if [[ -n ${ATTEST:-} ]]; then
     driver=$("$docker" buildx inspect 2>/dev/null | awk '$1 == "Driver:" { print $2 }') || driver=
     [[ -n $driver && $driver != docker ]] ||

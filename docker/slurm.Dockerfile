@@ -11,7 +11,7 @@ USER 0
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends iproute2 munge slurm-wlm \
     && rm -rf /var/lib/apt/lists/*
-# What `source .../activate` would set, so that Slurm's commands go as they stand in any shell of the container.
+# The settings of `source .../activate`, so that Slurm's commands work in every shell of the container.
 ENV SLURM_CLUSTER_DIR=/run/cluster-recipes-slurm \
     PATH=/run/cluster-recipes-slurm/bin:$PATH \
     GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
