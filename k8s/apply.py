@@ -138,10 +138,7 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
     created = re.findall(r"^(\S+) created$", done.stdout, re.MULTILINE)
     left_over = f"; {undone}" if created and (undone := undo(cluster, created)) else ""
     if there := re.findall(r'([\w.-]+ "[^"]+") already exists', said):
-        raise UserError(
-            f"{', '.join(there)} already exists; make k8s-delete NAME={request.name}, or choose another "
-            f"NAME={left_over}"
-        )
+        raise UserError(f"{', '.join(there)} already exists; {request.delete}, or choose another NAME={left_over}")
     if "no matches for kind" in said:
         raise UserError(
             f"the cluster does not know {documents[-1]['kind']}: {KINDS[request.kind].operator} is not installed "
@@ -177,6 +174,7 @@ REMEDIES = [
     (r"configmap \"?[\w-]+\"? not found", ONCE),
     (r"unbound immediate PersistentVolumeClaims", "name a storageClassName that exists in k8s/cluster.yaml"),
     (r"field is immutable", "a job's pods cannot be edited: delete the job first, make k8s-delete NAME=..."),
+    (r"security context constraint", "OpenShift: oc adm policy add-scc-to-user nonroot-v2 -z default"),
     (r"violates PodSecurity", "remove that field, or use a namespace of a weaker standard"),
     (r"Insufficient (cpu|memory)", "lower the requests in the manifest; GPUS=0 asks for one core and 4 GiB"),
 ]
@@ -297,8 +295,7 @@ class Watch:
                     raise
                 if time.monotonic() > deadline:
                     raise LostSightError(
-                        f"the job cannot be followed ({error}); the job goes on; make k8s-delete NAME={self.name} "
-                        "ends it"
+                        f"the job cannot be followed ({error}); the job goes on; {self.request.delete} ends it"
                     ) from None
                 self.say(f"waiting, {RETRY_S:g} s at most: the cluster does not answer ({error})")
             time.sleep(POLL_S)
@@ -339,7 +336,7 @@ class Watch:
                 since = self.problems.setdefault(pod["metadata"]["name"], time.monotonic())
                 is_late = is_late or time.monotonic() - since > RETRY_S
             if problem and (problem[1] or is_late):
-                raise UserError(f"{problem[0]}; make k8s-delete NAME={self.name} removes the job")
+                raise UserError(f"{problem[0]}; {self.request.delete} removes the job")
             waiting = problem[0] if problem else waiting
         return waiting
 
@@ -369,7 +366,7 @@ class Watch:
             if problem or is_late:
                 missing = "the job has not gone on" if seen else "node 0 has not started"
                 reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
-                raise UserError(f"{reason}; make k8s-delete NAME={self.name} removes the job")
+                raise UserError(f"{reason}; {self.request.delete} removes the job")
             is_done = head and container_state(head).get("terminated", {}).get("exitCode") == 0
             if not is_done:  # the job will be known to be complete in a moment
                 self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
@@ -439,7 +436,7 @@ class Watch:
             if time.monotonic() > deadline:
                 raise LostSightError(
                     f"the log of node 0 has ended {END_S} s ago, and its container runs on; the job goes on; look "
-                    f"with kubectl logs {head['metadata']['name']}"
+                    f"with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
                 )
             time.sleep(POLL_S)
         head = self.head(self.pods())
@@ -514,7 +511,7 @@ def make_request(args: Namespace) -> Request:
     name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-") or args.recipe
     own = (args.nodes, args.gpus, args.image, args.fabric)
     components = args.components.split()
-    return Request(kind, args.recipe, name, *own, args.options, script or None, components)
+    return Request(kind, args.recipe, name, *own, args.options, script or None, components, args.namespace)
 
 
 @command
@@ -535,7 +532,7 @@ def main(argv: list[str]) -> int:
     try:
         return Watch(cluster, request, args.start_timeout_s).run()
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; make k8s-delete NAME={request.name} ends it", file=sys.stderr)
+        print(f"\nthe job goes on; {request.delete} ends it", file=sys.stderr)
         return INTERRUPTED
 
 

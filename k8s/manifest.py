@@ -66,6 +66,12 @@ class Request:
     """A file in the image or on a volume that runs in the recipe's place."""
     components: Sequence[str] = ()
     """Folders of k8s/components that change the manifest before the other values are put in."""
+    namespace: str | None = None
+
+    @property
+    def delete(self) -> str:
+        """The command that deletes the job."""
+        return f"make k8s-delete NAME={self.name}" + (f" NAMESPACE={self.namespace}" if self.namespace else "")
 
 
 def pod_templates(tree: Any) -> Iterator[dict[str, Any]]:

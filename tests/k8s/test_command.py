@@ -212,6 +212,10 @@ def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
             'pods "ddp-0" is forbidden: failed quota: all: must specify limits.cpu for: trainer',
             "set these in the manifest's limits or requests, or defaults by a LimitRange",
         ),
+        (
+            'pods "ddp-0" is forbidden: unable to validate against any security context constraint: ...',
+            "OpenShift: oc adm policy add-scc-to-user nonroot-v2 -z default",
+        ),
     ],
 )
 def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
@@ -417,7 +421,7 @@ def test_ctrl_c_leaves_the_job(tmp_path):
     play["get jobs.batch ddp"] = [job()]
     play["get pods"] = [pods(pod(RUNNING))]
     play["logs"] = [{"sleep_s": 60}]
-    played = Played(tmp_path, play, "ddp")
+    played = Played(tmp_path, play, "ddp", "--namespace=team")
     deadline = time.monotonic() + 20
     while not any("logs" in call["argv"] for call in played.calls):
         assert time.monotonic() < deadline
@@ -425,7 +429,7 @@ def test_ctrl_c_leaves_the_job(tmp_path):
     played.command.process.send_signal(signal.SIGINT)
     result = played.wait()
     assert result.status == 130
-    assert result.stderr.endswith("the job goes on; make k8s-delete NAME=ddp ends it\n")
+    assert result.stderr.endswith("the job goes on; make k8s-delete NAME=ddp NAMESPACE=team ends it\n")
     assert not any("delete" in call["argv"] for call in played.calls)
 
 
