@@ -45,7 +45,7 @@ END_GRACE_S = 60
 
 @dataclass(frozen=True)
 class Folders:
-    """What the containers see of this machine, and the run's folder."""
+    """Folders of this machine that are mounted into the containers, and the run's folder."""
 
     runs: Path
     data: Path
@@ -67,7 +67,7 @@ def take_modules(options: list[str]) -> dict[str, Any]:
 
 
 def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
-    """Return the folders that the options name, and the options with what these are called in the containers."""
+    """Return the folders that the options name, and the options with the containers' names of these."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     # Those of a --config file, too: what is added here overrides them in the containers.
     parser.add_argument("--runs-dir", type=Path, default=option("--runs-dir", "runs", options))
@@ -140,7 +140,7 @@ def find_compose(docker: str) -> list[str]:
 
 
 def check_image(docker: str, image: str, recipe: str) -> None:
-    """Refuse where there is no engine or no image; warn of an image that holds other code than this checkout."""
+    """Refuse a missing engine or image; warn if the image holds other code than this checkout."""
     if engine_output([docker, "info"]).returncode:
         raise UserError(
             f"no Docker engine answers {docker}; start it (systemctl start docker), or join the group docker"
@@ -178,7 +178,7 @@ def override(nodes: int, shares: list[list[str]], own: dict[str, Any] | None = N
 
 @contextlib.contextmanager
 def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Leave no container and no network behind: a helper outlives this process and takes them down after it."""
+    """Remove all containers and networks, even if this process is killed: a helper outlives it."""
     # It reads a pipe whose other end only this process holds, and which closes with it.
     down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(END_GRACE_S)])}"
     helper = subprocess.Popen(
@@ -206,7 +206,7 @@ def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None
 
 @command
 def main(argv: list[str]) -> int:
-    """Start a container for each node, see them to their end, and return the job's exit status."""
+    """Start a container for each node, wait for all, and return the job's exit status."""
     args = parse_args(argv)
     recipe = check_recipe(args.recipe)
     if args.min_nodes or args.max_restarts:

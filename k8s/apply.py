@@ -47,10 +47,10 @@ CALL_S = 60
 """Longest wait for kubectl to answer."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
 RETRY_S = float(os.environ.get("K8S_RETRY_S", "120"))
-"""How long what passes by itself may go on: a registry that is busy, a mount that is late, a silent API server."""
+"""How long a transient fault may last: a busy registry, a late mount, a silent API server."""
 INTERRUPTED = 128 + signal.SIGINT
 END_S = 120
-"""Longest wait for the job to be called finished, after node 0's last line."""
+"""Longest wait for the job's end after node 0's last line."""
 
 DELETED = [*dict.fromkeys(kind.resource for kind in KINDS.values()), "trainingruntimes.trainer.kubeflow.org"]
 DELETED += ["services", "networkpolicies"]
@@ -60,18 +60,18 @@ DELETED += ["services", "networkpolicies"]
 
 
 class NoAnswerError(UserError):
-    """kubectl had no answer, or lost it: what it asked for may have been done."""
+    """kubectl got no answer, or lost it; the request may have been executed."""
 
 
 LOST = re.compile(
     r"\((Server|Gateway)?Timeout\)|etcdserver: |prevented the request|\bEOF\b|GOAWAY|connection reset"
     r"|client connection lost|deadline exceeded|awaiting headers|(read|write) tcp"
 )
-"""How kubectl says that a request which it had sent was not answered, or not to its end."""
+"""kubectl's messages for a request that it sent and that got no complete answer."""
 
 
 class Cluster:
-    """What kubectl says and does."""
+    """A cluster, through kubectl."""
 
     def __init__(self, namespace: str | None) -> None:
         self.command = [os.environ.get("KUBECTL", "kubectl")]
@@ -107,13 +107,13 @@ class Cluster:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something, without kubectl's own prefix."""
+    """Return the last line that is not empty, without kubectl's own prefix."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("Error from server ").removeprefix("error: ") if lines else "no reason given"
 
 
 ATTEMPT = "cluster-recipes/attempt"
-"""A label of all that one call creates: it tells them from an older job of this name when no answer comes."""
+"""A label of the objects that one call creates; those of an older job of this name have another."""
 
 
 def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) -> None:
@@ -217,7 +217,7 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, bool | None] | None:
 
 
 def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str | None:
-    """Return why the cluster makes no pods for a job that it has since that time: a quota, or a policy."""
+    """Return why the cluster makes no pods for a job created at `since`: a quota or a policy."""
     for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
         is_ours = owner in (name, f"{name}-node-0", f"{name}-launcher")  # of a JobSet or TrainJob; of an MPIJob
@@ -241,7 +241,7 @@ def killed_for_memory(pods: list[dict[str, Any]]) -> str:
 
 
 def job_state(job: dict[str, Any]) -> tuple[str, str]:
-    """Return "done", "failed" or "" for a job that goes on, and what its condition says."""
+    """Return "done", "failed" or "" for a running job, and the message of its condition."""
     for condition in job.get("status", {}).get("conditions", []):
         if condition.get("status") == "True":
             if condition["type"] in ("Complete", "Completed", "Succeeded"):
@@ -252,7 +252,7 @@ def job_state(job: dict[str, Any]) -> tuple[str, str]:
 
 
 class LostSightError(UserError):
-    """The job cannot be followed any more, and goes on."""
+    """The job cannot be followed any longer; it continues."""
 
     status = 1
 
@@ -267,9 +267,9 @@ class Watch:
         self.is_suspended = False
         """Whether the job waits in a queue, such as Kueue's, and has no pods until it is admitted."""
         self.problems: dict[str, float] = {}
-        """Since when a pod has had a problem that the kubelet tries to get over."""
+        """When a problem that the kubelet retries began, by pod."""
         self.created = ""
-        """When the cluster took the job, by its own clock."""
+        """When the job was created, by the cluster's clock."""
         self.status = 0
         """Exit status of node 0's last container."""
 
@@ -280,7 +280,7 @@ class Watch:
             self.said = text
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Return what the cluster says, once it answers: an API server that restarts ends no job.
+        """Return kubectl's answer; retry while the API server restarts.
 
         Raises:
             LostSightError: no answer within RETRY_S.
@@ -313,7 +313,7 @@ class Watch:
         return started[-1] if started else None
 
     def state(self) -> tuple[str, str]:
-        """Return what the cluster says of the job."""
+        """Return the state of the job, as job_state()."""
         try:
             job = self.get(self.kind.resource, self.name)
         except UserError as error:
@@ -364,7 +364,7 @@ class Watch:
                     events = self.cluster.get("events", "--field-selector=type=Warning")["items"]
                     problem = created_problem(events, self.name, self.created)
             if problem or is_late:
-                missing = "the job has not gone on" if seen else "node 0 has not started"
+                missing = "the job has not continued" if seen else "node 0 has not started"
                 reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
                 raise UserError(f"{reason}; {self.request.delete} removes the job")
             is_done = head and container_state(head).get("terminated", {}).get("exitCode") == 0
@@ -452,7 +452,7 @@ def container_state(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def instance(pod: dict[str, Any]) -> str:
-    """Tell one start of a pod's container from the next."""
+    """Return an identifier of one start of a pod's container."""
     restarts = pod["status"]["containerStatuses"][0].get("restartCount", 0)
     return f"{pod['metadata'].get('uid', pod['metadata']['name'])} {restarts}"
 

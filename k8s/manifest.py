@@ -87,7 +87,7 @@ def pod_templates(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, which is some ten times as fast, where PyYAML was built with it."""
+"""libyaml's, about ten times as fast, if PyYAML was built with it."""
 
 
 def parse(text: str) -> list[dict[str, Any]]:
@@ -226,7 +226,7 @@ def set_image(request: Request, container: dict[str, Any]) -> None:
 
 
 def rename(tree: Any, old: str, new: str) -> None:
-    """Give the job, all that belongs to it and all that points to it another name."""
+    """Rename the job, its objects and all references to it."""
     if isinstance(tree, list):
         for value in tree:
             rename(value, old, new)
@@ -243,7 +243,7 @@ def rename(tree: Any, old: str, new: str) -> None:
 
 
 def set_env(container: dict[str, Any], name: str, value: str) -> None:
-    """Set a variable that the container has; leave one alone that it has not."""
+    """Set a variable if the container has it."""
     for variable in container.get("env", []):
         if variable["name"] == name:
             variable["value"] = value
@@ -291,7 +291,7 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:
-    """Return what so many GPUs need of a quantity, such as 1.5Gi, that was for so many before.
+    """Scale a quantity, such as 1.5Gi, from `before` GPUs to `gpus`.
 
     It is rounded up to as many decimals as it had. Raises UserError for what is no quantity.
     """
@@ -304,7 +304,7 @@ def scale(quantity: str | int | float, gpus: int, before: int) -> str:
 
 
 def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
-    """Ask for what a laptop's cluster has: a core and 4 GiB a node."""
+    """Request one core and 4 GiB per node, for a cluster on a laptop."""
     for container in [*containers, {"resources": job.get("trainer", {}).get("resourcesPerNode", {})}]:
         if container.get("resources"):
             container["resources"]["requests"] = {"cpu": "1", "memory": "4Gi"}
@@ -344,7 +344,7 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML with scripts as blocks of text, as they stand in the files."""
+    """YAML with scripts as blocks of text, as in the files."""
 
 
 Dumper.add_representer(
