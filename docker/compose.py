@@ -282,6 +282,8 @@ def engine_output(
     """Run docker or Compose and return what it printed; raises UserError where the engine does not answer."""
     try:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
+    except OSError as error:
+        raise UserError(f"cannot run {command[0]}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         words = " ".join([Path(command[0]).name, *command[1:2]])
         raise UserError(

@@ -88,6 +88,8 @@ class Cluster:
             )
         except subprocess.TimeoutExpired:
             raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
+        except OSError as error:
+            raise UserError(f"cannot run {self.command[0]}: {error.strerror}") from None
         said = [line for line in done.stderr.splitlines() if "failed calling webhook" not in line]
         if done.returncode and words[0] == "create" and any(map(LOST.search, said)):
             raise NoAnswerError(f"kubectl create lost its answer ({last_line(done.stderr)})")
@@ -102,7 +104,10 @@ class Cluster:
         done = self.run("get", *words, "--output=json")
         if done.returncode:
             raise UserError(f"kubectl get {' '.join(words)}: {last_line(done.stderr)}")
-        content: dict[str, Any] = json.loads(done.stdout)
+        try:
+            content: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise UserError(f"kubectl get {' '.join(words)} printed no JSON: {last_line(done.stdout)}") from None
         return content
 
 

@@ -495,6 +495,20 @@ def test_without_kubectl():
     assert (result.status, result.stderr) == (2, expected)
 
 
+def test_a_kubectl_that_is_none_is_one_line(tmp_path, monkeypatch):
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text("of another machine")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("KUBECTL", str(kubectl))
+    with pytest.raises(UserError) as raised:
+        apply.Cluster(None).get("pods")
+    assert str(raised.value) == f"cannot run {kubectl}: Exec format error"
+    kubectl.write_text("#!/bin/sh\necho is installed first\n")
+    with pytest.raises(UserError) as raised:
+        apply.Cluster(None).get("pods")
+    assert str(raised.value) == "kubectl get pods printed no JSON: is installed first"
+
+
 def test_render_prints_what_would_be_created():
     argv = [
         "scratch",
