@@ -324,6 +324,7 @@ def test_a_half_of_a_job_is_taken_back_and_nothing_else(tmp_path, created, said,
     }
     played = Played(tmp_path, play, "ddp", "--namespace", "team")
     result = played.wait()
+    expected = expected.replace("NAME=ddp,", "NAME=ddp NAMESPACE=team,")
     assert (result.status, result.stderr) == (2, f"error: {expected}\n")
     deleted = [call["argv"][2:] for call in played.calls if "delete" in call["argv"]]
     assert deleted == ([[created, "--ignore-not-found", "--wait=false"]] if created else [])
@@ -414,6 +415,14 @@ def test_what_was_created_without_an_answer_is_looked_for(monkeypatch, said, is_
     with pytest.raises(UserError, match=expected):
         apply.create(apply.Cluster(None), request, apply.render(request))
     assert calls == ["create", "delete"][: 1 + is_lost]
+
+
+def test_ctrl_c_before_the_job_is_made_has_no_traceback(monkeypatch):
+    def interrupt(request):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(apply, "render", interrupt)
+    assert apply.main(["ddp"]) == 130
 
 
 def test_ctrl_c_leaves_the_job(tmp_path):
