@@ -52,6 +52,8 @@ INTERRUPTED = 128 + signal.SIGINT
 END_S = 120
 """Longest wait for the job's end after node 0's last line."""
 
+OWN_CONTAINERS = ("trainer", "pytorch", "node", "launcher")
+"""The containers of node 0's pods, by their names in the files."""
 DELETED = [*dict.fromkeys(kind.resource for kind in KINDS.values()), "trainingruntimes.trainer.kubeflow.org"]
 DELETED += ["services", "networkpolicies"]
 
@@ -383,7 +385,7 @@ class Watch:
             "logs",
             "--follow",
             head["metadata"]["name"],
-            f"--container={head['spec']['containers'][0]['name']}",
+            f"--container={own_status(head)['name']}",
         ]
         since: list[str] = []
         deadline = 0.0
@@ -450,15 +452,20 @@ class Watch:
 
 
 def container_state(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a pod's only container: running, waiting or terminated."""
-    statuses = pod.get("status", {}).get("containerStatuses", [])
-    state: dict[str, Any] = statuses[0].get("state", {}) if statuses else {}
+    """Return the state of a pod's own container: running, waiting or terminated."""
+    state: dict[str, Any] = own_status(pod).get("state", {})
     return state
+
+
+def own_status(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the status of a pod's own container: a webhook, such as Istio's, may have added others."""
+    statuses = pod.get("status", {}).get("containerStatuses", [])
+    return next((status for status in statuses if status["name"] in OWN_CONTAINERS), {})
 
 
 def instance(pod: dict[str, Any]) -> str:
     """Return an identifier of one start of a pod's container."""
-    restarts = pod["status"]["containerStatuses"][0].get("restartCount", 0)
+    restarts = own_status(pod).get("restartCount", 0)
     return f"{pod['metadata'].get('uid', pod['metadata']['name'])} {restarts}"
 
 

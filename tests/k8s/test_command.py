@@ -13,7 +13,7 @@ import yaml
 
 from k8s import apply
 from k8s.apply import job_state
-from k8s.manifest import KINDS
+from k8s.manifest import KINDS, load, pod_templates
 from recipes.common.errors import UserError
 from tests.conftest import require
 from tests.support import ROOT, Command, run_command
@@ -668,6 +668,19 @@ def test_pods_killed_for_their_memory_are_named():
 def test_a_job_that_was_edited_is_to_be_deleted_first():
     said = 'The Job "ddp" is invalid: spec.template: Invalid value: ...: field is immutable'
     assert apply.explain(said).endswith("delete the job first, make k8s-delete NAME=...")
+
+
+def test_the_state_of_a_pod_is_that_of_its_own_container():
+    """Not of one that a webhook has added; statuses are in the order of names."""
+    injected = {"name": "istio-proxy", "restartCount": 3, "state": RUNNING}
+    for kind in KINDS:
+        ended = pod(SUCCESS)
+        [template, *_] = pod_templates(load(KINDS[kind].file))
+        ended["status"]["containerStatuses"][0]["name"] = template["spec"]["containers"][0]["name"]
+        ended["status"]["containerStatuses"].insert(0, injected)
+        assert apply.container_state(ended) == SUCCESS, kind
+        assert apply.instance(ended) == "uid-0 0"
+    assert apply.container_state(pod()) == {}
 
 
 def test_the_state_of_a_job():
