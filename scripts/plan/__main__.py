@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import (
     Options,
     check_batch,
@@ -73,6 +73,7 @@ COLUMNS = (
     Column("efficiency", "efficiency", "{:.1%}"),
     Column("samples/s", "samples_per_s", "{:,.0f}"),
     Column("sent per node and step, MB", "sent_bytes_per_node", "{:,.1f}", 1e-6),
+    Column("memory of a GPU, GB", "memory_sum_bytes", "{:,.1f}", 1e-9),
     Column("checkpoint every, min", "interval_s", "{:,.1f}", 1 / 60),
     Column("useful time", "useful_share", "{:.1%}"),
     Column("hours", "hours", "{:,.2f}"),
@@ -102,8 +103,14 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     ],
     "what a rank computes": [
         ("--local-batch-size", positive_int, 128, "N", "samples of a rank and step; what --compute-ms is for"),
-        ("--compute-ms", positive_float, None, "MS", "of a step without exchange, known"),
-        ("--fixed-ms", non_negative_float, 0.0, "MS", "of --compute-ms: what fewer samples do not shorten"),
+        ("--compute-ms", positive_float, None, "MS", "of a step in one pass, without exchange, known"),
+        (
+            "--fixed-ms",
+            non_negative_float,
+            0.0,
+            "MS",
+            "of --compute-ms: what each pass takes, however few its samples",
+        ),
         ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
         ("--utilisation", positive_float, 0.15, "X", "of the GPU's peak"),
     ],
@@ -244,7 +251,10 @@ def plan_row(
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
     control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_PROCESS, "horovod") else 0.0
     method = replace(method, sums=workload.sums_bytes(method, local))
-    own, even = (compute.scaled(size / args.local_batch_size) for size in (local, global_batch / parts))
+    own, even = (
+        compute.scaled(size / args.local_batch_size, options.accumulate_steps)
+        for size in (local, global_batch / parts)
+    )
     found = model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     epoch_steps = kind.num_samples // global_batch
     steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
@@ -267,7 +277,8 @@ def plan_row(
         "steps": steps,
         "hours": hours,
         "cost": hours * ranks * args.price,
-        "memory_bytes": {**memory, "sum": sum(memory.values())},
+        "memory_bytes": memory,
+        "memory_sum_bytes": sum(memory.values()),
     } | (sent if method.sums else {})
 
 
@@ -338,17 +349,21 @@ def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
     return texts
 
 
-def memory_line(row: Row, args: Namespace) -> str:
-    """Return the memory of a GPU in words."""
-    parts = {name.replace("_", " "): size for name, size in row["memory_bytes"].items() if size}
-    whole, room, fits = parts.pop("sum") / 1e9, GPUS[args.gpu_type].memory_gb, ""
+def memory_line(rows: Sequence[Row], args: Namespace) -> str:
+    """Return the memory of a GPU at the largest number of nodes, and where it does not fit, in words."""
+    last, room, fits = rows[-1], GPUS[args.gpu_type].memory_gb, ""
     if not (args.compute_ms or args.measure):
         fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
         batch = "--global-batch-size" if args.is_fixed_batch else "--local-batch-size"
-        full = f"; DOES NOT FIT: lower {batch}, or {fix}" if whole > 0.95 * room else ""
-        fits = f" of {room:g} on a {args.gpu_type}{full}"
-    texts = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())
-    return f"memory of a GPU, estimated: {whole:.1f} GB{fits} (in MB: {texts}; without the libraries' own)"
+        full = [f"{row['nodes']:,}" for row in rows if row["memory_sum_bytes"] > 0.95e9 * room]
+        where = f"; DOES NOT FIT on {', '.join(full)} node{'s' * (full != ['1'])}: lower {batch}, or {fix}"
+        fits = f" of {room:g} on a {args.gpu_type}{where * bool(full)}"
+    nodes = f"{last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
+    parts = (f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in last["memory_bytes"].items() if size)
+    return (
+        f"memory of a GPU on {nodes}, estimated: {last['memory_sum_bytes'] / 1e9:.1f} GB{fits} "
+        f"(in MB: {', '.join(parts)}; without the libraries' own)"
+    )
 
 
 def checkpoint_line(row: Row, options: Options) -> str:
@@ -388,7 +403,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         f"compute {1e3 * compute.total_s:.1f} ms a step of {args.local_batch_size} samples, {source}",
         f"fabric {fabric}: {link.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, {link.alpha_s * 1e6:g} us a hop; "
         f"in a node {args.intra}; {args.gpus} GPUs a node",
-        memory_line(last, args),
+        memory_line(rows, args),
         checkpoint_line(last, options),
         *advice(last, args, kind),
     ]
@@ -438,12 +453,12 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 def main(argv: list[str]) -> None:
     """Plan, print, write."""
     plan, lines, folder = make_plan(argv)
-    folder = folder or next_folder("plan")
-    folder.mkdir(parents=True, exist_ok=True)
-    text = table(COLUMNS, plan["rows"])
-    (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
-    (folder / "table.md").write_text(f"{text}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
-    plot(plan["rows"], f"{plan['recipe']} {plan['model']}, {plan['fabric']['name']}", folder / "plan.png")
+    folder, text = folder or next_folder("plan"), table(COLUMNS, plan["rows"])
+    with as_user_error("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+        (folder / "table.md").write_text(f"{text}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+        plot(plan["rows"], f"{plan['recipe']} {plan['model']}, {plan['fabric']['name']}", folder / "plan.png")
     print("\n".join([*lines, "", text, ""]))
     shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     print(f"wrote {shown}/plan.json, table.md and plan.png")

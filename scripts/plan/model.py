@@ -202,11 +202,16 @@ class Compute:
         """All of it."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
-    def scaled(self, factor: float) -> Compute:
-        """Return that of `factor` times as many samples; the optimizer does not care for them."""
-        share = self.fixed_share + factor * (1 - self.fixed_share)
-        times = self.forward_s * share, self.backward_s * share
-        return Compute(*times, self.optimizer_s, self.load, self.fixed_share / share)
+    def scaled(self, factor: float, passes: int = 1) -> Compute:
+        """Return that of `factor` times as many samples in so many accumulated passes.
+
+        Each pass has the fixed part; the optimizer depends on neither.
+        """
+        fixed = passes * self.fixed_share
+        share = fixed + factor * (1 - self.fixed_share)
+        return replace(
+            self, forward_s=self.forward_s * share, backward_s=self.backward_s * share, fixed_share=fixed / share
+        )
 
 
 def split_compute(seconds: float, fixed_s: float = 0.0) -> Compute:

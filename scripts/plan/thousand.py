@@ -172,6 +172,10 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     args = parse(parser, argv)
     if args.world_size > MOST_RANKS:
         raise UserError(f"REHEARSE: at most {MOST_RANKS} ranks, got {args.world_size}")
+    own = ("--name", "--runs-dir", "--resume", "--max-steps", "--epochs", "--global-batch-size", "--num-samples")
+    for word in args.options:
+        if word.split("=")[0] in own:
+            raise UserError(f"{word.split('=')[0]} is set by the rehearsal itself; leave it out of ARGS")
     if train.options(args.options).zero:
         raise UserError("--zero cannot be rehearsed: a checkpoint collects shards of ranks that are not there")
     return args

@@ -41,6 +41,7 @@ def test_the_rehearsal_refuses_in_a_line(capsys):
         (["--recipe", "horovod"], "--recipe: invalid choice 'horovod'"),
         (["--", "--zeroo"], "unknown option --zeroo; did you mean '--zero'?"),
         (["--", "--zero"], "--zero cannot be rehearsed"),
+        (["--", "--max-steps=2"], "--max-steps is set by the rehearsal itself; leave it out of ARGS"),
     ):
         assert thousand.main(words) == 2
         text = capsys.readouterr().err

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -349,6 +350,7 @@ def test_what_limits_a_step_is_named():
 def test_fewer_samples_do_not_shorten_the_fixed_part():
     compute = split_compute(10.0, 4.0)
     half = compute.scaled(0.5)
+    assert compute.scaled(0.5, passes=3).total_s == pytest.approx(3 * 4 + 3)
     assert (half.total_s, half.scaled(2).total_s) == (pytest.approx(4 + 3), pytest.approx(10))
     assert half.scaled(0.5).total_s == compute.scaled(0.25).total_s == pytest.approx(4 + 1.5)
     assert half.backward_s == pytest.approx(2 * half.forward_s)
@@ -610,6 +612,30 @@ def test_a_fixed_global_batch_is_shared_out():
     words = (*words, "--local-batch-size", "64", "--compute-ms", "8", "--fixed-ms", "2", "--fabric", "ib-400")
     rows = rows_of(*words)
     assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 5e-3, 3.5e-3])
+    rows = rows_of(*words, "--accumulate-steps", "2")  # each pass has the fixed part
+    assert [row["compute_s"] for row in rows] == pytest.approx([10e-3, 7e-3, 5.5e-3])
+
+
+def test_memory_that_does_not_fit_is_named_at_each_number_of_nodes(capsys, tmp_path):
+    """A fixed batch takes the more memory the fewer the nodes; the largest number of them is not all."""
+    words = (
+        "--model",
+        "resnet50",
+        "--nodes",
+        "4",
+        "--gpus",
+        "1",
+        "--global-batch-size",
+        "1024",
+        "--gpu-type",
+        "a100",
+    )
+    rows = plan(tmp_path, "ddp", *words)["rows"]
+    assert [row["memory_sum_bytes"] == sum(row["memory_bytes"].values()) for row in rows] == [True] * 3
+    assert [row["memory_sum_bytes"] > 76e9 for row in rows] == [True, False, False]
+    shown = capsys.readouterr().out
+    assert "memory of a GPU on 4 nodes, estimated: " in shown
+    assert "of 80 on a a100; DOES NOT FIT on 1 node: lower --global-batch-size, or raise --acc" in shown
 
 
 def test_synthetic_data_have_the_recipes_size():
@@ -741,3 +767,17 @@ def test_bad_input_is_refused_in_a_line(words, said, capsys, tmp_path):
     assert text.count("\n") == 1
     assert said in text
     assert not (tmp_path / "plan").exists()
+
+
+def test_the_documented_defaults_are_those_of_the_options():
+    args, _ = command.parse_args(["ddp"])
+    documented = re.findall(r"`--([a-z-]+)` \(([\w.]+)\)", (ROOT / "docs" / "plan.md").read_text())
+    assert {name: str(getattr(args, name.replace("-", "_"))) for name, _ in documented} == dict(documented)
+    assert {"local-batch-size", "utilisation", "gpu-type"} == set(dict(documented))
+    assert f"`--mtbf-gpu-hours` is {args.mtbf_gpu_hours:,.0f} by default" in (ROOT / "docs/plan.md").read_text()
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command.main(["ddp", "--data", "digits", "--nodes", "1", "--output", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: cannot write {tmp_path / 'file'}: File exists\n"
