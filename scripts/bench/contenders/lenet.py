@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -78,6 +79,32 @@ def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
         drop_last=True,
         num_workers=args.workers,
     )
+
+
+def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that all contenders share."""
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def train(
+    args: argparse.Namespace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> None:
+    """Train by the usual eager loop, and print the result."""
+    criterion, clock = nn.CrossEntropyLoss(), Clock(args)
+    model.train()
+    while not clock.is_done:
+        for images, labels in loader_of(args):
+            optimizer.zero_grad()
+            loss = criterion(model(images), labels)
+            backward(loss)
+            optimizer.step()
+            clock.count(loss.item())
+            if clock.is_done:
+                break
+    clock.report()
 
 
 class Clock:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scripts.bench.contenders.lenet import (
-    LR,
-    MOMENTUM,
-    WEIGHT_DECAY,
-    WORLD_SIZE,
-    Clock,
-    arguments,
-    loader_of,
-    model_of,
-)
+from scripts.bench.contenders.lenet import WORLD_SIZE, arguments, model_of, sgd_of, train
 
 
 def main() -> None:
@@ -27,20 +17,7 @@ def main() -> None:
     model: nn.Module = model_of(args)
     if WORLD_SIZE > 1:
         model = DistributedDataParallel(model)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    clock = Clock(args)
-    model.train()
-    while not clock.is_done:
-        for images, labels in loader_of(args):
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            clock.count(loss.item())
-            if clock.is_done:
-                break
-    clock.report()
+    train(args, model, sgd_of(model))
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch import nn
 
-from scripts.bench.contenders.lenet import LR, MOMENTUM, WEIGHT_DECAY, Clock, arguments, loader_of, model_of
+from scripts.bench.contenders.lenet import arguments, model_of, sgd_of, train
 
 
 def main() -> None:
@@ -14,21 +12,8 @@ def main() -> None:
     args = arguments()
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=False))
     model = model_of(args)
-    criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    clock = Clock(args)
-    model.train()
-    while not clock.is_done:
-        for images, labels in loader_of(args):
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            clock.count(loss.item())
-            if clock.is_done:
-                break
-    clock.report()
+    model, optimizer = accelerator.prepare(model, sgd_of(model))
+    train(args, model, optimizer, accelerator.backward)
     accelerator.end_training()
 
 

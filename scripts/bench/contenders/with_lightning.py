@@ -9,16 +9,7 @@ import lightning
 import torch
 from torch import Tensor, nn
 
-from scripts.bench.contenders.lenet import (
-    LR,
-    MOMENTUM,
-    WEIGHT_DECAY,
-    WORLD_SIZE,
-    Clock,
-    arguments,
-    loader_of,
-    model_of,
-)
+from scripts.bench.contenders.lenet import WORLD_SIZE, Clock, arguments, loader_of, model_of, sgd_of
 
 
 class Module(lightning.LightningModule):
@@ -39,7 +30,7 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD."""
-        return torch.optim.SGD(self.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        return sgd_of(self)
 
 
 def main() -> None:
