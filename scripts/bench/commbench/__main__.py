@@ -97,7 +97,9 @@ def options(argv: Sequence[str]) -> Namespace:
     check_names("BACKENDS", args.backends, BACKENDS)
     if args.narrow:
         rate_gbit(args.narrow)
-        if reason := network.why_not():
+        if not args.nodes and os.environ.get("NNODES", "1") != "1":
+            raise UserError("--narrow is for local nodes; leave it out on a cluster, or give NODES")
+        if reason := network.why_not(narrow=True):
             raise UserError(f"--narrow: {reason}")
     return args
 
