@@ -1,11 +1,12 @@
 """Measure speed side by side: the recipes against bare loops, the limits of the machine, and the peers.
 
     make bench
-    make bench PARTS="launch step" ROUNDS=7
+    make bench PARTS="launch step" ROUNDS=3
 
 Prints goal, measured and peer of every figure, and after each part writes docs/benchmarks/DATE-DEVICE.json
 (--output FILE), from which `make report` renders the page. A part that this machine cannot measure says why. Goals
-are judged by people. Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
+are judged by people. All parts take about 40 minutes on two cores.
+Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -17,43 +18,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from recipes.common.errors import UserError
 from recipes.common.record.facts import hardware, revision
 from scripts.bench.figures import Figure, table
-from scripts.launch.command import ROOT, CommandParser, check_names, command, count, parse
+from scripts.launch.command import ROOT, CommandParser, check_names, command, count, make_folder, parse
 from scripts.launch.runs import measured_on
 
-PARTS = (
-    "small-data",
-    "jpeg",
-    "remote",
-    "step",
-    "overlap",
-    "scaling",
-    "wire",
-    "launch",
-    "checkpoint",
-    "gpu",
-    "plan",
-)
-"""Each is a module of this package with `measure(rounds, folder) -> list[Figure]`."""
+PARTS = {
+    **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
+    "scaling": 2,
+    **dict.fromkeys(("wire", "launch"), 3),
+    **dict.fromkeys(("checkpoint", "gpu"), 5),
+    "plan": 1,
+}
+"""The most rounds of each part, a module of this package with `measure(rounds, folder) -> list[Figure]`."""
 
 PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate", "simplejpeg")
 
 
-def facts(rounds: int) -> dict[str, Any]:
-    """Return when, on what and with which versions the figures were measured."""
+def facts() -> dict[str, Any]:
+    """Return when, on what and with which versions something is measured."""
     here, code = hardware(), revision() or "unknown"
     memory_gb = round(psutil.virtual_memory().total / 2**30)
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "rounds": rounds,
         "revision": code[:12] + "-dirty" * code.endswith("-dirty"),
         "hardware": {**here, "cpu": here["cpu"] or here["machine"], "memory_gb": memory_gb},
         "versions": measured_on(*PEERS)["versions"],
@@ -67,16 +62,37 @@ def measure(part: str, rounds: int) -> list[Figure]:
         return module.measure(rounds, Path(folder))
 
 
-def write(figures: Sequence[Figure], about: dict[str, Any], path: Path) -> None:
-    """Write the figures; those of other parts that an earlier run of the same day left there stay."""
-    old = json.loads(path.read_text())["figures"] if path.exists() else []
-    measured = {figure.part for figure in figures}
-    kept = [figure for figure in old if figure["part"] not in measured]
-    every = sorted(
-        [*kept, *(figure.as_dict() for figure in figures)], key=lambda figure: PARTS.index(figure["part"])
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**about, "figures": every}, indent=2) + "\n")
+def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an earlier run of the same day left; raises UserError for what is not to be added to."""
+    if not path.exists():
+        return {"figures": [], "rounds_by_part": {}}
+    fix = "give another --output FILE, or remove it"
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        is_alike = all(old.get(key) == about[key] for key in ("date", "hardware", "versions"))
+        _ = old["revision"].split, [list(PARTS).index(row["part"]) for row in old["figures"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no benchmark's file ({type(error).__name__}: {error}); {fix}") from None
+    if not is_alike:
+        raise UserError(f"{path} is of another day, machine or version; {fix}")
+    return old
+
+
+def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str, Any], path: Path) -> None:
+    """Write a part's figures; those of other parts that an earlier run of the same day left there stay."""
+    old, order = read_output(path, about), list(PARTS)
+    rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
+    by_part = {**old.get("rounds_by_part", {}), part: rounds}
+    most, revision = max(by_part.values()), about["revision"]
+    fewer = ", ".join(f"{name} {by_part[name]}" for name in order if by_part.get(name, most) < most)
+    revisions = dict.fromkeys([*old.get("revision", revision).split(", "), revision])
+    facts = {
+        "revision": ", ".join(revisions),
+        "rounds": f"{most} ({fewer})" if fewer else f"{most}",
+        "rounds_by_part": by_part,
+        "figures": sorted(rows, key=lambda row: order.index(row["part"])),
+    }
+    path.write_text(json.dumps({**about, **facts}, indent=2) + "\n")
 
 
 @command
@@ -84,25 +100,29 @@ def main(argv: list[str]) -> int:
     """Measure the parts, print the table, write the file; return the exit status."""
     parser = CommandParser("python -m scripts.bench", (__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
-    parser.add_argument("--rounds", type=count, default=5, help="measured rounds; medians are over them (5)")
+    parser.add_argument("--rounds", type=count, default=5, help="most rounds of a part; medians are over them (5)")
     parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
     args = parse(parser, argv)
-    rounds, about = args.rounds, facts(args.rounds)
+    about = facts()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
+    read_output(output, about)  # before the work, not after it
+    make_folder(output.parent)
     figures: list[Figure] = []
     failed = []
-    for part in check_names("PARTS", args.parts, PARTS) or PARTS:
-        print(f"bench: {part}", flush=True)
+    for part in check_names("PARTS", args.parts, list(PARTS)) or PARTS:
+        rounds = min(args.rounds, PARTS[part])
+        print(f"bench: {part}, {rounds} round{'s' * (rounds > 1)}", flush=True)
         begin = time.monotonic()
         try:
             found = measure(part, rounds)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            print(f"error: {part}: {error}", file=sys.stderr, flush=True)
+        except (ImportError, LookupError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            # Whatever is wrong with one part: the others have hours of work to keep.
+            print(f"error: {part}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(part)
             continue
         figures += found
-        write(found, about, output)
+        write(part, found, rounds, about, output)
         print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
     if figures:
         print(f"{table(figures)}\nwrote {os.path.relpath(output)}")

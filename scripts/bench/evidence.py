@@ -124,7 +124,7 @@ def properties(config: pytest.Config) -> dict[str, str]:
     partial = [f"{flag} {value}" for flag, name in chosen.items() if (value := config.getoption(name, None))]
     given = config.args if config.args_source is config.ArgsSource.ARGS else ()
     said = {"partial": ", ".join(partial), "tests": " ".join(sorted(given))}
-    return {"revision": revision(), "on": documents.machine(facts(1)), **said}
+    return {"revision": revision(), "on": documents.machine(facts()), **said}
 
 
 def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
@@ -254,7 +254,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it runs, as Ctrl-C does
     claims, outcomes = read_claims(), read_outcomes()
     runnable = [name for name, claim in claims.items() if claim.is_runnable]
-    where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts(1))}
+    where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts())}
     outcomes = {name: outcomes[name] for name in runnable if name in outcomes}
     failed = []
     chosen = [claims[name] for name in check_names("CLAIMS", args.claims, list(claims)) or runnable]

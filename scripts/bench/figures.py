@@ -78,13 +78,14 @@ Rounds = dict[str, list[float]]
 """By contender, a value of each round."""
 
 
-def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Rounds:
+def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: bool = False) -> Rounds:
     """Call every contender once a round, so that a noisy moment of the machine hits all alike.
 
-    The order turns by one each round. Before the rounds each is called once, unmeasured: caches are warm.
+    The order turns by one each round. With warm_up, each is called once before, unmeasured: for those that have no
+    process of their own with a warm-up of its own.
     """
     names = list(contenders)
-    for name in names:
+    for name in names if warm_up else ():
         contenders[name]()
     values: Rounds = {name: [] for name in names}
     for i in range(rounds):

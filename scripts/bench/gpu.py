@@ -69,6 +69,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
             "roofline": lambda: matmul_tflops() * 1e12 / TRAINING_FLOP,
         },
         rounds,
+        warm_up=True,  # compiled kernels are in torch's cache
     )
     peak = f"images/s; peak memory {max(memory) / 2**30:.1f} GiB"
     peers = {
@@ -98,7 +99,7 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
     def epoch_s(*more: str) -> float:
         return small_data.SAMPLES / recipe("single", folder, [*options, *more])["samples_per_s"]
 
-    values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
+    values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds, warm_up=True)
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
     return [
         Figure(

@@ -25,7 +25,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
     def ours() -> float:
         name = f"launch-{next(numbers)}"
-        options = f"--max-steps 2 --log-every 1 --no-tensorboard --runs-dir {folder} --name {name}"
+        options = f"--device cpu --max-steps 2 --log-every 1 --no-tensorboard --runs-dir {folder} --name {name}"
         command = ["make", "--silent", "run", "RECIPE=ddp", f"NPROC_PER_NODE={PROCESSES}", f"ARGS={options}"]
         return _seconds(command, lambda _: "loss" in _text(folder / name / "metrics.jsonl"))
 
@@ -34,7 +34,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         command += [str(PROCESSES), "-m", "scripts.bench.contenders.first_step"]
         return _seconds(command, lambda output: "first step" in _text(output))
 
-    values = take_turns({"ours": ours, "bare": bare}, rounds)
+    values = take_turns({"ours": ours, "bare": bare}, rounds, warm_up=True)
     note = f"{median(values['ours']):.2f} s against {median(values['bare']):.2f} s, {PROCESSES} processes"
     peer = "torchrun of a script that imports torch"
     name = "make run RECIPE=ddp: time to the first step"

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
 from recipes.ddp import train
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
-from scripts.bench.programs import in_namespaces
+from scripts.bench.programs import in_namespaces, measure_inside
 from scripts.lab import network
 from scripts.launch.command import CommandParser, command, count, parse
 
@@ -135,7 +134,9 @@ def be_a_rank(args: Namespace) -> None:
     compression = PRECISIONS[args.precision]
     probe = Trainer(world, PROBE_BATCH, compression, args.bucket_cap_mb)
     quick = take_turns(
-        {"compute": lambda: seconds(probe.compute), "communication": lambda: seconds(probe.communicate)}, 2
+        {"compute": lambda: seconds(probe.compute), "communication": lambda: seconds(probe.communicate)},
+        rounds=2,
+        warm_up=True,
     )
     sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
     found = []
@@ -148,7 +149,7 @@ def be_a_rank(args: Namespace) -> None:
             "communication": lambda trainer=trainer: seconds(trainer.communicate),
             "step": lambda trainer=trainer: seconds(trainer.run),
         }
-        rounds = take_turns(contenders, args.rounds)
+        rounds = take_turns(contenders, args.rounds, warm_up=True)
         rounds["exchange_cpu"] = trainer.exchange_cpu_s[1:]  # the first was the warm-up's
         sizes = [bucket.nbytes for bucket in trainer.buckets]
         found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": rounds})
@@ -170,7 +171,7 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
     """Return the step's time over its limit."""
     values = ratio({"step": rounds["step"], "limit": limits(rounds)}, "step", "limit")
     middle = {name: f"{1e3 * median(times):.0f} ms" for name, times in rounds.items()}
-    sizes = " + ".join(f"{size / 2**20:.1f}" for size in buckets)
+    sizes = " + ".join(f"{size / 1e6:.1f}" for size in buckets)
     note = (
         f"step {middle['step']}, compute {middle['compute']} with forward {middle['forward']}, communication "
         f"{middle['communication']} with {middle['exchange_cpu']} of the processor; "
@@ -181,7 +182,7 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
 
 
 @command
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Be a rank, or start the ranks in namespaces of this process's own and write what they have measured."""
     parser = CommandParser("python -m scripts.bench.overlap", (__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=count, default=3, help="medians are over them")
@@ -192,30 +193,30 @@ def main(argv: list[str]) -> None:
     args = parse(parser, argv)
     if args.rank:
         be_a_rank(args)
-        return
-    network.enter("scripts.bench.overlap", argv)
-    net = network.Network(NODES)
-    for node in range(NODES):
-        net.narrow(node, RATE, burst="256kb")
-    found: list[Figure] = []
-    with tempfile.TemporaryDirectory(prefix="bench-overlap-") as folder:
+        return 0
+
+    def work(folder: Path) -> list[dict[str, Any]]:
+        net, found = network.Network(NODES), []
+        for node in range(NODES):
+            net.narrow(node, RATE, burst="256kb")
         for precision in [args.precision] if args.precision else PRECISIONS:
-            result = Path(folder) / f"{precision}.json"
+            result = folder / f"{precision}.json"
             own = ["--rounds", str(args.rounds), "--precision", precision, "--result", str(result)]
             own += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
             net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", "--rank", *own], NODES, 1, TIMEOUT_S)
             for row in json.loads(result.read_text()):
                 found.append(figure(precision, **row))
                 print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)
-    if args.result:
-        args.result.write_text(json.dumps([vars(each) for each in found]))
+        return [vars(each) for each in found]
+
+    return measure_inside("scripts.bench.overlap", argv, args.result, work)
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return the figures of this part; the work is done by processes in namespaces of their own."""
     if reason := network.why_not(narrow=True):
         return [unmeasured("overlap", f"step, ddp {name}", reason, "<= 1.15") for name in PRECISIONS]
-    return [Figure(**row) for row in in_namespaces("scripts.bench.overlap", rounds, folder / "overlap.json")]
+    return [Figure(**row) for row in in_namespaces("scripts.bench.overlap", rounds, folder)]
 
 
 if __name__ == "__main__":

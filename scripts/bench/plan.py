@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from recipes.common.options import non_negative_float, one_of, positive_int
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train
 from scripts.bench.figures import Figure, spread, unmeasured
-from scripts.bench.programs import in_namespaces
+from scripts.bench.programs import in_namespaces, measure_inside
 from scripts.lab import network
 from scripts.launch.command import CommandParser, command, parse
 from scripts.plan.model import Cluster, Compute, Gradient, Link, Method, step
@@ -60,9 +59,6 @@ RUN_S, FEWEST, MOST = 4.0, 6, 40
 
 MOST_LOAD = 0.95
 TIMEOUT_S = 300.0
-
-MOST_ROUNDS = 3
-"""Of the benchmark; a round takes four minutes."""
 
 STEP_GOAL, BYTES_GOAL = "<= 1.15", "<= 1.02"
 
@@ -254,9 +250,9 @@ def line_of(point: dict[str, Any]) -> str:
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return a figure for the step time of each point, and one for the bytes of all."""
-    if reason := network.why_not():
+    if reason := network.why_not(narrow=True):
         return [unmeasured("plan", "predicted step time", reason, STEP_GOAL)]
-    points = in_namespaces(MODULE, min(rounds, MOST_ROUNDS), folder / "points.json")
+    points = in_namespaces(MODULE, rounds, folder)
     figures = []
     for point in points:
         ratios = [max(1 + error, 1 / (1 + error)) for error in error_of(point)]
@@ -281,21 +277,15 @@ def main(words: list[str]) -> int:
     args = parse_args(words)
     if args.rank:
         return exit_status(lambda: run_rank(args))
-    if reason := network.why_not():
-        raise UserError(f"the plan cannot be checked here: {reason}")
-    network.enter(MODULE, words)
-    with tempfile.TemporaryDirectory(prefix="plan-check-") as folder:
-        try:
-            points = measure_points(args, Path(folder))
-        except RuntimeError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    if args.result:
-        args.result.write_text(json.dumps(points, indent=2) + "\n")
-    print("\n".join(["", *(line_of(point) for point in points)]))
-    worst = max(abs(median(error_of(point))) for point in points)
-    print(f"largest error of a step time: {worst:.1%}")
-    return 0
+
+    def work(folder: Path) -> list[dict[str, Any]]:
+        points = measure_points(args, folder)
+        print("\n".join(["", *(line_of(point) for point in points)]))
+        worst = max(abs(median(error_of(point))) for point in points)
+        print(f"largest error of a step time: {worst:.1%}")
+        return points
+
+    return measure_inside(MODULE, words, args.result, work)
 
 
 if __name__ == "__main__":

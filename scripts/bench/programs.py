@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.common.errors import UserError
+from scripts.lab import network
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_losses
@@ -42,11 +45,40 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
-def in_namespaces(module: str, rounds: int, result: Path, *words: str) -> Any:
-    """Return what a module of scripts writes to --result FILE as JSON, in namespaces of its own."""
-    command = [sys.executable, "-m", module, "--rounds", str(rounds), "--result", str(result), *words]
-    subprocess.run(command, cwd=ROOT, check=True)
+def in_namespaces(module: str, rounds: int, folder: Path, *words: str) -> Any:
+    """Return what a module of scripts measures, which calls measure_inside(), in namespaces of its own.
+
+    Raises:
+        RuntimeError: it failed, and has said why.
+    """
+    command, result = [sys.executable, "-m", module, "--rounds", str(rounds)], folder / "result.json"
+    if status := subprocess.run([*command, "--result", str(result), *words], cwd=ROOT).returncode:
+        raise RuntimeError(f"{module} ended with status {status}")
     return json.loads(result.read_text())
+
+
+def measure_inside(
+    module: str, argv: Sequence[str], result: Path | None, work: Callable[[Path], Any], narrow: bool = True
+) -> int:
+    """Do the work of a module in namespaces of this process's own; return the exit status.
+
+    What it returns goes to the result as JSON, if one is wanted. The folder that it is called with goes away.
+
+    Raises:
+        UserError: there can be none here.
+    """
+    if reason := network.why_not(narrow):
+        raise UserError(f"{module} cannot run here: {reason}")
+    network.enter(module, argv)
+    with tempfile.TemporaryDirectory(prefix="bench-inside-") as folder:
+        try:
+            found = work(Path(folder))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    if result:
+        result.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
 
 
 def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) -> dict[str, Any]:

@@ -8,6 +8,8 @@ with a thread for each core in all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,13 +18,14 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
-from scripts.bench.figures import NO_SPEED, Figure, Rounds, of, speed_figure, take_turns
+from scripts.bench.figures import NO_SPEED, Figure, Rounds, of, speed_figure, take_turns, unmeasured
 from scripts.bench.programs import contender, recipe
 from scripts.launch.cores import count_cores
 
 PART = "small-data"
 SAMPLES, SIDE, CLASSES = 60_000, 28, 10
-BATCH_SIZE, STEPS, LOG_EVERY = 256, 150, 10
+BATCH_SIZE, STEPS, LOG_EVERY = 256, 60, 10
+PEERS = {"lightning": "Lightning", "accelerate": "accelerate"}
 COMPARED = 30
 """Steps whose losses are compared: later, rounding tips an activation over the edge of a ReLU, and they part."""
 
@@ -94,8 +97,9 @@ class Bench:
 
     def best_workers(self, processes: int) -> int:
         """Return with how many workers the usual loop is fastest here."""
-        choices = range(count_cores() // processes + 1)
-        speed = {n: self.other("try", "plain", processes, "--workers", str(n), steps=60) for n in choices}
+        most = count_cores() // processes
+        choices = [0, *(2**i for i in range(most.bit_length()))]
+        speed = {n: self.other("try", "plain", processes, "--workers", str(n), steps=40) for n in choices}
         return max(speed, key=lambda n: speed[n])
 
 
@@ -107,8 +111,11 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
         "ours": lambda: bench.ours(f"{name}ours", processes),
         "ours bf16": lambda: bench.ours(f"{name}ours-bf16", processes, "--amp", "bf16"),
         "plain": lambda: bench.other(f"{name}plain", "plain", processes, *loading),
-        "lightning": lambda: bench.other("lightning", "with_lightning", processes, *loading),
-        "accelerate": lambda: bench.other("accelerate", "with_accelerate", processes, *loading),
+        **{
+            peer: partial(bench.other, peer, f"with_{peer}", processes, *loading)
+            for peer in PEERS
+            if find_spec(peer)
+        },
         "bare": lambda: bench.bare(processes),
         "bare bf16": lambda: bench.bare(processes, amp="bf16"),
     }
@@ -145,8 +152,12 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
     return [
         figure("fp32", "ours", "plain", goals["fp32"], loop),
         figure("bf16", "ours bf16", "plain", goals["bf16"], loop),
-        figure("fp32", "ours", "lightning", "", "Lightning"),
-        figure("fp32", "ours", "accelerate", "", "accelerate"),
+        *(
+            figure("fp32", "ours", peer, "", title)
+            if peer in values
+            else unmeasured(PART, f"LeNet fp32, {of(processes)}", f"{peer} is not installed")
+            for peer, title in PEERS.items()
+        ),
         figure("fp32", "ours", "bare", ">= 0.95", bare, True),
         figure("bf16", "ours bf16", "bare bf16", ">= 0.95", bare, True),
     ]

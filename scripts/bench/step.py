@@ -12,7 +12,7 @@ PART = "step"
 STEP_MS = 50.0
 """The goal is set for steps of about this length."""
 
-STEPS = 100
+STEPS = 50
 BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -23,7 +23,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
     options = ["--model", "resnet18", "--data", "synthetic", "--image-size", "16", "--num-samples", "1024"]
-    options += ["--seed", "1", "--lr", "0.001"]
+    options += ["--seed", "1", "--lr", "0.001", "--device", "cpu"]
     batch = _batch_for(options, processes)
     options += ["--global-batch-size", str(batch), "--epochs", "1000", "--max-steps"]
 

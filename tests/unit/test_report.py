@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from matplotlib.axes import Axes
@@ -170,16 +171,42 @@ def test_a_readme_without_markers_is_refused(tmp_path):
         report.render(tmp_path, ["nothing"])
 
 
-def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, monkeypatch):
+def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, monkeypatch, capsys):
     def measure(part, rounds):
         if part == "wire":
             raise KeyboardInterrupt
-        return [LOOP]
+        if part == "jpeg":
+            raise ImportError("no simplejpeg")
+        return [replace(SLOW, part=part) if part == "checkpoint" else LOOP]
 
     monkeypatch.setattr(bench, "measure", measure)
     path = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["small-data", "wire", "--output", str(path)])
+        bench.main(["small-data", "jpeg", "wire", "--output", str(path)])
+    assert "error: jpeg: ImportError: no simplejpeg\n" in capsys.readouterr().err
     kept = json.loads(path.read_text())
     assert kept["figures"] == [LOOP.as_dict()]
-    assert kept["rounds"] == 5
+    assert (kept["rounds"], kept["revision"].count(",")) == ("3", 0)
+    # A later part of another commit is added; the file says which rounds and commits its figures are of.
+    path.write_text(json.dumps({**kept, "revision": "abc"}))
+    assert bench.main(["checkpoint", "--output", str(path)]) == 0
+    both = json.loads(path.read_text())
+    assert [figure["part"] for figure in both["figures"]] == ["small-data", "checkpoint"]
+    assert (both["rounds"], both["revision"]) == ("5 (small-data 3)", f"abc, {kept['revision']}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no benchmark's file (JSONDecodeError"),
+        ("[]", "is no benchmark's file (AttributeError"),
+        ('{"date": "2020-01-01", "revision": "a", "figures": []}', "is of another day, machine or version"),
+    ],
+)
+def test_a_file_that_cannot_be_added_to_is_refused_before_the_work(tmp_path, monkeypatch, capsys, text, said):
+    monkeypatch.setattr(bench, "measure", lambda part, rounds: pytest.fail("measured"))
+    path = tmp_path / "odd.json"
+    path.write_text(text)
+    assert bench.main(["step", "--output", str(path)]) == 2
+    assert said in capsys.readouterr().err
+    assert path.read_text() == text

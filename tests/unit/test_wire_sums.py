@@ -1,12 +1,14 @@
 """The limits that the benchmark of the wire holds bytes against."""
 
+import json
+
 import pytest
 import torch
 
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
-from scripts.bench import overlap
+from scripts.bench import overlap, wire
 from scripts.bench.wire import (
     GRADIENT_BYTES,
     IMAGE_SIZE,
@@ -30,7 +32,7 @@ def test_figures_by_hand():
     """Four nodes: 1.5 times 46.7 MB; in packets on 1 Gbit/s that takes 586 ms."""
     limit = ring_bytes(4)
     assert limit == 1.5 * 4 * 11_681_832
-    sent = [[1.001 * limit, 1.002 * limit, limit, limit]] * 3
+    sent = [1.001 * limit, 1.002 * limit, limit, limit]
     seen = Measured("ddp-fp32", 4, sent, [0.6, 0.7, 0.65], [0.5, 0.6, 0.65])
     variant = Variant("ddp-fp32", "ddp", goal="<= 1.01")
     figure = bytes_figure(seen, variant)
@@ -45,8 +47,47 @@ def test_figures_by_hand():
     ]
     assert figure.is_met
     halves = Variant("ddp-fp16", "ddp", goal="<= 1.01", bytes_per_parameter=2)
-    figure = bytes_figure(Measured("ddp-fp16", 4, [[limit / 2]]), halves)
+    figure = bytes_figure(Measured("ddp-fp16", 4, [limit / 2]), halves)
     assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)
+
+
+@pytest.mark.parametrize("last", [28, 32])
+def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monkeypatch, last):
+    """Links are free up to step 16; the line of 20 comes while they are narrowed, and 21 to 24 may begin so."""
+    path, narrowed = tmp_path / "run" / "metrics.jsonl", []
+
+    def log(speeds):
+        with path.open("a") as file:
+            for step, speed in speeds.items():
+                file.write(json.dumps({"kind": "step", "step": step, "loss": 1.0, "samples_per_s": speed}) + "\n")
+
+    class Job:
+        __enter__ = submit = lambda self, *_, **__: self
+        __exit__ = done = lambda *_: False
+
+        def result(self):
+            log({24: 9.0} | dict.fromkeys(range(28, last + 1, 4), 5.0))
+
+    class Net:
+        option = staticmethod(lambda: "n0=a,n1=b")
+        restore = staticmethod(lambda node: narrowed.remove(node))
+
+        @staticmethod
+        def narrow(node, rate, burst):
+            if not narrowed:
+                log({20: 7.0})
+            narrowed.append(node)
+
+    path.parent.mkdir()
+    log({4: 99.0, 8: 10.0, 12: 10.0, 16: 20.0})
+    monkeypatch.setattr(wire, "ThreadPoolExecutor", lambda _: Job())
+    variant = Variant("ddp-fp32", "ddp")
+    if last == 28:
+        with pytest.raises(RuntimeError, match="its steps ended before the links were narrow; raise NARROW"):
+            wire.time_steps(variant, Net(), 2, tmp_path)
+    else:
+        assert wire.time_steps(variant, Net(), 2, tmp_path) == (4 / 10, 4 / 5)
+    assert (narrowed, path.exists()) == ([], False)
 
 
 def test_no_step_is_below_the_longest_of_three():
