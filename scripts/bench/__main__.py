@@ -5,7 +5,7 @@
 
 Prints goal, measured and peer of every figure, and after each part writes docs/benchmarks/DATE-DEVICE.json
 (--output FILE), from which `make report` renders the page. A part that this machine cannot measure says why. Goals
-are judged by people. All parts take about 40 minutes on two cores.
+are judged by people.
 Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
 """
 
