@@ -404,8 +404,12 @@ def parse_words(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespac
     return args
 
 
-def _words_of_config(parser: Parser, path: Path) -> list[str]:
-    """Return the command-line words that a YAML file of `flag: value` lines stands for."""
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a YAML file of `flag: value` lines holds; numbers are texts, as they are written.
+
+    Raises:
+        UserError: a file that cannot be read, or that holds something else.
+    """
     import yaml  # 20 ms, paid only by those who use a file
 
     class Loader(yaml.SafeLoader):
@@ -422,22 +426,24 @@ def _words_of_config(parser: Parser, path: Path) -> list[str]:
         raise UserError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if content is None:
-        return []
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise UserError(f"--config {path} must hold lines of the form `flag: value`")
+    return {str(key).replace("_", "-"): value for key, value in (content or {}).items()}
+
+
+def _words_of_config(parser: Parser, path: Path) -> list[str]:
+    """Return the command-line words that a --config file stands for."""
     words = []
     known = [flag.removeprefix("--") for flag in parser.flags() if not flag.startswith("--no-")]
-    for key, value in content.items():
-        flag = str(key).replace("_", "-")
+    for flag, value in read_config(path).items():
         if flag not in known or flag in ("config", "help"):
-            raise UserError(f"--config {path}: unknown option {key!r}{nearest(flag, known)}")
+            raise UserError(f"--config {path}: unknown option {flag!r}{nearest(flag, known)}")
         is_switch = f"--no-{flag}" in parser.flags()
         if is_switch and isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif is_switch or isinstance(value, bool | list | dict) or value is None:
             wanted = "true or false" if is_switch else "one word or number"
-            raise UserError(f"--config {path}: {key} expects {wanted}, got {value!r}")
+            raise UserError(f"--config {path}: {flag} expects {wanted}, got {value!r}")
         else:
             words.append(f"--{flag}={value}")
     return words

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
+from recipes.common.options import read_config, read_number
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
@@ -36,28 +36,19 @@ def option(name: str, default: str, words: Sequence[str]) -> str:
         elif word.startswith(f"{name}="):
             value = word.removeprefix(f"{name}=")
     if value is None and name != "--config" and not script.is_set():
-        value = read_config(option("--config", "", words)).get(name.removeprefix("--"))
+        value = words_in(option("--config", "", words)).get(name.removeprefix("--"))
     return default if value is None else value
 
 
-def read_config(path: str) -> dict[str, str]:
+def words_in(path: str) -> dict[str, str]:
     """Return the flags of a recipe's configuration file; nothing that the recipe itself refuses."""
-    if not path:
-        return {}
     try:
-        import yaml  # 20 ms, paid only by those who use a file
+        content = read_config(Path(path)) if path else {}
     except ImportError:
         raise UserError(f"--config {path}: {sys.executable} has no PyYAML to read it by; install it") from None
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except UserError:
         return {}
-    flags = content.items() if isinstance(content, dict) else ()
-    return {
-        str(key).replace("_", "-"): str(value)
-        for key, value in flags
-        if value is not None and not isinstance(value, bool | list | dict)
-    }
+    return {flag: value for flag, value in content.items() if isinstance(value, str)}
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:

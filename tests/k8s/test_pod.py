@@ -38,6 +38,8 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     (tmp_path / "job.yaml").write_text(f"runs-dir: {tmp_path}\n")
     assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}/job.yaml"], 0) is False
     assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}"], 0) is None, "the recipe refuses it"
+    (tmp_path / "job.yaml").write_text("name: 1.10\n")
+    assert stopped_status.option("--name", "", [f"--config={tmp_path}/job.yaml"]) == "1.10"
     result = tmp_path / "mine" / "result.json"
     result.touch()
     os.utime(result, (1000, 1000))
