@@ -199,11 +199,16 @@ class PartModule(nn.Module):
             self.compile(mode=args.compile_mode)
 
     def forward(self, data: Tensor) -> Tensor:
-        """Apply the layers in order; the output is contiguous, ready to be sent."""
+        """Apply the layers in order; the output is in row-major order, ready to be sent."""
         if data.ndim == 4:
             data = data.contiguous(memory_format=self.memory_format)
         with autocast(self.args, self.device):
-            return self.sequence(data).contiguous()
+            return row_major(self.sequence(data))
+
+
+def row_major(tensor: Tensor) -> Tensor:
+    """Return a tensor in row-major order; torch 2.11 compares strides, also those of dimensions of size 1."""
+    return tensor.reshape(-1).view(tensor.shape)
 
 
 def tied_parameters(model: nn.Module, parts: Sequence[Part]) -> list[tuple[nn.Parameter, list[int]]]:

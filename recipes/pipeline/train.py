@@ -39,7 +39,7 @@ from recipes.pipeline import partition
 from recipes.pipeline.grid import Grid, build_grid, read_batches, sum_over_replicas, sync_buffers, wrap
 from recipes.pipeline.in_process import InProcessPipeline
 from recipes.pipeline.options import PipelineOptions, check_replicas, count_stages
-from recipes.pipeline.partition import Loss, Part, PartModule, Share, merge_shares, tied_parameters
+from recipes.pipeline.partition import Loss, Part, PartModule, Share, merge_shares, row_major, tied_parameters
 
 # One line reports a lost neighbour (entry.py); torch would log the whole interleaved schedule besides.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -128,9 +128,8 @@ class RankPipeline:
         return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
 
     def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what this process hands to a schedule: on the first stage the inputs, in row-major order."""
-        # torch 2.11 refuses other strides than like(0) has, also those of a dimension of size 1.
-        return (inputs.reshape(-1).view(inputs.shape),) if self.world.stage == 0 else ()
+        """Return what this process hands to a schedule: the inputs on the first stage."""
+        return (row_major(inputs),) if self.world.stage == 0 else ()
 
 
 Pipeline = RankPipeline | InProcessPipeline

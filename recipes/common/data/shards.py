@@ -78,7 +78,8 @@ class ShardedImages(Images):
         self.labels = self.fields["label"]
         self.files: dict[tuple[int, int], int] = {}
         """Open files, by process and shard: a fork would share the position, which pread() does not use."""
-        self.most_files = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most_files = len(self.shards) if limit == resource.RLIM_INFINITY else max(1, limit // 4)
         """Kept open: a few terabytes have more shards than a process may open, and batches are files, too."""
 
     def path(self, index: int) -> str:
