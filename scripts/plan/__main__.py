@@ -225,8 +225,8 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
     share = share if options.amp == "none" else 1.0
     tflops = 1 / (share / peaks[options.amp] + (1 - share) / peaks["fp32"])
     seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
-    text = f"ESTIMATED: {args.utilisation:.0%} of the {tflops:.4g} TFLOP/s of a {args.gpu_type}; better measure it"
-    return model.split_compute(seconds), text
+    peak = f"the {tflops:.4g} TFLOP/s of one {args.gpu_type.upper()}"
+    return model.split_compute(seconds), f"ESTIMATED: {args.utilisation:.0%} of {peak}; better measure it"
 
 
 def plan_row(
@@ -357,7 +357,7 @@ def memory_line(rows: Sequence[Row], args: Namespace) -> str:
         batch = "--global-batch-size" if args.is_fixed_batch else "--local-batch-size"
         full = [f"{row['nodes']:,}" for row in rows if row["memory_sum_bytes"] > 0.95e9 * room]
         where = f"; DOES NOT FIT on {', '.join(full)} node{'s' * (full != ['1'])}: lower {batch}, or {fix}"
-        fits = f" of {room:g} on a {args.gpu_type}{where * bool(full)}"
+        fits = f" of {room:g} on one {args.gpu_type.upper()}{where * bool(full)}"
     nodes = f"{last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
     parts = (f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in last["memory_bytes"].items() if size)
     return (

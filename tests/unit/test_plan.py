@@ -635,7 +635,7 @@ def test_memory_that_does_not_fit_is_named_at_each_number_of_nodes(capsys, tmp_p
     assert [row["memory_sum_bytes"] > 76e9 for row in rows] == [True, False, False]
     shown = capsys.readouterr().out
     assert "memory of a GPU on 4 nodes, estimated: " in shown
-    assert "of 80 on a a100; DOES NOT FIT on 1 node: lower --global-batch-size, or raise --acc" in shown
+    assert "of 80 on one A100; DOES NOT FIT on 1 node: lower --global-batch-size, or raise --acc" in shown
 
 
 def test_synthetic_data_have_the_recipes_size():
@@ -670,7 +670,7 @@ def test_an_estimate_says_that_it_is_one(tmp_path, capsys):
     made = plan(
         tmp_path, "ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5", "--tf32"
     )
-    assert made["compute"]["source"].startswith("ESTIMATED: 50% of the 156 TFLOP/s of a a100")
+    assert made["compute"]["source"].startswith("ESTIMATED: 50% of the 156 TFLOP/s of one A100")
     seconds = made["compute"]["forward_s"] + made["compute"]["backward_s"]
     assert seconds == pytest.approx(128 * made["flops_per_sample"] / (0.5 * 156e12))
     assert math.isclose(made["compute"]["backward_s"], 2 * made["compute"]["forward_s"])
