@@ -381,7 +381,7 @@ SAVES = f"""{SHOW}
 import signal, time
 run_dir = pathlib.Path(os.environ["RUN_DIR"])
 if os.environ["RESUME"] == "auto":
-    print("resumed after", sorted(path.name for path in run_dir.glob("saved-*")), flush=True)
+    print(f"resumed after {{sorted(path.name for path in run_dir.glob('saved-*'))}}", flush=True)
     sys.exit()
 def save(number, frame):
     (run_dir / f"saved-{{os.environ['RANK']}}").touch()
