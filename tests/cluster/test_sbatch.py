@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -423,6 +424,15 @@ class TestYourOwn:
             ranks = "- - - -" if file == "spawn.sbatch" else f"{rank} 0 2 1"
             end = f"n1 {node_rank} none {host} {tmp_path} --lr 0.1 --out={job.run}"
             assert last == f"{ranks} {end}", job.text
+
+    def test_mpiruns_ranks_of_a_node_share_its_cores(self, cluster, tmp_path):
+        need_mpi()
+        source = "import os; print('threads', os.environ['OMP_NUM_THREADS'])"
+        env = {"START": "mpirun", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": ""}
+        job = self.submit(cluster, tmp_path, "horovod.sbatch", source, **env)
+        assert job.wait() == "COMPLETED", job.text
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)  # the test cluster's nodes have this machine's cores
+        assert job.text.count(f"threads {threads}\n") == 2, job.text
 
     def test_one_that_saves_is_requeued_and_told_to_resume(self, cluster, tmp_path):
         job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", SAVES)
