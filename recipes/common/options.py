@@ -415,6 +415,13 @@ def read_config(path: Path) -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         """Leave numbers as they are written: the name 1.10 is not 1.1, and 012 not 10."""
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            """Refuse what YAML lets pass: of a flag that is given twice, the last value."""
+            flags = [str(key.value).replace("_", "-") for key, _ in node.value]
+            if twice := [flag for flag in flags if flags.count(flag) > 1]:
+                raise UserError(f"--config {path}: {twice[0]} is given twice; keep one")
+            return super().construct_mapping(node, deep)
+
     kept = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
     resolvers = yaml.SafeLoader.yaml_implicit_resolvers.items()
     Loader.yaml_implicit_resolvers = {

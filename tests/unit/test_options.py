@@ -213,6 +213,7 @@ class TestConfig:
             ("epochs: 0", "--epochs: expects a whole number of at least 1, got '0'"),
             ("data: digit", "did you mean 'digits'?"),
             ("name: ../../etc", "--name"),
+            ("max-steps: 3\nmax_steps: 4", "max-steps is given twice; keep one"),
         ],
     )
     def test_bad_files_are_refused_in_one_line(self, tmp_path, text, words):
