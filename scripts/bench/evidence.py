@@ -261,28 +261,25 @@ def main(argv: list[str]) -> int:
     for claim in chosen:
         if claim.name not in runnable:
             raise UserError(f"CLAIMS: {claim.name} has nothing to run here; see its row in {documents.PAGE.name}")
-    try:
-        report = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
-        # The commands come after the tests, one at a time.
-        for claim in sorted(chosen, key=lambda claim: not claim.tests):
-            begin = time.monotonic()
-            if claim.tests and report:
-                passed, result = judge_tests(claim.tests, report.cases)
-                about = {**where, "date": report.date, "on": report.on}
-            else:
-                about = where
-                passed, result = judge_command(claim, *run(shlex.split(claim.command), TIMEOUT_S))
-                result += f", {time.monotonic() - begin:.0f} s"
-            said = "not run here" if passed is None else "holds" if passed else "FAILED"
-            print(f"{claim.name}: {said}: {result}", flush=True)
-            if passed is not None:
-                outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
-                in_order = {name: outcomes[name] for name in runnable if name in outcomes}
-                OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
-                documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
-            failed += [claim.name] * (passed is False)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    report = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
+    # The commands come after the tests, one at a time.
+    for claim in sorted(chosen, key=lambda claim: not claim.tests):
+        begin = time.monotonic()
+        if claim.tests and report:
+            passed, result = judge_tests(claim.tests, report.cases)
+            about = {**where, "date": report.date, "on": report.on}
+        else:
+            about = where
+            passed, result = judge_command(claim, *run(shlex.split(claim.command), TIMEOUT_S))
+            result += f", {time.monotonic() - begin:.0f} s"
+        said = "not run here" if passed is None else "holds" if passed else "FAILED"
+        print(f"{claim.name}: {said}: {result}", flush=True)
+        if passed is not None:
+            outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
+            in_order = {name: outcomes[name] for name in runnable if name in outcomes}
+            OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
+            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
+        failed += [claim.name] * (passed is False)
     documents.PAGE.write_text(evidence(), encoding="utf-8")
     print(f"wrote {documents.PAGE.relative_to(ROOT)}")
     return 1 if failed else 0
