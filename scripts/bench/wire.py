@@ -21,7 +21,6 @@ counters while a job runs would cut steps in two.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import sys
 import time
@@ -36,6 +35,7 @@ from scripts.bench import programs
 from scripts.bench.figures import Figure, spread, table, unmeasured
 from scripts.lab import network
 from scripts.launch.command import CommandParser, check_names, command, count, parse
+from scripts.launch.runs import read_metrics
 
 RATE, RATE_BITS = "1gbit", 1e9
 PACKET, DATA = 1514, 1448
@@ -138,10 +138,8 @@ def time_steps(variant: Variant, net: network.Network, nodes: int, folder: Path)
 
     def speeds() -> dict[int, float]:
         """Return the samples/s that the run has logged so far, by step: of the LOG_EVERY steps up to it."""
-        path = folder / "run" / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]  # the last may be half
-        return {line["step"]: line["samples_per_s"] for line in lines if "loss" in line}
+        rows = read_metrics(folder / "run", is_running=True)
+        return {row["step"]: row["samples_per_s"] for row in rows if "loss" in row}
 
     last_free = variant.warm + FREE
     with ThreadPoolExecutor(1) as pool:

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def read_metrics(run: Path, is_running: bool = False) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl; of one that is running those so far, without a half last line."""
+    path = run / "metrics.jsonl"
+    text = "" if is_running and not path.exists() else path.read_text()
+    whole = text.rpartition("\n")[0] if is_running else text
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def read_losses(run: Path) -> dict[int, float]:
