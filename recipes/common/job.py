@@ -142,8 +142,8 @@ class Job:
             self.scaler.state_dict(),
             self.throughput.timed(),
             self.data.fingerprints,
+            self.guard.skipped,
         )
-        content["skipped_steps"] = self.guard.skipped
         if self.record and not self.writer:
             self.writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
         assert self.writer

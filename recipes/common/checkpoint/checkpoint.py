@@ -84,11 +84,12 @@ def pack(
     scaler: dict[str, Any],
     timed: dict[str, float] | None = None,
     data: dict[str, str] | None = None,
+    skipped_steps: int = 0,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest.
 
     `timed` are the steps and seconds of training that Throughput has counted, over all launches; `data` identifies
-    the halves of the data set.
+    the halves of the data set; `skipped_steps` were left out by --on-nonfinite skip.
     """
     return {
         "format": FORMAT,
@@ -99,6 +100,7 @@ def pack(
         "scaler": scaler,
         "timed": timed or {"steps": 0, "seconds": 0.0},
         "data": data or {},
+        "skipped_steps": skipped_steps,
     }
 
 
