@@ -13,7 +13,6 @@ talked to. RDZV_TIMEOUT_S bounds the wait for the other nodes (60 s here).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import signal
@@ -22,16 +21,17 @@ import sys
 import tempfile
 import time
 from argparse import SUPPRESS, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import UserError
+from recipes.common.errors import MissingNodeError, UserError
 from recipes.common.options import one_of, positive_float, positive_int
 from recipes.common.process.node import Node
 from scripts.doctor import folder, meeting, network, node, ranks, report
+from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
@@ -42,11 +42,6 @@ WAIT_S = 60
 """For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
 
 FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
-SILENCE_S = 150.0
-"""How long a node may hear nothing from node 0: longer than the whole examination."""
-
-WRITE_S = 15.0
-"""For the file of each node in the runs folder."""
 
 EXAMINATION_S = 115.0
 """For everything from the moment that all nodes are there; what does not fit is left out, and that is said."""
@@ -87,30 +82,28 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-class Patient:
-    """This node: it finds out about itself from the start on, and carries out node 0's orders."""
+class Checks:
+    """This node's checks: those of itself begin at once, the others by node 0's orders."""
 
     def __init__(self, place: Node, args: Namespace, word: str) -> None:
         self.place, self.args, self.word = place, args, word
+        self.folder = RunsFolder(args.runs_dir, word, place.node_rank)
         self.pool = ThreadPoolExecutor(1)
-        self.own = self.pool.submit(self.gather)
+        within_s = node.QUICK_S if args.quick and place.nnodes == 1 else None
+        arguments = (place.master_addr, place.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
+        self.own = self.pool.submit(node.gather, *arguments)
         self.echo: Echo | None = None
         self.facts: dict[str, Any] = {}
 
-    def gather(self) -> dict[str, Any]:
-        """Return what this node knows of itself."""
-        place = self.place
-        within_s = node.QUICK_S if self.args.quick and place.nnodes == 1 else None
-        return node.gather(place.master_addr, place.rdzv_timeout_s, self.args.runs_dir, self.args.quick, within_s)
-
     def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to one of node 0's orders."""
-        orders = {
-            "clock": lambda: {"time": time.time()},
+        orders: dict[str, Callable[[], dict[str, Any]]] = {
             "facts": self.answer_facts,
-            "write": self.write,
-            "see": lambda: self.see(order["writers"]),
-            "peers": lambda: network.look_at_peers(self.others(order), self.word),
+            "write": lambda: {"error": self.folder.write()},
+            "see": lambda: {"seen": self.folder.see(order["writers"])},
+            "peers": lambda: network.look_at_peers(
+                [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank], self.word
+            ),
             "ranks": lambda: self.run_ranks(order),
         }
         return orders[order["do"]]()
@@ -123,40 +116,17 @@ class Patient:
             self.facts["echo_port"] = self.echo.port
         return self.facts
 
-    def write(self) -> dict[str, Any]:
-        """Return whether the runs folder can be written; one that hangs is a finding like one that is full."""
-        try:
-            answer: dict[str, Any] = network.call_within(
-                lambda: folder.write(self.args.runs_dir, self.word, self.place.node_rank), WRITE_S
-            )
-        except TimeoutError as error:
-            return {"error": f"it hangs ({error})"}
-        return answer
-
-    def see(self, writers: Sequence[int]) -> dict[str, Any]:
-        """Return which nodes' files this one sees in the runs folder; None where that hangs."""
-        try:
-            seen = network.call_within(
-                lambda: folder.see(self.args.runs_dir, self.word, writers), folder.SEEN_TIMEOUT_S + 5
-            )
-        except TimeoutError:
-            return {"seen": None}
-        return {"seen": seen}
-
-    def others(self, order: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the peers of an order without this node."""
-        return [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank]
-
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return what this node's ranks of the doctor's own job have found."""
         place = replace(self.place, master_addr=order["address"], master_port=order["port"])
         return ranks.run_ranks(place, self.facts["network"]["interface"], self.args.device, order["timeout_s"])
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, and remove what the probe has left in the runs folder."""
         if self.echo:
             self.echo.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.folder.remove()
 
 
 def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
@@ -173,15 +143,10 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
 
     facts = ("host", "names", "machine", "network", "cores", "errors", "gpus", "torch", "disk", "limits")
     case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S, *facts)
-    case.clocks = met.clock_offsets()
-    case.written = ask({"do": "write"}, WRITE_S + 5, "error")
+    case.written = ask({"do": "write"}, folder.WRITE_S + 5, "error")
     writers = [rank for rank, answer in case.written.items() if not answer["error"]]
     seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10, "seen")
-    for rank, answer in seen.items():
-        if answer["seen"] is not None:
-            case.seen[rank] = answer["seen"]
-        elif rank in writers:
-            case.written[rank]["error"] = "it hangs when it is read"
+    case.seen = {rank: answer["seen"] for rank, answer in seen.items()}
     peers = [
         {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}
         for rank, facts in case.facts.items()
@@ -194,9 +159,8 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     if args.quick or not can_meet(case):
         return
     address = case.facts[0]["network"]["address"]
-    port = local.free_port(address)
     bound = min(args.timeout_s, deadline - time.monotonic() - 5)
-    order = {"do": "ranks", "address": address, "port": port, "timeout_s": bound}
+    order = {"do": "ranks", "address": address, "port": local.free_port(address), "timeout_s": bound}
     case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S, "ranks")
 
 
@@ -211,27 +175,24 @@ def can_meet(case: Case) -> bool:
 def lead(place: Node, args: Namespace, word: str) -> int:
     """Be node 0: gather the nodes, examine them, report; return the status."""
     begin = time.monotonic()
-    patient = Patient(place, args, word)
+    checks = Checks(place, args, word)
+    met = meeting.Meeting(word, place.nnodes, checks.carry_out)
     case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
-    met = meeting.Meeting(word, place.nnodes, patient.carry_out)
+    case.lost, case.clocks = met.lost, met.clocks
     say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
     if place.nnodes > 1:
         try:
-            met.gather(
-                listen(node.listening_address(place.master_addr, place.rdzv_timeout_s), place.master_port),
-                place.rdzv_timeout_s,
-                say,
-            )
+            address = node.listening_address(place.master_addr, place.rdzv_timeout_s)
+            met.gather(listen(address, place.master_port), place.rdzv_timeout_s, say)
         except (OSError, UserError) as error:
-            why = getattr(error, "strerror", None) or error
             here = f"node 0 ({socket.gethostname()})"
+            why = getattr(error, "strerror", None) or error
             remedy = "choose another MASTER_PORT, or fix MASTER_ADDR"
             say(f"error: {here} cannot listen at {case.master}: {why}; {remedy}")
             return 1
     examine(case, met, args)
-    case.lost, case.refused = met.lost, sorted(met.refused)
-    with contextlib.suppress(TimeoutError):
-        case.words = network.call_within(lambda: folder.words_left(args.runs_dir, word), 5)
+    case.refused = sorted(met.refused)
+    case.words = checks.folder.words_left()
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0
     for line in report.lines(case, findings, time.monotonic() - begin):
@@ -242,67 +203,31 @@ def lead(place: Node, args: Namespace, word: str) -> int:
         except OSError as error:
             say(f"error: cannot write {args.json}: {error.strerror}; choose another --json")
             status = 1
-    clean_up(args, word)
-    met.ask_end(status)
-    patient.close()
+    checks.close()
+    met.end(status)
     return status
-
-
-def clean_up(args: Namespace, word: str) -> None:
-    """Remove what the probe has left in the runs folder."""
-    with contextlib.suppress(TimeoutError):
-        network.call_within(lambda: folder.remove(args.runs_dir, word), 5)
 
 
 def follow(place: Node, args: Namespace, word: str) -> int:
     """Be another node: find node 0, do what it asks; return the status that it gives."""
-    patient = Patient(place, args, word)
+    checks = Checks(place, args, word)
     here = f"node {place.node_rank} ({socket.gethostname()})"
-    at = f"{place.master_addr}:{place.master_port}"
-
-    def no_answer(why: str) -> str:
-        return (
-            f"node 0 does not answer at {at}: {why}; is it up, is MASTER_ADDR right, does a firewall drop the port"
-        )
-
-    def worry(why: str) -> None:
-        with contextlib.suppress(TimeoutError):
-            network.call_within(lambda: folder.leave_word(args.runs_dir, word, place.node_rank, why), 5)
-
-    # Node 0 gives up first and reports: a launcher would end it with the first node that fails.
-    wait_s = patience(place.rdzv_timeout_s)
+    # Longer than node 0 waits, also if this node has started earlier: node 0 gives up first and reports, where a
+    # launcher would end it with the first node that fails.
+    wait_s = place.rdzv_timeout_s * 1.25 + 2
     try:
         try:
-            _, address = node.resolve(place.master_addr, wait_s // 2)
-        except UserError as error:
-            worry(str(error))
-            _, address = node.resolve(place.master_addr, wait_s - wait_s // 2)
-        channel = meeting.connect(
-            (address[0], place.master_port),
-            word,
-            place.node_rank,
-            place.nnodes,
-            wait_s,
-            lambda why: worry(no_answer(why)),
-        )
-        end = meeting.serve(channel, patient.carry_out, SILENCE_S)
-        patient.close()
-        clean_up(args, word)
-        say(f"doctor: {here} is done; node 0 has the report (status {end['status']})")
-        return int(end["status"])
-    except meeting.TurnedAwayError as error:
-        why = f"node 0 at {at} has turned it away: {error}; see the RDZV_ID, NNODES and NODE_RANK of all nodes"
+            channel = meeting.join(place, word, wait_s / 2)
+        except MissingNodeError as error:
+            checks.folder.leave_word(str(error))  # node 0 reads it at the end of its own wait
+            channel = meeting.join(place, word, wait_s / 2)
+        status = meeting.serve(channel, checks.carry_out)
     except UserError as error:
-        why = str(error)
-    except (OSError, ValueError, KeyError) as error:
-        why = no_answer(str(error))
-    say(f"error: {here}: {why}")
-    return 1
-
-
-def patience(wait_s: int) -> int:
-    """Return how long another node waits where node 0 waits wait_s: longer, also if it has started earlier."""
-    return wait_s + wait_s // 4 + 2
+        say(f"error: {here}: {error}")
+        return 1
+    checks.close()
+    say(f"doctor: {here} is done; node 0 has the report (status {status})")
+    return status
 
 
 class LocalNodes(local.LocalJob):

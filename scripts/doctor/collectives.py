@@ -176,14 +176,11 @@ def main() -> None:
     ranks: Ranks = read_ranks("probe")
     diary.note(rank=ranks.rank, stage="meeting the other ranks")
     torch.set_num_threads(1)
-    started = time.monotonic()
     try:
         # rendezvous, process groups and connections, each with the bound
         world = TorchWorld(ranks, args.device, args.timeout_s)
         dist.barrier(group=world.control)
-        diary.note(
-            stage="the map of ranks", device=str(world.device), joined_s=round(time.monotonic() - started, 2)
-        )
+        diary.note(stage="the map of ranks", device=str(world.device))
         rows, total = gather_map(world), world.add_up(ranks.rank + 1)
         diary.note(stage="all-reduce", map={"world_size": len(rows), "sum": total, "ranks": rows})
         check_sum(world, diary)

@@ -1,7 +1,7 @@
 """Whether a node can write to the runs folder, and whether all nodes see the same one.
 
 Each node writes a file as checkpoints are written (temporary name, flush, rename); once all have, each looks for
-the files of the others. The folder within runs/ is removed at the end.
+the files of the others. The folder within runs/ is removed at the end. Each call has a bound: the disk may hang.
 """
 
 from __future__ import annotations
@@ -14,85 +14,98 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from scripts.doctor.network import call_within
 
 PROBE_BYTES = 4 * 1024 * 1024
 """More than the first write to a full disk or quota lets through."""
 
+WRITE_S = 15.0
 SEEN_TIMEOUT_S = 10.0
 """NFS keeps what it knows of a folder for seconds before it looks again."""
 
+SMALL_S = 5.0
+"""For a line, and to remove all."""
 
 STALE_S = 3600.0
 
 
-def probe_folder(runs_dir: Path, word: str) -> Path:
-    """Return the folder of this job's probe: the same on all nodes, another for each job."""
-    return runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
+class RunsFolder:
+    """One node's view of the folder of this job's probe: the same on all nodes, another for each job."""
 
+    def __init__(self, runs_dir: Path, word: str, rank: int) -> None:
+        self.runs_dir, self.word, self.rank = runs_dir, word, rank
+        self.folder = runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
 
-def write(runs_dir: Path, word: str, rank: int) -> dict[str, Any]:
-    """Write this node's file; return {"error": None} or why it could not be written."""
-    folder = probe_folder(runs_dir, word)
-    begin = time.monotonic()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".node-{rank}.tmp"
+    def content(self, rank: int) -> bytes:
+        """Return what a node writes."""
+        line = hashlib.sha256(f"{self.word} {rank}".encode()).digest()
+        return line * (PROBE_BYTES // len(line))
+
+    def write(self) -> str | None:
+        """Write this node's file; return why it could not be written, or None."""
+        try:
+            return call_within(self._write, WRITE_S)
+        except TimeoutError as error:
+            return f"it hangs ({error})"
+        except OSError as error:
+            return error.strerror or str(error)
+
+    def _write(self) -> str | None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary, path = self.folder / f".node-{self.rank}.tmp", self.folder / f"node-{self.rank}"
         with open(temporary, "wb") as file:
-            file.write(content(word, rank))
+            file.write(self.content(self.rank))
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(folder / f"node-{rank}")
-        if (folder / f"node-{rank}").read_bytes() != content(word, rank):
-            return {"error": "it reads other bytes than were written"}
-    except OSError as error:
-        return {"error": error.strerror or str(error)}
-    return {"error": None, "write_s": round(time.monotonic() - begin, 3)}
+        temporary.replace(path)
+        return None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
 
+    def see(self, writers: Sequence[int]) -> list[int]:
+        """Return the writers whose files are here and whole; wait for them as long as a cache may hide them."""
+        seen: set[int] = set()
+        deadline = time.monotonic() + SEEN_TIMEOUT_S
 
-def content(word: str, rank: int) -> bytes:
-    """Return what a node writes."""
-    line = hashlib.sha256(f"{word} {rank}".encode()).digest()
-    return line * (PROBE_BYTES // len(line))
+        def look() -> None:
+            while True:
+                for rank in set(writers) - seen:
+                    with contextlib.suppress(OSError):
+                        os.listdir(self.folder)  # NFS looks anew
+                        if (self.folder / f"node-{rank}").read_bytes() == self.content(rank):
+                            seen.add(rank)
+                if len(seen) == len(writers) or time.monotonic() > deadline:
+                    return
+                time.sleep(0.2)
 
+        with contextlib.suppress(TimeoutError):
+            call_within(look, SEEN_TIMEOUT_S + 5)
+        return sorted(seen)
 
-def see(runs_dir: Path, word: str, writers: Sequence[int]) -> list[int]:
-    """Return the writers whose files are here and whole; wait for the others as long as a cache may hide them."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
-    folder = probe_folder(runs_dir, word)
-    seen: set[int] = set()
-    while True:
-        for rank in set(writers) - seen:
-            with contextlib.suppress(OSError):
-                os.listdir(folder)  # NFS looks anew
-                if (folder / f"node-{rank}").read_bytes() == content(word, rank):
-                    seen.add(rank)
-        if len(seen) == len(writers) or time.monotonic() > deadline:
-            return sorted(seen)
-        time.sleep(0.2)
-
-
-def leave_word(runs_dir: Path, word: str, rank: int, text: str) -> None:
-    """Leave a line for node 0 where this node cannot tell it over the network."""
-    with contextlib.suppress(OSError):
-        folder = probe_folder(runs_dir, word)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"word-{rank}").write_text(text)
-
-
-def words_left(runs_dir: Path, word: str) -> dict[int, str]:
-    """Return the lines that nodes have left, by rank."""
-    left = {}
-    with contextlib.suppress(OSError):
-        for path in probe_folder(runs_dir, word).iterdir():
-            if match := re.fullmatch(r"word-(\d+)", path.name):
-                left[int(match[1])] = path.read_text(errors="replace")[:500]
-    return left
-
-
-def remove(runs_dir: Path, word: str) -> None:
-    """Remove the probe's folder, and those that earlier doctors were kept from removing."""
-    for folder in runs_dir.glob(".doctor-*"):
+    def leave_word(self, text: str) -> None:
+        """Leave a line for node 0 where this node cannot tell it over the network."""
         with contextlib.suppress(OSError):
-            if folder == probe_folder(runs_dir, word) or time.time() - folder.stat().st_mtime > STALE_S:
-                shutil.rmtree(folder, ignore_errors=True)
+            call_within(lambda: self.folder.mkdir(parents=True, exist_ok=True), SMALL_S)
+            call_within(lambda: (self.folder / f"word-{self.rank}").write_text(text), SMALL_S)
+
+    def words_left(self) -> dict[int, str]:
+        """Return the lines that nodes have left, by rank."""
+
+        def read() -> dict[int, str]:
+            found = ((path, re.fullmatch(r"word-(\d+)", path.name)) for path in self.folder.iterdir())
+            return {int(name[1]): path.read_text(errors="replace")[:500] for path, name in found if name}
+
+        with contextlib.suppress(OSError):
+            return call_within(read, SMALL_S)
+        return {}
+
+    def remove(self) -> None:
+        """Remove the probe's folder, and those that earlier doctors were kept from removing."""
+
+        def remove() -> None:
+            for folder in self.runs_dir.glob(".doctor-*"):
+                with contextlib.suppress(OSError):
+                    if folder == self.folder or time.time() - folder.stat().st_mtime > STALE_S:
+                        shutil.rmtree(folder, ignore_errors=True)
+
+        with contextlib.suppress(TimeoutError):
+            call_within(remove, SMALL_S)

@@ -9,53 +9,43 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.launch.echo import try_port
 
 NAME_TIMEOUT_S = 5.0
 PARALLEL = 16
 
+T = TypeVar("T")
 
-def addresses_of(name: str) -> list[str]:
-    """Return the addresses that a name has here; raises OSError where it has none or no resolver answers."""
-    # getaddrinfo knows no bound: a resolver that does not answer is left to its thread.
-    found = call_within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), NAME_TIMEOUT_S)
+
+def try_name(name: str) -> list[str] | str:
+    """Return the addresses that a name has here, or why there are none."""
+    try:
+        # getaddrinfo knows no bound: a resolver that does not answer is left to its thread.
+        found = call_within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), NAME_TIMEOUT_S)
+    except OSError as error:
+        return error.strerror or str(error)
     return sorted({str(entry[4][0]).split("%")[0].removeprefix("::ffff:") for entry in found})
-
-
-def try_names(names: Sequence[str]) -> dict[str, Any]:
-    """Return for each name its addresses here, or why there are none."""
-    found: dict[str, Any] = {}
-    for name in names:
-        try:
-            found[name] = addresses_of(name)
-        except OSError as error:
-            found[name] = f"{getattr(error, 'strerror', None) or error}"
-    return found
 
 
 def look_at_peers(peers: Sequence[dict[str, Any]], word: str) -> dict[str, dict[str, Any]]:
     """Return what this node sees of each peer {"rank", "names", "address", "port"}, by the peer's rank."""
 
     def look(peer: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "names": try_names(peer["names"]),
-            "port": peer["port"],
-            **try_port(peer["address"], peer["port"], word),
-        }
+        names = {name: try_name(name) for name in peer["names"]}
+        return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], word)}
 
     with ThreadPoolExecutor(PARALLEL) as pool:
         return {str(peer["rank"]): found for peer, found in zip(peers, pool.map(look, peers), strict=True)}
 
 
-def call_within(function: Callable[[], Any], timeout_s: float) -> Any:
+def call_within(function: Callable[[], T], timeout_s: float) -> T:
     """Return what a function returns; raises TimeoutError at the bound, and leaves it to its thread then."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(function).result(timeout_s)
-    except FutureTimeoutError:
-        raise TimeoutError(f"no end within {timeout_s:.0f} s") from None
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no end within {timeout_s:.0f} s") from None
     finally:
         pool.shutdown(wait=False)

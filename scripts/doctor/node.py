@@ -94,16 +94,11 @@ def one_line(error: BaseException | str) -> str:
 
 def machine_id() -> str:
     """Return what two nodes have in common only if they share kernel and network: no link is between them then."""
-    parts = []
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),
-        lambda: str(Path("/proc/self/ns/net").readlink()),
-    ):
-        try:
-            parts.append(read().strip())
-        except OSError:
-            parts.append(socket.gethostname())
-    return " ".join(parts)
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot_id} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def network(master_addr: str, name_timeout_s: int) -> Facts:

@@ -52,7 +52,7 @@ def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dic
 
 
 def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
-    """Return what a rank has noted, its exit status, and its last line where it did not note an error."""
+    """Return what a rank has noted, with its last line where it did not note an error."""
     found: dict[str, Any] = {"local_rank": local_rank, "stage": "starting"}
     with contextlib.suppress(OSError, ValueError):
         found |= json.loads((folder / f"{local_rank}.json").read_text())
@@ -60,7 +60,6 @@ def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
         said = (folder / f"{local_rank}.nccl").read_text(errors="replace")
         if network := find_network(said):
             found["network"] = network
-    found["status"] = process.status
     if process.status and "error" not in found:
         how = process.last_line
         if process.status < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) 
         "nnodes": case.nnodes,
         "master": case.master,
         "seconds": round(seconds, 1),
-        "findings": [finding.as_dict() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "links_gbit_s": {f"{a}-{b}": speed for (a, b), speed in sorted(links(case).items())},
         "probe": probe_map(case),
         "clocks_s": {rank: round(offset, 6) for rank, (offset, _) in sorted(case.clocks.items())},

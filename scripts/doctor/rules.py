@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -57,10 +57,6 @@ class Finding:
     def __str__(self) -> str:
         """Return the line that is printed."""
         return f"{self.severity}: {self.what}; {self.remedy}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {**asdict(self), "nodes": list(self.nodes)}
 
 
 @dataclass
@@ -137,25 +133,19 @@ def attendance(case: Case) -> Findings:
         what = f"node 0 has turned away node {rank} at {line}"
         fix = "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK"
         yield case.error((rank,), what, fix)
-    for rank in range(1, case.nnodes):
-        if rank in case.facts or rank in case.lost or rank in dict(case.refused):
-            continue
-        own = case.words.get(rank)
-        if own:
-            what = f"node {rank} never came to {case.master}; it says: {own}"
-            yield case.error((rank,), what, "its own log has more")
-        else:
-            what = f"node {rank} never came to {case.master} within {case.wait_s:.0f} s"
-            fix = "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port"
-            yield case.error((rank,), what, fix)
+    for rank in sorted({*range(1, case.nnodes)} - {*case.facts, *case.lost, *dict(case.refused)}):
+        what = f"node {rank} never came to {case.master} within {case.wait_s:.0f} s"
+        fix = "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port"
+        if own := case.words.get(rank):
+            what, fix = f"node {rank} never came to {case.master}; it says: {own}", "its own log has more"
+        yield case.error((rank,), what, fix)
     for order in case.skipped:
         what = f"there was no time left to ask for {order}"
         yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
         what = f"{case.name(rank)} came and was lost while it was asked for {order}: {why}"
-        yield case.error(
-            (rank,), what, "see its own log; was it stopped, has it no memory left, is its code another"
-        )
+        fix = "see its own log; was it stopped, has it no memory left, is its code another"
+        yield case.error((rank,), what, fix)
 
 
 def node_errors(case: Case) -> Findings:
@@ -173,29 +163,26 @@ def node_errors(case: Case) -> Findings:
 
 def names(case: Case) -> Findings:
     """Names of nodes that do not lead to them."""
-    unknown: dict[tuple[int, str], list[int]] = {}
-    wrong: dict[tuple[int, str, str], list[int]] = {}
+    found: dict[tuple[int, str, str], list[int]] = {}
     for viewer, seen in sorted(case.peers.items()):
-        for other, found in sorted(seen.items()):
-            facts = case.facts[int(other)]  # those of whoever is looked for are there, or it would not be
-            if facts["machine"] == case.machine(viewer):
-                continue  # its name is the viewer's own
-            own = set((facts.get("network") or {}).get("addresses", []))
-            results: dict[str, Any] = found["names"]
-            if any(isinstance(result, list) and set(result) & own for result in results.values()):
+        for other, peer in sorted(seen.items()):
+            rank, results = int(other), peer["names"]
+            own = set((case.facts[rank].get("network") or {}).get("addresses", []))
+            # Between nodes of one machine, the name is the viewer's own; and one that leads there is enough.
+            if case.machine(rank) == case.machine(viewer) or any(
+                isinstance(result, list) and own & {*result} for result in results.values()
+            ):
                 continue
+            name_of, address = case.name(rank), case.network(rank)["address"]
             for name, result in results.items():
+                what = f" cannot resolve the name of {name_of}: {name} ({result})"
+                fix = "add it to DNS or to /etc/hosts of every node"
                 if isinstance(result, list):
-                    wrong.setdefault((int(other), name, ", ".join(result)), []).append(viewer)
-                else:
-                    unknown.setdefault((int(other), f"{name} ({result})"), []).append(viewer)
-    for (rank, name), viewers in unknown.items():
-        what = f"{case.names(viewers)} cannot resolve the name of {case.name(rank)}: {name}"
-        yield case.error((rank, *viewers), what, "add it to DNS or to /etc/hosts of every node")
-    for (rank, name, addresses), viewers in wrong.items():
-        what = f"{case.names(viewers)}: the name {name} of {case.name(rank)} leads to {addresses}, "
-        what += f"which is no address of it ({case.network(rank)['address']} is)"
-        yield case.error((rank, *viewers), what, "fix DNS or /etc/hosts")
+                    leads_to = f"leads to {', '.join(result)}, which is no address of it ({address} is)"
+                    what, fix = f": the name {name} of {name_of} {leads_to}", "fix DNS or /etc/hosts"
+                found.setdefault((rank, what, fix), []).append(viewer)
+    for (rank, what, fix), viewers in found.items():
+        yield case.error((rank, *viewers), case.names(viewers) + what, fix)
 
 
 def outliers(values: Mapping[int, Any]) -> tuple[Any, list[int], dict[Any, list[int]]]:
@@ -225,25 +212,24 @@ def links_up(case: Case) -> Findings:
 
 def ports(case: Case) -> Findings:
     """Ports that do not answer, one way or both, and paths that lose large packets."""
-    for is_large in (True, False):
-        broken = {
-            (viewer, int(other)): found
-            for viewer, seen in sorted(case.peers.items())
-            for other, found in sorted(seen.items(), key=lambda item: int(item[0]))
-            if found["stage"] != "done" and (found["stage"] == "large") == is_large
-        }
-        yield from cut_off(case, broken, is_large)
+    broken = {
+        (viewer, int(other)): found
+        for viewer, seen in sorted(case.peers.items())
+        for other, found in sorted(seen.items(), key=lambda item: int(item[0]))
+        if found["stage"] != "done"
+    }
+    large = {pair: found for pair, found in broken.items() if found["stage"] == "large"}
+    mtus = "/".join(sorted({str(case.network(rank)["mtu"]) for _, rank in large}))
+    fix = f"the path carries less than its MTU of {mtus}: lower that on all nodes, or fix what lies between"
+    yield from cut_off(case, large, "small packets pass and large ones do not", fix)
+    small = {pair: found for pair, found in broken.items() if pair not in large}
+    fix = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
+    yield from cut_off(case, small, "connections fail", fix)
 
 
-def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], is_large: bool) -> Findings:
+def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], what: str, fix: str) -> Findings:
     """Of broken pairs (viewer, other): a line for each node that is cut off from all, and for what others miss."""
     ranks = sorted(case.peers)
-    fix = "let all TCP ports between nodes through (firewall, security group, NetworkPolicy); see ip route"
-    what = "ports do not answer"
-    if is_large:
-        mtus = "/".join(sorted({str(case.network(rank)["mtu"]) for _, rank in broken}))
-        fix = f"the path carries less than its MTU of {mtus}: lower that on all nodes, or fix what lies between"
-        what = "small packets pass and large ones do not"
     apart = [r for r in ranks if all((r, o) in broken or (o, r) in broken for o in ranks if o != r)]
     if len(ranks) < 3:
         apart = []
@@ -253,26 +239,22 @@ def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], is_large: bool)
         return
     for rank in apart:
         mine = {pair: found for pair, found in broken.items() if rank in pair}
-        ways = {pair[0] == rank for pair in mine}
-        way = "to and from" if len(ways) == 2 else ("to" if True in ways else "from")
+        way = " and ".join(sorted({"to" if viewer == rank else "from" for viewer, _ in mine}, reverse=True))
         where = f"{case.name(rank)} at {case.network(rank)['address']}: {way} all other nodes"
         others = [other for other in ranks if other != rank]
         yield case.error((rank, *others), f"{where} {what} ({next(iter(mine.values()))['why']})", fix)
-    rest: dict[tuple[int, str, str], list[int]] = {}
+    rest: dict[tuple[int, str], list[int]] = {}
     for (viewer, rank), found in broken.items():
         if not {viewer, rank} & {*apart}:
             back = case.peers.get(rank, {}).get(str(viewer), {}).get("stage")
-            both = "" if is_large or back != "done" else "; the other way works"
-            rest.setdefault((viewer, found["why"], both), []).append(rank)
-    for (viewer, why, both), others in rest.items():
-        text = f"{what} ({why})" if is_large else f"{what}: {why}{both}"
+            is_one_way = found["stage"] != "large" and back == "done"
+            why = found["why"] + ("; the other way works" if is_one_way else "")
+            rest.setdefault((viewer, why), []).append(rank)
+    for (viewer, why), others in rest.items():
         where = case.names(others)
         if len(others) == 1:
-            where += f" at {case.network(others[0])['address']}"
-            if not is_large:
-                where += f", port {broken[viewer, others[0]]['port']}"
-                text = f"{why}{both}"
-        yield case.error((viewer, *others), f"{case.name(viewer)} to {where}: {text}", fix)
+            where += f" at {case.network(others[0])['address']}, port {broken[viewer, others[0]]['port']}"
+        yield case.error((viewer, *others), f"{case.name(viewer)} to {where}: {what} ({why})", fix)
 
 
 def clocks(case: Case) -> Findings:
@@ -329,45 +311,46 @@ def shared_folder(case: Case) -> Findings:
     """Nodes whose runs folder is not that of node 0."""
     writers = [rank for rank, written in case.written.items() if not written.get("error")]
     for rank, seen in sorted(case.seen.items()):
-        missing = [writer for writer in writers if writer not in seen and writer < rank]
+        missing = [writer for writer in writers if writer not in seen and writer <= rank]
         if missing:
             what = f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}"
             fix = "mount the same file system there on every node, or choose a --runs-dir on one"
             yield case.error((rank, *missing), what, fix)
 
 
+OWN_IMAGE = "make setup on each node, or the same image everywhere"
+VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
+    "torch": (lambda facts: (facts.get("torch") or {}).get("version"), OWN_IMAGE),
+    "NCCL": (lambda facts: (facts.get("torch") or {}).get("nccl"), OWN_IMAGE),
+    "python": (lambda facts: facts.get("python"), "use the same Python on each node, or the same image"),
+    "driver": (
+        lambda facts: ", ".join(sorted({gpu["driver_version"] for gpu in facts.get("gpus") or []})),
+        "install the same NVIDIA driver on each node",
+    ),
+    "our revision": (
+        lambda facts: facts.get("revision"),
+        "check out the same revision, or use the same image (give a new build a new tag)",
+    ),
+    "our code": (
+        lambda facts: facts.get("code"),
+        "files of recipes/ or scripts/ differ: check out the same revision, or use the same image",
+    ),
+}
+
+
 def versions(case: Case) -> Findings:
     """Versions that differ between nodes."""
-
-    def values(facts: Facts) -> dict[str, Any]:
-        torch, drivers = facts.get("torch") or {}, {gpu["driver_version"] for gpu in facts.get("gpus") or []}
-        own = {"python": facts.get("python"), "our revision": facts.get("revision"), "our code": facts.get("code")}
-        return {
-            "torch": torch.get("version"),
-            "NCCL": torch.get("nccl"),
-            "driver": ", ".join(sorted(drivers)),
-            **own,
-        }
-
-    remedies = {
-        "torch": "make setup on each node, or the same image everywhere",
-        "NCCL": "make setup on each node, or the same image everywhere",
-        "python": "use the same Python on each node, or the same image",
-        "driver": "install the same NVIDIA driver on each node",
-        "our revision": "check out the same revision, or use the same image (give a new build a new tag)",
-        "our code": "files of recipes/ or scripts/ differ: check out the same revision, or use the same image",
-    }
     differing = []
-    for what, remedy in remedies.items():
-        known = {rank: value for rank, facts in case.facts.items() if (value := values(facts)[what])}
-        usual, most, others = outliers(known)
+    for what, (read, remedy) in VERSIONS.items():
+        usual, most, others = outliers(
+            {rank: value for rank, facts in case.facts.items() if (value := read(facts))}
+        )
         if not others or (what == "our code" and "our revision" in differing):
             continue
         differing.append(what)
         for value, ranks in others.items():
-            yield case.error(
-                ranks, f"{case.names(ranks)}: {what} is {value}, on {case.names(most)} {usual}", remedy
-            )
+            text = f"{case.names(ranks)}: {what} is {value}, on {case.names(most)} {usual}"
+            yield case.error(ranks, text, remedy)
 
 
 def torch_works(case: Case) -> Findings:
@@ -520,11 +503,9 @@ def links(case: Case) -> dict[tuple[int, int], float]:
 
 
 def bandwidth(case: Case) -> Findings:
-    """A node, or a link between two, that is much slower than the others."""
-    found = {
-        pair: speed
-        for pair, speed in links(case).items()
-        if case.machine(pair[0]) != case.machine(pair[1])  # no link, but memory
+    """A node, or links between two, that are much slower than the others."""
+    found = {  # between nodes of one machine there is no link, but memory
+        pair: speed for pair, speed in links(case).items() if case.machine(pair[0]) != case.machine(pair[1])
     }
     if len(found) < 3:
         return
@@ -546,9 +527,8 @@ def bandwidth(case: Case) -> Findings:
     if len(narrow) > SLOW_LINKS_SHOWN:
         ranks = sorted({rank for _, pair in narrow for rank in pair})
         what = f"{len(narrow)} links in all are that slow, between {len(ranks)} nodes"
-        yield case.warning(
-            ranks, what, "see the switches between groups of nodes; links_gbit_s of --json has them all"
-        )
+        fix = "see the switches between groups of nodes; links_gbit_s of --json has them all"
+        yield case.warning(ranks, what, fix)
 
 
 RULES: tuple[Callable[[Case], Findings], ...] = (

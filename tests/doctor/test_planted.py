@@ -31,7 +31,7 @@ def test_healthy_nodes():
     report = examine(3, "--quick")
     assert report.rules() == []
     assert set(report.statuses.values()) == {0}
-    assert re.search(r"^node 2 \(n2\): 10\.78\.0\.3 by eth0 \(mtu 1500\)", report.outputs[0], re.MULTILINE)
+    assert re.search(r"^node 2 \(n2\): 10\.79\.0\.3 by eth0 \(mtu 1500\)", report.outputs[0], re.MULTILINE)
     assert report.outputs[0].splitlines()[-1].startswith("doctor: all is well on 3 nodes")
 
 
@@ -100,16 +100,17 @@ def test_many_faults_are_all_there_is(many):
 
 def test_a_port_that_is_blocked_one_way():
     need_namespaces("iptables")
-    report = examine(3, "--quick", network="ip netns exec n2 iptables -A INPUT -s 10.78.0.2 -p tcp --syn -j DROP")
+    report = examine(3, "--quick", network="ip netns exec n2 iptables -A INPUT -s 10.79.0.2 -p tcp --syn -j DROP")
     assert report.rules() == [("ports", 1, 2)]
     assert re.match(
-        r"error: node 1 \(n1\) to node 2 \(n2\) at 10\.78\.0\.3, port \d+: no answer; the other way works; let",
+        r"error: node 1 \(n1\) to node 2 \(n2\) at 10\.79\.0\.3, port \d+: connections fail \(no answer; "
+        r"the other way works\); let",
         report.findings[0],
     )
 
 
 def test_no_route_between_two_nodes():
-    report = examine(3, "--quick", network="ip -n n1 route add blackhole 10.78.0.3")
+    report = examine(3, "--quick", network="ip -n n1 route add blackhole 10.79.0.3")
     assert report.rules() == [("ports", 1, 2), ("ports", 2, 1)]
     assert "let all TCP ports between nodes through" in report.findings[0]
 
@@ -119,7 +120,7 @@ def test_a_path_that_loses_large_packets():
     report = examine(3, "--quick", network="ip link set v2 mtu 900")
     assert report.rules() == [("ports", 2, 0, 1)]
     line = line_about(report, "small packets pass and large ones do not")
-    assert line.startswith("error: node 2 (n2) at 10.78.0.3: to and from all other nodes")
+    assert line.startswith("error: node 2 (n2) at 10.79.0.3: to and from all other nodes")
     assert "the path carries less than its MTU of 1500" in line
 
 
@@ -142,8 +143,8 @@ def test_a_node_that_does_not_find_node_0_says_so_by_the_shared_folder():
 def test_nodes_of_another_job():
     report = examine(3, "--quick", planted={1: "export RDZV_ID=another", 2: "export NNODES=4"}, wait_s=3)
     assert report.rules() == [("attendance", 1), ("attendance", 2)]
-    assert "node 1 at 10.78.0.2: it has another RDZV_ID" in report.findings[0]
-    assert "node 2 at 10.78.0.3: it has NNODES 4, node 0 has 3" in report.findings[1]
+    assert "node 1 at 10.79.0.2: it has another RDZV_ID" in report.findings[0]
+    assert "node 2 at 10.79.0.3: it has NNODES 4, node 0 has 3" in report.findings[1]
     assert all("give each node of the job the same NNODES and RDZV_ID" in line for line in report.findings)
 
 

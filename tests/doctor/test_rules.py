@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from recipes.common.errors import UserError
+from recipes.common.process.node import Node
 from scripts.doctor import collectives, kernel_log, meeting, node, report
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 
@@ -153,7 +155,8 @@ FAULTS = {
     "links_up, down": (set_in("network", "is_up", value=False), "eth0 is down; ip link set eth0 up"),
     "ports": (
         lambda case: case.peers[0]["1"].update(stage="connect", why="Connection refused"),
-        "node 0 (n0) to node 1 (n1) at 10.0.0.1, port 4000: Connection refused; the other way works; let all TCP",
+        "node 0 (n0) to node 1 (n1) at 10.0.0.1, port 4000: connections fail (Connection refused; the other "
+        "way works); let all TCP ports",
     ),
     "ports, large": (
         lambda case: case.peers[0]["1"].update(stage="large", why="no answer"),
@@ -452,7 +455,7 @@ def test_a_node_that_is_cut_off_is_one_finding():
         case.peers[0][str(rank)].update(stage="connect", why="no answer")
         case.peers[rank]["0"].update(stage="connect", why="no answer")
     (finding,) = judge(case)
-    assert "node 0 (n0) at 10.0.0.0: to and from all other nodes ports do not answer (no answer)" in finding.what
+    assert "node 0 (n0) at 10.0.0.0: to and from all other nodes connections fail (no answer)" in finding.what
 
 
 def block(case, pairs, why="no answer"):
@@ -464,7 +467,7 @@ def test_ports_that_are_closed_between_all_nodes_are_one_finding():
     case = healthy(64)
     block(case, ((a, b) for a in range(64) for b in range(64) if a != b))
     (finding,) = judge(case)
-    assert "node 3 (n3) and 60 more: between all of them ports do not answer (no answer)" in finding.what
+    assert "node 3 (n3) and 60 more: between all of them connections fail (no answer)" in finding.what
     assert finding.nodes == tuple(range(64))
 
 
@@ -474,7 +477,7 @@ def test_two_halves_that_do_not_reach_each_other_are_a_line_a_node():
     findings = judge(case)
     assert len(findings) == 16
     others = "node 1 (n1), node 3 (n3), node 5 (n5), node 7 (n7) and 4 more"
-    assert findings[0].what == f"node 0 (n0) to {others}: ports do not answer: no answer"
+    assert findings[0].what == f"node 0 (n0) to {others}: connections fail (no answer)"
     assert findings[0].nodes == (0, *range(1, 16, 2))
 
 
@@ -559,8 +562,8 @@ def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     follower = meeting.Channel(other)
 
     def follow():
-        with contextlib.suppress(OSError):
-            meeting.serve(follower, lambda order: {}[order["do"]], 5)
+        with contextlib.suppress(UserError):
+            meeting.serve(follower, lambda order: {}[order["do"]])
 
     thread = threading.Thread(target=follow)
     thread.start()
@@ -602,22 +605,30 @@ def test_a_clock_is_wrong_only_beyond_the_uncertainty(offset_s, error_s, is_foun
     assert [finding.rule for finding in judge(case)] == ["clocks"] * is_found
 
 
-def test_the_offset_of_a_clock_is_taken_at_the_middle_of_the_quickest_answer(monkeypatch):
-    """Node 1 is 30 s ahead; its answers arrive after 0.8, 0.2 and 0.6 s and are given half way."""
+def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch):
+    """Node 1 is 30 s ahead; its answer takes 0.2 s and is given half way."""
     now = [1000.0]
-    delays_s = iter([0.8, 0.2, 0.6])
-
-    def ask(self, rank, order, timeout_s, keys):
-        half_s = next(delays_s) / 2
-        now[0] += half_s
-        answer = {"time": now[0] + 30.0}
-        now[0] += half_s
-        return answer
-
-    monkeypatch.setattr(meeting.Meeting, "ask", ask)
     monkeypatch.setattr(meeting.time, "time", lambda: now[0])
-    head = meeting.Meeting("word", 2, dict, channels={1: None})
-    assert head.clock_offsets(samples=3) == {0: (0.0, 0.0), 1: (pytest.approx(30.0), pytest.approx(0.1))}
+    one, other = socket.socketpair()
+    head, follower = meeting.Channel(one), meeting.Channel(other)
+    met = meeting.Meeting("word", 2, dict)
+    receive, send = head.receive, follower.send
+
+    def answer(message):
+        now[0] += 0.1
+        send({**message, "time": message["time"] + 30.1})  # read before half of the way
+
+    def take(timeout_s):
+        message = receive(timeout_s)
+        now[0] += 0.1
+        return message
+
+    follower.send, head.receive = answer, take
+    joining = threading.Thread(target=meeting.introduce, args=(follower, Node(2, 1, 1, "n0", 1, 60), "word"))
+    joining.start()
+    met.welcome(head, "10.0.0.1")
+    joining.join(10)
+    assert met.clocks == {0: (0.0, 0.0), 1: (pytest.approx(30.0), pytest.approx(0.1))}
 
 
 def test_the_verdict_counts_errors_and_warnings():
@@ -675,9 +686,6 @@ def test_nvidia_smi_is_read(tmp_path, monkeypatch):
     case = healthy(gpus=1)
     case.facts[0]["gpus"] = [gpu]
     assert [one.rule for one in judge(case) if "too hot (driver)" in one.what] == ["gpu_health"]
-    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
-    with pytest.raises(ValueError, match="status 18: Failed to initialize NVML: Driver/library version mismatch"):
-        node.gpus()
 
 
 def test_a_torch_that_does_not_import_is_a_finding(tmp_path, monkeypatch):
