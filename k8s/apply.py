@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
 CALL_S = 60
 """Longest wait for kubectl to answer."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
-RETRY_S = float(os.environ.get("K8S_RETRY_S", "120"))
+RETRY_S = 120.0
 """How long a transient fault may last: a busy registry, a late mount, a silent API server."""
 INTERRUPTED = 128 + signal.SIGINT
 END_S = 120
@@ -62,14 +62,10 @@ DELETED += ["services", "networkpolicies"]
 
 
 class NoAnswerError(UserError):
-    """kubectl got no answer, or lost it; the request may have been executed."""
+    """kubectl got no answer; the request may have been executed."""
 
 
-LOST = re.compile(
-    r"\((Server|Gateway)?Timeout\)|etcdserver: |prevented the request|\bEOF\b|GOAWAY|connection reset"
-    r"|client connection lost|deadline exceeded|awaiting headers|(read|write) tcp"
-)
-"""kubectl's messages for a request that it sent and that got no complete answer."""
+UNREACHABLE = r"refused|dial tcp|no such host|TLS handshake|x509|current-context|provide credentials"
 
 
 class Cluster:
@@ -92,12 +88,8 @@ class Cluster:
             raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
         except OSError as error:
             raise UserError(f"cannot run {self.command[0]}: {error.strerror}") from None
-        said = [line for line in done.stderr.splitlines() if "failed calling webhook" not in line]
-        if done.returncode and words[0] == "create" and any(map(LOST.search, said)):
-            raise NoAnswerError(f"kubectl create lost its answer ({last_line(done.stderr)})")
-        unreachable = r"refused|Unable to connect|no such host|current-context|i/o timeout|provide credentials"
         # An object that was printed comes from a cluster: what was refused then is a call inside, of a webhook.
-        if done.returncode and not done.stdout and re.search(unreachable, done.stderr):
+        if done.returncode and not done.stdout and re.search(UNREACHABLE, done.stderr):
             raise UserError(f"kubectl reaches no cluster ({last_line(done.stderr)}); set KUBECONFIG")
         return done
 
@@ -128,30 +120,36 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
     attempt = f"a{secrets.token_hex(4)}"  # a word, where digits alone would be a number
     for document in documents:
         document["metadata"].setdefault("labels", {})[ATTEMPT] = attempt
+    status, note = UserError.status, "; nothing of it was found"
     try:
         done = cluster.run("create", "--filename=-", stdin=to_text(documents))
-    except (NoAnswerError, KeyboardInterrupt) as error:  # what has been created is not known
-        kinds = ",".join(dict.fromkeys(resource_of(document) for document in documents))
-        made = [kinds, f"--selector={ATTEMPT}={attempt}"]
-        look = " ".join([*cluster.command, "get", *made])
-        found = f"what was found of it is deleted; look for more before you try again: {look}"
-        failure = UserError(f"{str(error) or 'interrupted'}; {undo(cluster, made) or found}")
-        if isinstance(error, KeyboardInterrupt):
-            failure.status = INTERRUPTED
-        raise failure from None
-    if done.returncode == 0:
-        return
-    said = done.stderr
-    created = re.findall(r"^(\S+) created$", done.stdout, re.MULTILINE)
-    left_over = f"; {undone}" if created and (undone := undo(cluster, created)) else ""
+        if done.returncode == 0:
+            return
+        reason, note = why_not_created(done.stderr, request, documents[-1]["kind"]), ""
+    except NoAnswerError as error:
+        reason = str(error)
+    except KeyboardInterrupt:
+        reason, status = "interrupted", INTERRUPTED
+    selector = f"{ATTEMPT}={attempt}"
+    try:
+        if remove(cluster, dict.fromkeys(map(resource_of, documents)), selector, "--wait=false"):
+            note = "; what it had created is deleted"
+    except UserError as error:
+        note = f"; what it may have created has the label {selector} ({error})"
+    failure = UserError(reason + note)
+    failure.status = status
+    raise failure
+
+
+def why_not_created(said: str, request: Request, kind: str) -> str:
+    """Return why the cluster has not taken the job, with the remedy."""
     if there := re.findall(r'([\w.-]+ "[^"]+") already exists', said):
-        raise UserError(f"{', '.join(there)} already exists; {request.delete}, or choose another NAME={left_over}")
+        return f"{', '.join(there)} already exists; {request.delete}, or choose another NAME="
     if "no matches for kind" in said:
-        raise UserError(
-            f"the cluster does not know {documents[-1]['kind']}: {KINDS[request.kind].operator} is not installed "
-            f"(k8s/README.md says how); KIND=indexed-job needs none{left_over}"
-        )
-    raise UserError(f"the cluster refuses the job: {explain(last_line(said))}{left_over}")
+        operator = KINDS[request.kind].operator
+        how = "(k8s/README.md says how); KIND=indexed-job needs none"
+        return f"the cluster does not know {kind}: {operator} is not installed {how}"
+    return f"the cluster refuses the job: {explain(last_line(said))}"
 
 
 def resource_of(document: dict[str, Any]) -> str:
@@ -160,14 +158,17 @@ def resource_of(document: dict[str, Any]) -> str:
     return f"{document['kind']}.{version}.{group}" if group else str(document["kind"])
 
 
-def undo(cluster: Cluster, created: list[str]) -> str:
-    """Delete what one call created, by names or by a selector; return a note of what could not be deleted."""
-    try:
-        done = cluster.run("delete", *created, "--ignore-not-found", "--wait=false")
-        reason = last_line(done.stderr) if done.returncode else ""
-    except UserError as error:
-        reason = str(error)
-    return f"left over: {', '.join(created)} ({reason})" if reason else ""
+def remove(cluster: Cluster, resources: Iterable[str], selector: str, *options: str) -> str:
+    """Delete the objects of these kinds that have a label; return what kubectl says of it; raises UserError."""
+    deleted = ""
+    for resource in resources:
+        done = cluster.run("delete", resource, f"--selector={selector}", "--ignore-not-found", *options)
+        if done.returncode and resource == "networkpolicies" and "(Forbidden)" in done.stderr:
+            continue  # a Role that has no right to them has made none
+        if done.returncode and "doesn't have a resource type" not in done.stderr:
+            raise UserError(f"kubectl delete {resource}: {last_line(done.stderr)}")
+        deleted += "".join(line + "\n" for line in done.stdout.splitlines() if "deleted" in line)
+    return deleted
 
 
 REMEDIES = [
@@ -194,32 +195,30 @@ def explain(message: str) -> str:
     return f"{message}; {remedy}" if remedy else message
 
 
-def pod_problem(pod: dict[str, Any]) -> tuple[str, bool | None] | None:
-    """Return why a pod does not start, and whether that is final; None for one that is on its way.
+def pod_problem(pod: dict[str, Any]) -> tuple[str, float] | None:
+    """Return why a pod does not start, and for how many seconds to wait for it; None for one that is on its way.
 
-    True: waiting cannot help, as nothing of that name is there. None: the kubelet tries again by itself, and may
-    succeed (a busy registry; "failed to sync configmap cache", kubernetes#117972). False: no room yet.
+    0: nothing of that name is there. RETRY_S: the kubelet tries again by itself, and may succeed (a busy registry;
+    "failed to sync configmap cache", kubernetes#117972). Without a bound of its own: there is no room yet.
     """
     name, status = pod["metadata"]["name"], pod.get("status", {})
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
-        waiting = container.get("state", {}).get("waiting", {})
+        waiting, image = container.get("state", {}).get("waiting", {}), container.get("image", "")
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
+        is_final = "not found" in message or reason in ("InvalidImageName", "ErrImageNeverPull")
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
-            image = container.get("image", "")
             return (
                 f"{name} cannot get the image {image} ({reason}); make it (docker/), push it, name it by IMAGE=; "
                 "a private registry requires an imagePullSecret",
-                reason in ("InvalidImageName", "ErrImageNeverPull")
-                or "not found" in message
-                or image.startswith(PLACEHOLDER)
-                or None,
+                0.0 if is_final or image.startswith(PLACEHOLDER) else RETRY_S,
             )
         if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
-            return f"{name}: {explain(message or reason)}", "not found" in message or None
+            return f"{name}: {explain(message or reason)}", 0.0 if is_final else RETRY_S
     for condition in status.get("conditions", []):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message", condition.get("reason", ""))
-            return f"{name} cannot be scheduled: {explain(message)}", "not found" in message
+            wait_s = 0.0 if "not found" in message else math.inf
+            return f"{name} cannot be scheduled: {explain(message)}", wait_s
     return None
 
 
@@ -264,21 +263,134 @@ class LostSightError(UserError):
     status = 1
 
 
+class Log:
+    """The log of one start of node 0's container, printed as it comes."""
+
+    def __init__(self, cluster: Cluster, pod: dict[str, Any]) -> None:
+        name, container = pod["metadata"]["name"], own_status(pod)["name"]
+        self.command = [*cluster.command, "logs", "--follow", name, f"--container={container}"]
+        self.instance = instance(pod)
+        self.retry_until = 0.0
+        self.start()
+
+    def start(self, *since: str) -> None:
+        """Let kubectl print the log to this process's output."""
+        self.process = subprocess.Popen([*self.command, *since])
+        self.begun = self.last_seen = time.monotonic()
+
+    def continues(self, head: dict[str, Any] | None) -> bool:
+        """Whether the log has not come to its end; follow it again from where its connection broke."""
+        now = time.monotonic()
+        if self.process.poll() is None:
+            self.last_seen = now
+            return True
+        if not self.process.returncode or head is None or instance(head) != self.instance:
+            return False
+        # Not for ever one that breaks at once.
+        if not self.retry_until or self.last_seen - self.begun > RETRY_S:
+            self.retry_until = now + RETRY_S
+        if now > self.retry_until:
+            return False
+        self.start(f"--since={math.ceil(now - self.last_seen) + 1}s")
+        return True
+
+
 class Watch:
     """One job in the cluster, from its first pod to its end."""
 
     def __init__(self, cluster: Cluster, request: Request, start_timeout_s: float) -> None:
         self.cluster, self.request, self.start_timeout_s = cluster, request, start_timeout_s
         self.kind, self.name = KINDS[request.kind], request.name
+        self.start_by = time.monotonic() + start_timeout_s
+        """When node 0 has to run, or to run again."""
+        self.log: Log | None = None
         self.said = ""
-        self.is_suspended = False
-        """Whether the job waits in a queue, such as Kueue's, and has no pods until it is admitted."""
-        self.problems: dict[str, float] = {}
-        """When a problem that the kubelet retries began, by pod."""
-        self.created = ""
-        """When the job was created, by the cluster's clock."""
+        self.problems: dict[tuple[str, float], float] = {}
+        """When the problem of a pod began, by its name and how long to wait for it."""
         self.status = 0
         """Exit status of node 0's last container."""
+
+    def run(self) -> int:
+        """Follow every container that node 0 has until the job has ended; return the exit status."""
+        try:
+            while (end := self.step()) is None:
+                time.sleep(POLL_S)
+            state, reason = end
+        finally:
+            if self.log:
+                self.log.process.terminate()
+                self.log.process.wait()
+        if state == "done":
+            return 0
+        reason = killed_for_memory(self.pods()) or explain(reason)
+        print(f"error: the job {self.name} has failed: {reason}", file=sys.stderr, flush=True)
+        return self.status or 1
+
+    def step(self) -> tuple[str, str] | None:
+        """Look at the job once; return its state, as job_state(), once it has ended and its log is printed.
+
+        Raises:
+            UserError: it cannot start. LostSightError: it cannot be followed any longer.
+        """
+        job = self.job()  # before the pods, so that the log of a job that has just ended is shown
+        pods = self.pods()
+        head = self.head(pods)
+        if head:
+            self.status = container_state(head).get("terminated", {}).get("exitCode", self.status)
+        if self.log and self.log.continues(head):
+            self.check_pods(pods)  # another pod that cannot start ends it, too
+        elif head and (self.log is None or instance(head) != self.log.instance):
+            self.log = Log(self.cluster, head)
+        elif job_state(job)[0]:
+            return job_state(job)
+        elif self.log and head and "running" in container_state(head):
+            if time.monotonic() > self.log.last_seen + END_S:
+                raise LostSightError(
+                    f"the log of node 0 has ended {END_S} s ago, and its container runs on; the job goes on; look "
+                    f"with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
+                )
+        else:
+            self.check_start(job, pods)
+            return None
+        self.start_by = time.monotonic() + self.start_timeout_s
+        return None
+
+    def check_start(self, job: dict[str, Any], pods: list[dict[str, Any]]) -> None:
+        """Say what node 0 waits for; raises UserError for what waiting does not fix, or did not in time."""
+        conditions = job.get("status", {}).get("conditions", [])
+        if any((one["type"], one.get("status")) == ("Suspended", "True") for one in conditions):
+            # In a queue, such as Kueue's: that may take days, and is no failure.
+            self.start_by = time.monotonic() + self.start_timeout_s
+            self.say(f"the job {self.name} is suspended: it waits in its queue (Ctrl-C leaves it there)")
+            return
+        is_late = time.monotonic() > self.start_by
+        waiting = self.check_pods(pods, is_late)
+        problem: str | None = None
+        if len(pods) < self.request.nodes:
+            created = job.get("metadata", {}).get("creationTimestamp", "")
+            with contextlib.suppress(UserError):  # events are a hint: not every user may read them
+                events = self.cluster.get("events", "--field-selector=type=Warning")["items"]
+                problem = created_problem(events, self.name, created)
+        if problem or is_late:
+            missing = "the job has not continued" if self.log else "node 0 has not started"
+            reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
+            raise UserError(f"{reason}; {self.request.delete} removes the job")
+        if self.log is None or self.status:  # else the job will be known to be complete in a moment
+            self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
+
+    def check_pods(self, pods: list[dict[str, Any]], is_late: bool = False) -> str:
+        """Return what pods wait for; raises UserError for what waiting does not fix."""
+        waiting = f"{len(pods)} of {self.request.nodes} pods are there"
+        now, problems = time.monotonic(), self.problems
+        self.problems = {}
+        for pod in pods:
+            if problem := pod_problem(pod):
+                waiting, wait_s = problem
+                key = (pod["metadata"]["name"], wait_s)
+                self.problems[key] = problems.get(key, now)
+                if is_late or now - self.problems[key] >= wait_s:
+                    raise UserError(f"{waiting}; {self.request.delete} removes the job")
+        return waiting
 
     def say(self, text: str) -> None:
         """Print what is being waited for, once."""
@@ -299,13 +411,17 @@ class Watch:
                 return self.cluster.get(*words)
             except UserError as error:
                 if "(NotFound)" in str(error):
-                    raise
+                    raise UserError(f"the job {self.name} has been deleted while it was followed") from None
                 if time.monotonic() > deadline:
                     raise LostSightError(
                         f"the job cannot be followed ({error}); the job goes on; {self.request.delete} ends it"
                     ) from None
                 self.say(f"waiting, {RETRY_S:g} s at most: the cluster does not answer ({error})")
             time.sleep(POLL_S)
+
+    def job(self) -> dict[str, Any]:
+        """Return the job."""
+        return self.get(self.kind.resource, self.name)
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the job's pods, the oldest first."""
@@ -318,137 +434,6 @@ class Watch:
         heads = [pod for pod in pods if wanted <= pod["metadata"].get("labels", {}).items()]
         started = [pod for pod in heads if {"running", "terminated"} & container_state(pod).keys()]
         return started[-1] if started else None
-
-    def state(self) -> tuple[str, str]:
-        """Return the state of the job, as job_state()."""
-        try:
-            job = self.get(self.kind.resource, self.name)
-        except UserError as error:
-            if "NotFound" not in str(error):
-                raise
-            raise UserError(f"the job {self.name} has been deleted while it was followed") from None
-        conditions = job.get("status", {}).get("conditions", [])
-        self.is_suspended = any((one["type"], one.get("status")) == ("Suspended", "True") for one in conditions)
-        self.created = job.get("metadata", {}).get("creationTimestamp", "")
-        return job_state(job)
-
-    def check_pods(self, pods: list[dict[str, Any]], is_late: bool) -> str:
-        """Return what pods wait for; raise UserError for what waiting does not fix."""
-        waiting = f"{len(pods)} of {self.request.nodes} pods are there"
-        for pod in pods:
-            problem = pod_problem(pod)
-            if problem is None or problem[1] is False:
-                self.problems.pop(pod["metadata"]["name"], None)
-            elif problem[1] is None:
-                since = self.problems.setdefault(pod["metadata"]["name"], time.monotonic())
-                is_late = is_late or time.monotonic() - since > RETRY_S
-            if problem and (problem[1] or is_late):
-                raise UserError(f"{problem[0]}; {self.request.delete} removes the job")
-            waiting = problem[0] if problem else waiting
-        return waiting
-
-    def wait_for_head(self, seen: str) -> dict[str, Any] | None:
-        """Return node 0's pod once a container that was not seen yet runs, or None when the job has ended."""
-        deadline = time.monotonic() + self.start_timeout_s
-        while True:
-            is_late = time.monotonic() > deadline
-            state = self.state()[0]  # before the pods, so that the log of a job that has just ended is shown
-            pods = self.pods()
-            head = self.head(pods)
-            if head and instance(head) != seen:
-                return head
-            if state:
-                return None
-            if self.is_suspended:  # in a queue: that may take days, and is no failure
-                deadline = time.monotonic() + self.start_timeout_s
-                self.say(f"the job {self.name} is suspended: it waits in its queue (Ctrl-C leaves it there)")
-                time.sleep(POLL_S)
-                continue
-            waiting = self.check_pods(pods, is_late)
-            problem = None
-            if len(pods) < self.request.nodes:
-                with contextlib.suppress(UserError):  # events are a hint: not every user may read them
-                    events = self.cluster.get("events", "--field-selector=type=Warning")["items"]
-                    problem = created_problem(events, self.name, self.created)
-            if problem or is_late:
-                missing = "the job has not continued" if seen else "node 0 has not started"
-                reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
-                raise UserError(f"{reason}; {self.request.delete} removes the job")
-            is_done = head and container_state(head).get("terminated", {}).get("exitCode") == 0
-            if not is_done:  # the job will be known to be complete in a moment
-                self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
-            time.sleep(POLL_S)
-
-    def follow(self, head: dict[str, Any]) -> None:
-        """Print the log of node 0's container until it ends; another pod that cannot start ends it, too."""
-        words = [
-            "logs",
-            "--follow",
-            head["metadata"]["name"],
-            f"--container={own_status(head)['name']}",
-        ]
-        since: list[str] = []
-        deadline = 0.0
-        while True:
-            begun = time.monotonic()
-            broken = self.print_log([*words, *since])
-            if broken is None:
-                return
-            # The connection broke: follow again from there, but not for ever one that breaks at once.
-            if not since or broken - begun > RETRY_S:
-                deadline = time.monotonic() + RETRY_S
-            elif time.monotonic() > deadline:
-                return
-            time.sleep(POLL_S)
-            newest = self.head(self.pods())
-            if newest is None or instance(newest) != instance(head):
-                return
-            since = [f"--since={math.ceil(time.monotonic() - broken) + 1}s"]
-
-    def print_log(self, words: list[str]) -> float | None:
-        """Print a log while it lasts; return when it was last seen unbroken, or None if it came to its end."""
-        logs = subprocess.Popen([*self.cluster.command, *words])
-        last_seen = time.monotonic()
-        try:
-            while logs.poll() is None:
-                last_seen = time.monotonic()
-                time.sleep(POLL_S)
-                self.check_pods(self.pods(), is_late=False)
-        finally:
-            logs.terminate()
-            logs.wait()
-        return last_seen if logs.returncode else None
-
-    def run(self) -> int:
-        """Follow every container that node 0 has until the job has ended; return the exit status."""
-        seen = ""
-        while head := self.wait_for_head(seen):
-            seen = instance(head)
-            self.follow(head)
-            self.wait_for_end_of(seen)
-        state, reason = self.state()
-        if state == "done":
-            return 0
-        reason = killed_for_memory(self.pods()) or explain(reason)
-        print(f"error: the job {self.name} has failed: {reason}", file=sys.stderr, flush=True)
-        return self.status or 1
-
-    def wait_for_end_of(self, seen: str) -> None:
-        """Wait until the cluster knows how node 0's container has ended; its log may end a moment earlier."""
-        deadline = time.monotonic() + END_S
-        while not self.state()[0]:
-            head = self.head(self.pods())
-            if head is None or instance(head) != seen or "running" not in container_state(head):
-                break
-            if time.monotonic() > deadline:
-                raise LostSightError(
-                    f"the log of node 0 has ended {END_S} s ago, and its container runs on; the job goes on; look "
-                    f"with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
-                )
-            time.sleep(POLL_S)
-        head = self.head(self.pods())
-        ended = container_state(head).get("terminated", {}) if head else {}
-        self.status = ended.get("exitCode", self.status)
 
 
 def container_state(pod: dict[str, Any]) -> dict[str, Any]:
@@ -471,14 +456,7 @@ def instance(pod: dict[str, Any]) -> str:
 
 def delete(cluster: Cluster, name: str) -> int:
     """Delete a job and what belongs to it, of whatever kind; its record stays on the volume."""
-    deleted = ""
-    for resource in DELETED:
-        done = cluster.run("delete", resource, f"--selector={OURS},{INSTANCE}={name}", "--ignore-not-found")
-        if done.returncode and resource == "networkpolicies" and "(Forbidden)" in done.stderr:
-            continue  # a Role that has no right to them has made none
-        if done.returncode and "doesn't have a resource type" not in done.stderr:
-            raise UserError(f"kubectl delete {resource}: {last_line(done.stderr)}")
-        deleted += "".join(line + "\n" for line in done.stdout.splitlines() if "deleted" in line)
+    deleted = remove(cluster, DELETED, f"{OURS},{INSTANCE}={name}")
     if not deleted:
         raise UserError(f"there is no job named {name} in this namespace")
     print(deleted, end="", flush=True)

@@ -154,8 +154,6 @@ def render(request: Request) -> list[dict[str, Any]]:
     set_nodes(request.nodes, job, containers)
     if request.gpus is not None:
         set_gpus(request.gpus, job, list(pod_templates(documents)))
-        if request.gpus == 0:
-            make_small(documents, job, containers)
     for container in containers:
         set_image(request, container)
         for variable in container.get("env", []):
@@ -267,27 +265,31 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
 
 
 def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
-    """Set the GPUs of a node, as many processes, and sizes that grow with them; without GPUs one process."""
+    """Set the GPUs of a node, as many processes, and sizes that grow with them; without GPUs one small process."""
     nproc = max(gpus, 1)
-    for template in templates:
-        set_env(template["spec"]["containers"][0], "NPROC_PER_NODE", str(nproc))
-    if "nprocPerNode" in job:
-        job["nprocPerNode"] = str(nproc)
-    if "slotsPerWorker" in job:
-        job["slotsPerWorker"] = nproc
+    for key, value in (("nprocPerNode", str(nproc)), ("slotsPerWorker", nproc)):
+        if key in job:
+            job[key] = value
     if "trainer" in job:
         job["trainer"]["numProcPerNode"] = nproc
-    trainer = job.get("trainer", {}).get("resourcesPerNode")  # the TrainJob's stand beside its pods' template
     for template in templates:
-        resources = trainer or template["spec"]["containers"][0]["resources"]
-        before = resources["limits"].pop(GPU, 0)
-        if before and gpus:  # what a process needs, as often as there are processes
-            resources["limits"][GPU] = gpus
+        container = template["spec"]["containers"][0]
+        set_env(container, "NPROC_PER_NODE", str(nproc))
+        # The TrainJob's stand beside its pods' template.
+        resources = job.get("trainer", {}).get("resourcesPerNode") or container["resources"]
+        requests, limits = resources["requests"], resources["limits"]
+        before = limits.pop(GPU, 0)
+        if gpus == 0:  # one core and 4 GiB, for a cluster on a laptop
+            resources["requests"] = {"cpu": "1", "memory": "4Gi"}
+            limits["memory"] = "4Gi"
+            for volume in template["spec"]["volumes"]:
+                if "emptyDir" in volume:
+                    volume["emptyDir"]["sizeLimit"] = "1Gi"
+        elif before:  # what a process needs, as often as there are processes
+            limits[GPU] = gpus
             shm = template["spec"]["volumes"][0]["emptyDir"]
-            for amounts, name in ((resources["requests"], "cpu"), (shm, "sizeLimit")):
+            for amounts, name in ((requests, "cpu"), (requests, "memory"), (limits, "memory"), (shm, "sizeLimit")):
                 amounts[name] = scale(amounts[name], gpus, before)
-            for amounts in (resources["requests"], resources["limits"]):
-                amounts["memory"] = scale(amounts["memory"], gpus, before)
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:
@@ -301,18 +303,6 @@ def scale(quantity: str | int | float, gpus: int, before: int) -> str:
     number = Decimal(found[1])
     step = Decimal(1).scaleb(min(0, int(number.as_tuple().exponent)))
     return f"{(number * gpus / before).quantize(step, ROUND_CEILING):f}{found[2]}"
-
-
-def make_small(documents: list[dict[str, Any]], job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
-    """Request one core and 4 GiB per node, for a cluster on a laptop."""
-    for container in [*containers, {"resources": job.get("trainer", {}).get("resourcesPerNode", {})}]:
-        if container.get("resources"):
-            container["resources"]["requests"] = {"cpu": "1", "memory": "4Gi"}
-            container["resources"]["limits"]["memory"] = "4Gi"
-    for template in pod_templates(documents):
-        for volume in template["spec"]["volumes"]:
-            if "emptyDir" in volume:
-                volume["emptyDir"]["sizeLimit"] = "1Gi"
 
 
 def arguments(request: Request, words: Sequence[str]) -> list[str]:
@@ -344,19 +334,16 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML with scripts as blocks of text, as in the files."""
+    """YAML with scripts as blocks of text, as in the files, and quotes where a string may look like a number."""
 
 
-Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-# kubectl takes for a number or a bool what PyYAML writes plain: 1e-3, 0o17, y. A string of that look is quoted.
-NUMBER = re.compile(r"(?=.*[0-9])[-+]?[0-9_]*(\.|[xXoObB][-+]?)?[0-9a-fA-F_]*([eE][-+]?[0-9_]+)?$")
-Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
-Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"[yYnN]$"), list("yYnN"))
+def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Return a string as YAML; kubectl reads a number or a bool where PyYAML writes it plain: 1e-3, 0o17, y."""
+    style = "|" if "\n" in text else None if re.match(r"[A-Za-z/-][A-Za-z/-]", text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+Dumper.add_representer(str, represent_text)
 
 
 def to_text(documents: list[dict[str, Any]]) -> str:

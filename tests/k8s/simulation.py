@@ -8,6 +8,7 @@ command on this machine with exactly that environment; only addresses, ports and
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ CONFIG = {
     for key, value in document["data"].items()
 }
 """What the ConfigMaps of k8s/cluster.yaml hold."""
+
+FRUGAL = ("PYTHONPATH", "GOMP_SPINCOUNT", "OMPI_MCA_mpi_yield_when_idle")
+"""Variables of tests/conftest.py by which processes take less of the cores."""
 
 JOB_UID = "8f6c1e0a-5f0e-4d5e-9c55-0c5ad1b6c1d5"
 
@@ -249,8 +253,9 @@ def run(pod: Pod, replaced: dict[str, str], **env: str) -> Command:
 
     own = {name: local(value) for name, value in pod.env.items()}
     image = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHON": sys.executable}
-    words = [f"{name}={value}" for name, value in {**image, **own, **env}.items()]
+    frugal = {name: os.environ[name] for name in FRUGAL}
+    words = [f"{name}={value}" for name, value in {**image, **frugal, **own, **env}.items()]
     words += [local(word) for word in pod.words]
-    # Nothing of this process's own environment, but for the mark by which a test finds its processes.
+    # Nothing else of this process's own environment, but for the mark by which a test finds its processes.
     script = 'exec env -i TEST_COMMAND="$TEST_COMMAND" "$@"'
     return Command("bash", "-c", script, "bash", *words, cwd=ROOT)

@@ -169,7 +169,7 @@ def test_the_file_says_how_it_is_used(name):
         ("set MASTER_PORT", lambda spec: spec.pop("enableServiceLinks")),
     ],
 )
-@pytest.mark.parametrize("name", ["indexed-job.yaml", *CUSTOM])
+@pytest.mark.parametrize("name", ["indexed-job.yaml", "trainjob.yaml"])
 def test_a_fault_in_a_pod_is_found(name, words, break_it):
     documents = load(name)
     for template in pod_templates(documents):
@@ -469,8 +469,8 @@ def test_kubectl_reads_strings_as_strings(words):
 
 
 def test_what_is_a_number_or_a_word_stays_plain():
-    values = {"a": 12, "b": 0.5, "c": 1e-5, "d": True, "e": None, "f": "--lr", "g": "8Gi", "h": "ddp"}
-    plain = "a: 12\nb: 0.5\nc: 1.0e-05\nd: true\ne: null\nf: --lr\ng: 8Gi\nh: ddp\n"
+    values = {"aa": 12, "bb": 0.5, "cc": 1e-5, "dd": True, "ee": None, "ff": "--lr", "gg": "ddp"}
+    plain = "aa: 12\nbb: 0.5\ncc: 1.0e-05\ndd: true\nee: null\nff: --lr\ngg: ddp\n"
     assert to_text([values]) == plain
 
 

@@ -6,10 +6,11 @@ import socket
 import sys
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
-from scripts.launch import agent, interface, stopped_status
+from scripts.launch import interface, stopped_status, torch_agent
 from scripts.launch.local import free_port
 from tests.support import Command, last_step, run_command, words_for
 
@@ -120,17 +121,16 @@ def test_the_wait_for_a_name_has_a_bound_and_is_no_refusal():
     assert "cannot resolve no-such-host.invalid within 1 s" in result.errors[0]
 
 
-@pytest.mark.parametrize(("value", "expected"), [("8f6c", "--rdzv-id=8f6c"), ("", "--rdzv-id=none")])
+@pytest.mark.parametrize(("value", "expected"), [("8f6c", "8f6c"), ("", "none")])
 def test_the_store_is_that_of_the_job(value, expected, monkeypatch, tmp_path):
-    from torch.distributed import run as torchrun
-
-    seen = []
     monkeypatch.setenv("RDZV_ID", value)
-    monkeypatch.setattr(torchrun, "parse_args", seen.extend)
-    monkeypatch.setattr(torchrun, "run", lambda _: None)
-    disabled = agent.logging.root.manager.disable
-    try:
-        assert agent.run_torchrun(Node(1, 0, 1, "127.0.0.1", free_port(), 5), "ddp", [], str(tmp_path)) == 0
-    finally:
-        agent.logging.disable(disabled)
-    assert expected in seen
+    monkeypatch.setenv("LAUNCHER_PID", "")
+    seen = []
+
+    def run(agent):
+        seen.append(agent._worker_group.spec.rdzv_handler.get_run_id())
+        return RunResult(state=WorkerState.SUCCEEDED)
+
+    monkeypatch.setattr(torch_agent.Agent, "run", run)
+    assert torch_agent.run(Node(1, 0, 1, "127.0.0.1", free_port(), 5), "ddp", [], str(tmp_path)) == 0
+    assert seen == [expected]
