@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.apex.options import MEANING, ApexOptions
+from recipes.apex.options import ApexOptions, summarise
 from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Check
@@ -28,11 +28,9 @@ def why_not_apex(args: ApexOptions, world: World) -> str:
     if args.compile:
         return "apex.amp patches functions of torch, which --compile does not see"
     spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return "NVIDIA apex is not installed"
-    # Apex: the name on PyPI belongs to another project, and NVIDIA's has no amp after 25.05.
-    if not any((Path(folder) / "amp").is_dir() for folder in spec.submodule_search_locations or []):
-        return "the installed apex has no apex.amp: it is PyPI's other project, or NVIDIA's after 25.05"
+    folders = spec.submodule_search_locations or [] if spec else []
+    if not any((Path(folder) / "amp").is_dir() for folder in folders):
+        return "no apex.amp is installed: PyPI's apex is another project, and NVIDIA's has none after 25.05"
     try:
         importlib.import_module("apex.amp")
         importlib.import_module("apex.parallel")
@@ -68,20 +66,12 @@ class ApexAmp:
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         self.eval_model = self.model  # Apex: its DDP would prepare for a backward pass
-        scaling = "dynamic loss scale" if self.scaler.is_dynamic else "no loss scale"
-        meaning = MEANING[args.opt_level].format(half="float16")
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
-        self.summary = f"{args.opt_level} by apex.amp: {meaning}, {scaling} ({why})"
+        self.summary = summarise(args, "apex.amp", torch.float16, self.scaler.is_dynamic, why)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing: initialize() has patched what is to be cast."""
         return contextlib.nullcontext()
-
-    def no_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of arithmetic that is not the model's."""
-        # Apex: O1's patches hold everywhere, and refuse to add a float32 tensor to a float64 one.
-        is_patched = self.args.opt_level == "O1"
-        return self.apex_amp.disable_casts() if is_patched else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from recipes.common.errors import UserError
 from recipes.common.options import Options, one_of, option
 
@@ -36,3 +38,10 @@ class ApexOptions(Options):
         super().check()
         if self.amp != "none":
             raise UserError(f"--amp {self.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
+
+
+def summarise(args: ApexOptions, backend: str, half: torch.dtype, is_scaled: bool, why: str) -> str:
+    """Return the line that says what runs, and why."""
+    meaning = MEANING[args.opt_level].format(half=str(half).removeprefix("torch."))
+    scaling = "dynamic loss scale" if is_scaled else "no loss scale"
+    return f"{args.opt_level} by {backend}: {meaning}, {scaling} ({why})"

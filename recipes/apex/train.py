@@ -20,12 +20,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.apex.nvidia import ApexAmp, why_not_apex
-from recipes.apex.options import MEANING, ApexOptions
+from recipes.apex.options import ApexOptions, summarise
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.metrics import add_batch
 from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
@@ -33,7 +32,6 @@ from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.task import Task
 from recipes.common.world.world import World, connected_world
 
 
@@ -93,17 +91,11 @@ class TorchAmp:
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
         self.eval_model = self.ddp  # DDP: without gradients it exchanges nothing, and --compile compiled it
-        scaling = "dynamic loss scale" if is_scaled else "no loss scale"
-        meaning = MEANING[self.level].format(half=str(self.half).removeprefix("torch."))
-        self.summary = f"{self.level} by torch.amp: {meaning}, {scaling} ({why})"
+        self.summary = summarise(args, "torch.amp", self.half, is_scaled, why)
 
     def autocast(self) -> torch.autocast:
         """Return the context of forward passes: under O1 each operation picks its type from torch's lists."""
         return torch.autocast(self.device.type, dtype=self.half, enabled=self.level == "O1")
-
-    def no_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: outside of autocast() torch casts nothing."""
-        return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass whose gradients stay on this rank."""
@@ -186,15 +178,10 @@ def train(args: ApexOptions, world: World, stop: Stop) -> None:
         with amp.autocast():
             return amp.eval_model(inputs)
 
-    def sum_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
-        """Add output and target to an evaluation's totals."""
-        with amp.no_casts():
-            add_batch(totals, task, output, target)
-
     # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
     begin_run(job)
     job.say(amp.summary)
-    train_epochs(job, Technique(forward_backward, amp.ddp, predict, sum_batch, amp.step))
+    train_epochs(job, Technique(forward_backward, amp.ddp, predict, amp.step))
     job.finish()
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, changes_of, pack, position_of
+from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.metrics import MAX_IDLE_SHARE, IdleShare, Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
-from recipes.common.optim import load_optimizer_state, optimizer_state
+from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
 from recipes.common.user_code import refusal
-from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
 
 
@@ -84,34 +84,8 @@ class Job:
         done = self.position.step
         return done >= self.total_steps and self.position.epoch * self.steps_per_epoch >= done
 
-    def restore(self, content: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint's content (None: from the beginning).
-
-        Raises:
-            UserError: the checkpoint's model or optimizer has another shape.
-        """
-        if content is None:
-            return
-        try:
-            self.model.load_state_dict(content["model"])
-            load_optimizer_state(self.optimizer, content["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"the checkpoint does not fit this run: {reason[:200]}") from None
-        if content["scaler"]:
-            self.scaler.load_state_dict(content["scaler"])
-        self.position = position_of(content, self.steps_per_epoch, self.total_steps)
-        if text := changes_of(content.get("data", {}), self.data.fingerprints):
-            self.say(text)
-        self.throughput.add_earlier(**content.get("timed", {}))
-        self.guard.skipped = content.get("skipped_steps", 0)
-
     def begin_record(self) -> None:
-        """Begin this launch's record; call it once all ranks have restored the checkpoint.
-
-        Raises:
-            UserError: the checkpoint is beyond what is asked for, or the record cannot be written.
-        """
+        """Begin this launch's record (Record.begin()); call it once all ranks have restored the checkpoint."""
         if self.record:
             self.record.begin(self.position.step, self.total_steps, self.is_complete)
 
@@ -140,12 +114,12 @@ class Job:
             state["model"],
             state["optimizer"],
             self.scaler.state_dict(),
-            self.throughput.timed(),
-            self.data.fingerprints,
-            self.guard.skipped,
+            timed=self.throughput.timed(),
+            data=self.data.fingerprints,
+            skipped_steps=self.guard.skipped,
         )
         if self.record and not self.writer:
-            self.writer = CheckpointWriter(self.record.checkpoints, self.stop.fail)
+            self.writer = CheckpointWriter(self.record.checkpoints.write, self.stop.fail)
         assert self.writer
         is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
         goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
@@ -259,26 +233,19 @@ class Job:
     def finish(self, sample_on_all_ranks: bool = False) -> None:
         """Print the result of a completed run, or how to continue one that a signal has ended.
 
-        With `sample_on_all_ranks`, the model's forward pass needs all of them, and they call this in turn.
-
-        Raises:
-            UserError: the last checkpoint could not be written.
+        Call it on all ranks. With `sample_on_all_ranks`, the model's forward pass needs all of them. Raises
+        UserError, on all ranks, if the last checkpoint or the result could not be written.
         """
-        if self.args.sharded_checkpoints:
-            self.wait_for_checkpoint()
-            if self.stop.error:  # all ranks have met it
-                raise self.stop.error
+        self.wait_for_checkpoint()
+        raise_on_all_ranks(self.stop.error, self.peers)
         if not self.is_complete:
-            if self.record:
-                self._report_stop(self.record)
+            if self.record and self.writer:
+                name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+                self.record.leave(name, self.writer.newest or Path())
             return
         # The result first: whatever becomes of the sample, the run is complete.
-        if sample_on_all_ranks:
-            result = run_on_all_ranks(self._write_result, self.peers)
-            with self.peers.watch("sample", computes=True):
-                sample = self._sample(exchanges=True)
-        elif self.record:
-            result, sample = self._write_result(), self._sample(exchanges=False)
+        result = run_on_all_ranks(self._write_result, self.peers)
+        sample = self._sample(sample_on_all_ranks) if self.record or sample_on_all_ranks else ""
         if self.record:
             if sample:
                 self.say(sample)
@@ -288,7 +255,10 @@ class Job:
         """Return the task's sample, or a warning where it has none: the run is complete all the same."""
         try:
             model = self.model
-            if not exchanges and any(p.device != self.device for p in model.parameters()):
+            if exchanges:
+                with self.peers.watch("sample", computes=True):
+                    return self.data.task.sample(model, self.device)
+            if any(p.device != self.device for p in model.parameters()):
                 model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
             return self.data.task.sample(model, self.device)
         except Exception as error:
@@ -319,14 +289,6 @@ class Job:
             checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
             **skipped,
         )
-
-    def _report_stop(self, record: Record) -> None:
-        if self.writer:
-            self.writer.wait()
-            if self.stop.error:
-                raise self.stop.error
-            name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            record.leave(name, self.writer.newest or Path())
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""

@@ -9,26 +9,24 @@ import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from recipes.common.checkpoint.checkpoint import ShardCheck
 from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.metrics import add_batch, add_skipped, averages, new_totals
+from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.batchnorm import average_statistics, check_groups, group_batch_norm, warning
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
-from recipes.common.record.record import Record, open_run
+from recipes.common.record.record import Record
+from recipes.common.record.runs import open_run
 from recipes.common.seeding import choose_kernels, seed_step
-from recipes.common.task import Task
 from recipes.common.world.agreement import (
-    broadcast_tree,
     load_same_data,
     raise_on_all_ranks,
     run_on_all_ranks,
@@ -36,7 +34,9 @@ from recipes.common.world.agreement import (
 )
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
-from recipes.common.world.transport import check_network, end_log, needs_communicator, read_network
+
+if TYPE_CHECKING:
+    from recipes.common.checkpoint.reading import ShardCheck
 
 Content = dict[str, Any]
 """What a checkpoint holds."""
@@ -57,8 +57,6 @@ class Technique:
     """What computes: train() and eval() are called on it."""
     predict: Callable[[Tensor], Tensor | None] | None = None
     """Return the model's output for some inputs, or None on a rank that has none. Default: that of module."""
-    add_batch: Callable[[Tensor, Task, Tensor, Tensor], None] = add_batch
-    """Add output and target to an evaluation's totals."""
     update: Callable[[Job, Check], None] | None = None
     """Step the optimizer, if the gradients pass the check, and clear them. Default: optimizer_step()."""
     shard: Callable[[Tensor], Tensor] | None = None
@@ -79,10 +77,8 @@ class Technique:
 def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None) -> Data:
     """Return the data, the same on all ranks; call it on all ranks.
 
-    `replicas` share out the batch (default: all ranks do).
-
-    Raises:
-        UserError: on all ranks, what one of them cannot load, or where they differ.
+    `replicas` share out the batch (default: all ranks do). Raises UserError on all ranks: what one of them cannot
+    load, or where they differ.
     """
     choose_kernels(args)
     data = load_same_data(args, recipe, peers, on_bad_image=stop.fail)
@@ -93,11 +89,7 @@ def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, repl
 def load_data_and_model(
     args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None
 ) -> tuple[Data, nn.Module]:
-    """Return the data and the model on this rank's device, the same on all ranks; call it on all ranks.
-
-    Raises:
-        UserError: as load_checked_data().
-    """
+    """Return load_checked_data(), and the model on this rank's device, the same on all ranks; call it on all."""
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), peers)
@@ -106,9 +98,9 @@ def load_data_and_model(
 
 
 def set_batchnorm_groups(model: nn.Module, args: Options, peers: Peers) -> None:
-    """Let batch norm take the groups of this rank's share of a batch, if --batchnorm-group says so.
+    """Let batch norm take the groups of --batchnorm-group; call it on all ranks.
 
-    Call it on all ranks. Raises UserError, on all of them, where there is nothing to group.
+    Raises UserError, on all of them, where there is nothing to group.
     """
     run_on_all_ranks(lambda: check_groups(model, args), peers)
     share = own_shard(peers)(in_groups(torch.arange(args.global_batch_size), args)).numel()
@@ -117,8 +109,8 @@ def set_batchnorm_groups(model: nn.Module, args: Options, peers: Peers) -> None:
 
 def begin_run(
     job: Job,
-    own_part: Callable[[Content | None], Content | None] = lambda content: content,
-    own_shards: Callable[[Content | None], Content | None] | None = None,
+    own_part: Callable[[Any], Any] = lambda content: content,
+    own_shards: Callable[[Any], Any] | None = None,
 ) -> None:
     """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
 
@@ -127,16 +119,13 @@ def begin_run(
     it is given: own_part reads them.
 
     Raises:
-        UserError: the record cannot be opened, the checkpoint does not fit, or NCCL uses TCP in spite of FABRIC.
+        UserError: the record cannot be opened, or the checkpoint does not fit; or as gather_places().
     """
-    peers, is_first = job.peers, job.peers.rank == 0
+    peers = job.peers
     places = gather_places(job)
 
     def open_record(check: ShardCheck | None = None) -> tuple[Record | None, Content | None]:
-        if not is_first:
-            return None, None
-        check_network(places)
-        return open_run(job.args, job.recipe, places, check)
+        return (None, None) if peers.rank else open_run(job.args, job.recipe, places, check)
 
     if own_shards:
         from recipes.common.checkpoint.shard_files import share_checks
@@ -144,18 +133,25 @@ def begin_run(
         job.record, content = run_on_all_ranks(lambda: share_checks(open_record, peers), peers)
     else:
         job.record, content = run_on_all_ranks(open_record, peers)
-    content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
     with peers.watch("checkpoint"):
-        job.folder = peers.broadcast_object(job.record.folder if job.record else job.folder)
+        own = (job.record.folder, content is not None) if job.record else (job.folder, False)
+        job.folder, resumes = peers.broadcast_object(own)
+    if resumes:
+        from recipes.common.world.tree import broadcast_tree
 
-    def restore() -> None:
+        content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
+
+    def take_over() -> None:
         if job.args.sharded_checkpoints and not job.folder.is_dir():
             fix = "let all ranks share --runs-dir, or drop --sharded-checkpoints"
             raise UserError(f"no {job.folder} on {socket.gethostname()}, where rank 0 has the run; {fix}")
-        job.restore(own_part(content))
+        if content:
+            from recipes.common.restore import restore
+
+            restore(job, own_part(content))
 
     try:
-        run_on_all_ranks(restore, peers)
+        run_on_all_ranks(take_over, peers)
     except UserError:
         if job.record:
             job.record.discard()
@@ -167,23 +163,23 @@ def begin_run(
 
 
 def gather_places(job: Job) -> list[Place]:
-    """Return where each rank is and, between hosts, which network NCCL uses there; call it on all ranks."""
-    peers = job.peers
-    with peers.watch("places"):
-        places = peers.gather_objects(place_of(job.device, read_network()))
-        if needs_communicator(places):
-            # All-reduce: 4 bytes, for which NCCL connects the ranks and says over what.
-            peers.sum_tensor(torch.zeros(1, device=job.device))
-            places = peers.gather_objects(place_of(job.device, read_network()))
-    end_log()  # where all ranks are on one host, there is no network to ask for
-    return places
+    """Return where each rank is and, between hosts, which network NCCL uses there; call it on all ranks.
+
+    Raises UserError on all of them if NCCL uses TCP in spite of FABRIC.
+    """
+    with job.peers.watch("places"):
+        places = job.peers.gather_objects(place_of(job.device))
+        if places[0].index is None:  # CPUs
+            return places
+        from recipes.common.world.transport import gather_networks
+
+        return gather_networks(places, job.device, job.peers)
 
 
 def train_epochs(job: Job, technique: Technique) -> None:
     """Train and evaluate epoch by epoch, to the end or to a stop signal, and leave a checkpoint.
 
-    Raises:
-        UserError: on all ranks, what one of them reported.
+    Raises UserError on all ranks: what one of them reported.
     """
     try:
         while not job.is_complete:
@@ -298,14 +294,14 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
         finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
         if output is not None and targets is not None:
-            technique.add_batch(totals, task, output, targets)
+            add_batch(totals, task, output, targets)
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
             if decision != GO:
                 return None
     if technique.counts_skipped:
-        add_skipped(totals, job.data.train.skipped + job.data.test.skipped)
+        totals[2] += job.data.train.skipped + job.data.test.skipped
     # Evaluation: sums and counts of all ranks, some 40 bytes a rank; the averages are taken after it.
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)

@@ -32,20 +32,11 @@ def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> Non
     totals[0] += evaluated
     totals[1] += len(target) - evaluated
     for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
-        totals[place] += value
-
-
-def add_skipped(totals: Tensor, count: int) -> None:
-    """Add the samples that could not be read so far, in training and in evaluation."""
-    totals[2] += count
+        totals[place] += torch.as_tensor(value, dtype=totals.dtype)  # apex's O1 adds no float32 to float64
 
 
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
-    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once.
-
-    Raises:
-        UserError: the task derives something from them that is no number.
-    """
+    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once."""
     count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
@@ -57,8 +48,7 @@ def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
 def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
     """Return the averages and what the task derives from them, as plain numbers: a checkpoint takes nothing else.
 
-    Raises:
-        UserError: derive() fails or returns something else, or the task's headline is not among them.
+    Raises UserError if derive() fails or returns something else, or the task's headline is not among them.
     """
     what = f"--task {type(task).__name__}: derive()"
     derived = call(what, task.derive, dict(means))

@@ -45,9 +45,9 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     """Return SGD with momentum or AdamW over the parameters."""
     make, settings = optimizer_class(args)
     parameters = list(parameters)
-    if all(parameter.is_cuda and not hasattr(parameter, "device_mesh") for parameter in parameters):
+    if any(p.is_cuda for p in parameters) and not any(hasattr(p, "device_mesh") for p in parameters):
         # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it. For
-        # SGD over shards (DTensor, which has a mesh) there is none.
+        # SGD over shards (DTensor, which has a mesh) there is none. A pipeline's other stages stay on the CPU.
         settings["fused"] = True
     return make(parameter_groups(args, parameters), **settings)
 
@@ -69,8 +69,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what optimizer_state() returns, without its settings: groups, decay and kernels are of this launch.
 
-    Raises:
-        ValueError: it is of other parameters.
+    Raises ValueError if it is of other parameters.
     """
     places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
     if len(saved) != len(places):

@@ -22,6 +22,9 @@ from recipes.common.errors import UserError, nearest
 DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
 TASKS = ("auto", "classification", "language-model")
 
+MOST_GRAPHS = 8
+"""What torch compiles of one model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
+
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004, "data_dir": STANDARD_LIBRARY}
 """Defaults with --data text that differ from those for images."""
@@ -47,6 +50,16 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         """Return every --flag of this parser."""
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse all words; raises UserError, with the nearest option for an unknown one."""
+        args, unknown = self.parse_known_args(words)
+        if not unknown:
+            return args
+        word = unknown[0].split("=")[0]
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word!r}; options begin with --")
+        raise UserError(f"unknown option {word}{nearest(word, self.flags())}; --help lists all")
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -325,10 +338,20 @@ class Options(TrainingOptions):
                 f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}: {what}; "
                 "use --compile-mode default"
             )
+        if self.compile and self.batchnorm_group and self.passes >= MOST_GRAPHS:
+            # A group's weight in the running statistics depends on its pass; evaluation is one more graph.
+            what = f"each of {self.passes} passes is compiled by itself, and torch compiles {MOST_GRAPHS} at most"
+            fix = f"use up to {MOST_GRAPHS - 1} passes, or drop --compile"
+            raise UserError(f"--compile with --batchnorm-group {self.batchnorm_group}: {what}; {fix}")
         if self.batchnorm_group and self.sync_batchnorm:
             raise UserError(
                 "--batchnorm-group and --sync-batchnorm: statistics are over groups or the batch; drop one"
             )
+
+    @property
+    def passes(self) -> int:
+        """Passes of a rank through a model, one after another, in a step."""
+        return self.accumulate_steps
 
     @property
     def records_graphs(self) -> bool:
@@ -363,146 +386,52 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
         for name in names:
             flag, default = f"--{name.replace('_', '-')}", declared[name].default
             group.add_argument(flag, default=default, **declared[name].metadata)
-    words = parse_words(parser, argv)
-    if getattr(words, "data", None) == "text":
-        words = parse_for_text(parser, argv)
-    args = kind(**vars(words))
+    words = list(sys.argv[1:] if argv is None else argv)
+    found = parser.parse_words(words)
+    if config := getattr(found, "config", None):
+        from recipes.common.config_file import words_of_config  # PyYAML: 20 ms
+
+        words = [*words_of_config(config, parser.flags()), *words]
+        found = parser.parse_words(words)
+    if getattr(found, "data", None) == "text":
+        parser.set_defaults(**TEXT_DEFAULTS, epochs=None)
+        found = parser.parse_words(words)
+        if found.epochs is None:
+            found.epochs, found.max_steps = TEXT_EPOCHS, found.max_steps or TEXT_STEPS
+    args = kind(**vars(found))
     if isinstance(args, Options):
         args.check()
     return args
-
-
-def parse_for_text(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse once more, with the defaults of --data text."""
-    parser.set_defaults(**TEXT_DEFAULTS, epochs=None)
-    args = parse_words(parser, argv)
-    if args.epochs is None:
-        args.epochs, args.max_steps = TEXT_EPOCHS, args.max_steps or TEXT_STEPS
-    return args
-
-
-def parse_words(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a --config file and then argv (default: this process's), which wins.
-
-    Raises:
-        UserError: as parse().
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    only_config = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    only_config.add_argument("--config", type=Path)
-    try:
-        config = only_config.parse_known_args(words)[0].config
-    except argparse.ArgumentError as error:
-        raise UserError(str(error).removeprefix("argument ")) from None
-    from_file = _words_of_config(parser, config) if config else []
-    args, unknown = parser.parse_known_args([*from_file, *words])
-    if unknown:
-        word = unknown[0].split("=")[0]
-        if not word.startswith("-"):
-            raise UserError(f"unexpected argument {word!r}; options begin with --")
-        raise UserError(f"unknown option {word}{nearest(word, parser.flags())}; --help lists all")
-    return args
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return what a YAML file of `flag: value` lines holds; numbers are texts, as they are written.
-
-    Raises:
-        UserError: a file that cannot be read, or that holds something else.
-    """
-    import yaml  # 20 ms, paid only by those who use a file
-
-    class Loader(yaml.SafeLoader):
-        """Leave numbers as they are written: the name 1.10 is not 1.1, and 012 not 10."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Refuse what YAML lets pass: of a flag that is given twice, the last value."""
-            flags = [str(key.value).replace("_", "-") for key, _ in node.value]
-            if twice := [flag for flag in flags if flags.count(flag) > 1]:
-                raise UserError(f"--config {path}: {twice[0]} is given twice; keep one")
-            return super().construct_mapping(node, deep)
-
-    kept = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
-    resolvers = yaml.SafeLoader.yaml_implicit_resolvers.items()
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in pairs if tag in kept] for first, pairs in resolvers
-    }
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise UserError(f"--config {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict | None):
-        raise UserError(f"--config {path} must hold lines of the form `flag: value`")
-    return {str(key).replace("_", "-"): value for key, value in (content or {}).items()}
-
-
-def _words_of_config(parser: Parser, path: Path) -> list[str]:
-    """Return the command-line words that a --config file stands for."""
-    words = []
-    known = [flag.removeprefix("--") for flag in parser.flags() if not flag.startswith("--no-")]
-    for flag, value in read_config(path).items():
-        if flag not in known or flag in ("config", "help"):
-            raise UserError(f"--config {path}: unknown option {flag!r}{nearest(flag, known)}")
-        is_switch = f"--no-{flag}" in parser.flags()
-        if is_switch and isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif is_switch or isinstance(value, bool | list | dict) or value is None:
-            wanted = "true or false" if is_switch else "one word or number"
-            raise UserError(f"--config {path}: {flag} expects {wanted}, got {value!r}")
-        else:
-            words.append(f"--{flag}={value}")
-    return words
 
 
 def check_batch(args: Options, world_size: int, num_train: int) -> None:
     """Refuse a batch that leaves a rank without a sample, or that is larger than the training set.
 
     A remainder is no fault: the global batch is spread over the ranks as evenly as it goes, in whole groups of
-    --batchnorm-group.
-
-    Raises:
-        UserError: with the smallest or largest size that works.
+    --batchnorm-group. Raises UserError with the smallest or largest size that works.
     """
-    parts = world_size * args.accumulate_steps
+    size, group, parts = args.global_batch_size, args.batchnorm_group, world_size * args.accumulate_steps
     if world_size > num_train:
         raise UserError(f"{world_size} processes for {num_train} training samples; start at most {num_train}")
-    if args.global_batch_size > num_train:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is larger than the training set; "
-            f"use at most {num_train}"
-        )
-    shares, group = f"{world_size} processes x {args.accumulate_steps} accumulation steps", 1
-    if args.batchnorm_group:
-        group = args.batchnorm_group
+    if size > num_train:
+        raise UserError(f"--global-batch-size {size} is larger than the training set; use at most {num_train}")
+    if group:
         check_divides(args, group, f"groups of --batchnorm-group {group}", num_train)
-        shares += f" x a group of {group}"
-    if args.global_batch_size < parts * group:
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is too small for {shares}; "
-            f"use at least {parts * group}{smaller_group(args, parts)}"
-        )
+    if size < parts * (group or 1):
+        shares, fix = f"{world_size} processes x {args.accumulate_steps} accumulation steps", ""
+        if group:
+            shares += f" x a group of {group}"
+            smaller = [n for n in range(2, size // parts + 1) if size % n == 0]
+            fix = f" or --batchnorm-group {smaller[-1]}" if smaller else ""
+        least = parts * (group or 1)
+        raise UserError(f"--global-batch-size {size} is too small for {shares}; use at least {least}{fix}")
 
 
 def check_divides(args: Options, size: int, parts: str, num_train: int) -> None:
-    """Refuse a global batch that is no multiple of a size, or larger than the training set.
-
-    Raises:
-        UserError: with the nearest sizes that work.
-    """
+    """Raise UserError, with the nearest sizes that work, unless the global batch is a multiple of a size."""
     if args.global_batch_size % size == 0 and args.global_batch_size <= num_train:
         return
     below = min(args.global_batch_size, num_train) // size * size
     sizes = [str(size) for size in (below, below + size) if 0 < size <= num_train]
     fix = f"use {' or '.join(sizes)}" if sizes else f"that is more than the {num_train} training samples"
     raise UserError(f"--global-batch-size {args.global_batch_size} does not divide into {parts}; {fix}")
-
-
-def smaller_group(args: Options, parts: int) -> str:
-    """Return the largest --batchnorm-group of which there is one for each of so many parts of the global batch."""
-    if not args.batchnorm_group:
-        return ""
-    size = args.global_batch_size
-    groups = [group for group in range(2, size // parts + 1) if size % group == 0]
-    return f" or --batchnorm-group {groups[-1]}" if groups else ""

@@ -33,8 +33,7 @@ def digests(args: Options) -> dict[str, str]:
 def load(flag: str, text: str) -> Callable[..., Any]:
     """Import what an option names.
 
-    Raises:
-        UserError: the module cannot be imported, or has nothing callable of that name.
+    Raises UserError if the module cannot be imported, or has nothing callable of that name.
     """
     module_name, name = text.split(":")
     if os.getcwd() not in sys.path:
@@ -58,11 +57,7 @@ def load(flag: str, text: str) -> Callable[..., Any]:
 
 
 def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
-    """Return what a function of the user's returns.
-
-    Raises:
-        UserError: it has raised something, with the line.
-    """
+    """Return what a function of the user's returns; raises UserError if it has raised something, with the line."""
     try:
         return function(*values)
     except UserError:

@@ -61,7 +61,7 @@ class DDPOptions(Options):
         """Raise UserError where options do not combine."""
         super().check()
         if self.grad_compression == "powersgd":
-            # What a step leaves out is added to the next one's gradient: not finite once, not finite for good.
+            # What a step leaves out is added to the next gradient: once it is not finite, it stays so.
             why = "--grad-compression powersgd carries a gradient that is not finite to all later steps"
             if self.amp == "fp16":
                 raise UserError(f"--amp fp16: {why}; use --amp bf16")
@@ -85,7 +85,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **NO_BUFFER_SYNC,  # evaluate() in loop.py does it, once an epoch instead of once a step
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        # The last bucket is waited for: 4 MB take 33 ms at 1 Gbit/s. For NCCL's links torch has sizes of its own.
+        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. For NCCL, torch chooses the sizes.
         bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
@@ -108,8 +108,8 @@ def register_compression(ddp: DistributedDataParallel, args: DDPOptions) -> None
             None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10
         )
 
-        # DDP: a bucket is three messages, each sent once the one before has arrived. Gloo tells messages apart by
-        # their order alone, which is another on each rank where two buckets are under way: one by one, then.
+        # DDP: a bucket is three messages, one after another. Gloo matches messages by their order, which differs
+        # between ranks while two buckets are under way: so buckets go one by one.
         def one_by_one(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 (DDP reads types)
             exchange = powerSGD_hook.powerSGD_hook(state, bucket)
             exchange.wait()

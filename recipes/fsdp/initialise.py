@@ -46,7 +46,7 @@ class ShardedInit(TorchDispatchMode):
         """By the storage of the parameter, which is what a Parameter shares with the tensor it is made of."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what a model's code asks for: on nothing, on a whole parameter, or on the rows that are kept."""
+        """Run an operation without memory, on a whole parameter, or on the rows that are kept."""
         kwargs = kwargs or {}
         # One of size 0 stays real: copy.deepcopy() gives it another storage.
         if func is torch.ops.aten.empty.memory_format and math.prod(args[0]):
@@ -80,7 +80,7 @@ class ShardedInit(TorchDispatchMode):
         return tensor
 
     def __enter__(self) -> ShardedInit:
-        """Begin, for functions of nn.init as well: some look at numbers while they draw, and leave meta alone."""
+        """Start, and replace the functions of nn.init: some read the numbers that they draw."""
         names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
         self.functions = {name: getattr(nn.init, name) for name in names}
         for name, function in self.functions.items():
@@ -98,10 +98,10 @@ class ShardedInit(TorchDispatchMode):
 
 
 class NoMetaChecks(TorchFunctionMode):
-    """Refuses to say that a tensor is on the meta device: code that asks treats it as no real one."""
+    """Raises where code asks whether a tensor is on the meta device: it would then initialise it otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call func, unless it is Tensor.is_meta of one that is."""
+        """Call func; raise for Tensor.is_meta of a tensor that is."""
         if func == IS_META and is_meta(args[0]):
             raise UnknownInitError("is_meta")
         return func(*args, **(kwargs or {}))

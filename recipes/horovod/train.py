@@ -100,7 +100,7 @@ def join_world(args: HorovodOptions) -> World:
     )
     if device.type == "cuda":
         log_nccl()
-    # Horovod: it has no store for notes that ranks read; what each waits for is known on its own host alone.
+    # Horovod: it has no store that ranks share; what each one waits for is known on its own host only.
     return World(ranks.rank, ranks.world_size, device, Watch(ranks.rank, ranks.world_size, args, None))
 
 
@@ -115,7 +115,7 @@ def leave_world(world: World) -> None:
 def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
-        raise UserError("--sync-batchnorm: torch's has no Horovod in it; use --batchnorm-group, or RECIPE=ddp")
+        raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
     # Horovod: it takes contiguous tensors only; --channels-last is for images and activations here.
     model.to(memory_format=torch.contiguous_format)
     # Horovod: rank 0's parameters go to all ranks.
@@ -167,7 +167,6 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train as the options say; call it on every rank."""
-    args = refusal = None
     if hvd is None:
         options(argv)
         raise UserError("Horovod is not built for this Python; run `make horovod`", on_every_node=True)
@@ -176,13 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Horovod: bounds the wait for a rank that is alive and does not come; a dead one is noticed at once.
         os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(args.timeout_s / 3) or 1))
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(args.timeout_s) or 1))
-    except UserError as error:
-        refusal = error
-    # Horovod: all processes meet; only then does each know whether it is rank 0, which speaks for all.
-    hvd.init()
-    os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
-    if args is None:
-        raise cast(UserError, refusal)
+    finally:
+        # Horovod: all processes meet; only then does each know whether it is rank 0, which prints a refusal.
+        hvd.init()
+        os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
     stop = Stop()
     world = join_world(args)
     try:

@@ -1,1 +1,1 @@
-"""DistributedDataParallel: see train.py."""
+"""DDP times pipeline stages: see train.py."""

@@ -1,30 +1,98 @@
-"""The ranks as a grid: DDP over the columns, a pipeline with one reader of data in each row."""
+"""The options of the pipeline recipe, and the ranks as a grid: DDP over the columns, a pipeline in each row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Batch, Spec, Split
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC
-from recipes.common.watch.bounds import bound_of_group, bound_of_waits
+from recipes.common.errors import UserError
+from recipes.common.options import Options, one_of, option, positive_int
+from recipes.common.watch.bounds import bound_of_waits
 from recipes.common.world.world import World, grid_mesh
-from recipes.pipeline.options import PipelineOptions, count_stages
+
+PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+"""Interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions(Options):
+    """Pipeline."""
+
+    stages: int = option(2, positive_int, "devices that a replica spans", "P")
+    num_microbatches: int = option(4, positive_int, "equal pieces of a replica's batch", "M")
+    schedule: str = option(
+        "1f1b",
+        one_of(*PARTS_PER_STAGE),
+        "gpipe: all forward passes first; 1f1b: alternating, at most P microbatches in memory; interleaved: 1f1b "
+        "with two parts a stage",
+    )
+    split: str = option(
+        "ranks",
+        one_of("ranks", "in-process"),
+        "ranks: a process for each stage; in-process: the whole model in each process, on P devices",
+    )
+    balance: str = option(
+        "parameters",
+        one_of("parameters", "cost"),
+        "what the parts have in equal amounts: parameters, or cost (time measured on a microbatch)",
+    )
+
+    @property
+    def passes(self) -> int:
+        """Microbatches that go through a stage in a step."""
+        return self.accumulate_steps * self.num_microbatches
+
+    @property
+    def stages_in_ranks(self) -> int:
+        """Processes that a replica spans; one that is split within its process takes one."""
+        return 1 if self.split == "in-process" else self.stages
+
+    def check(self) -> None:
+        """Raise UserError where options do not combine."""
+        super().check()
+        microbatches, stages = self.num_microbatches, self.stages_in_ranks
+        if self.on_nonfinite != "stop":
+            raise UserError(f"--on-nonfinite {self.on_nonfinite}: a stage sees its own gradients only; use stop")
+        if self.records_graphs:
+            # A microbatch's gradients and outputs lie in the graph's memory: see Options.check().
+            what = "a CUDA graph overwrites the outputs and gradients of the microbatch before"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
+        if self.amp == "fp16":
+            raise UserError("--amp fp16: each stage would have its own loss scale; use --amp bf16")
+        if self.sync_batchnorm:
+            what = "a pipeline normalises each microbatch by itself"
+            raise UserError(f"--sync-batchnorm: {what}; use --batchnorm-group")
+        if self.schedule == "1f1b" and microbatches < stages:
+            fix = f"use at least {stages}, or --schedule gpipe"
+            raise UserError(f"--num-microbatches {microbatches} are too few for 1f1b with {stages} stages; {fix}")
+        rounds = max(1, microbatches // stages)
+        if self.split == "ranks" and self.schedule == "interleaved" and (stages < 2 or microbatches % rounds):
+            fix = f"use 2 stages or more and --num-microbatches {max(2, stages) * rounds}"
+            raise UserError(f"--schedule interleaved: {microbatches} microbatches for {stages} stages; {fix}")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError where the processes do not make up whole replicas."""
+        stages = self.stages_in_ranks
+        if world_size % stages:
+            below = world_size // stages * stages
+            either = f"{below} or {below + stages}" if below else f"{stages}"
+            raise UserError(
+                f"--stages {stages} needs a multiple of {stages} processes, got {world_size}; "
+                f"start {either}, or give --stages {world_size}"
+            )
 
 
 @dataclass(frozen=True)
 class Grid(World):
     """This process among the others, at its place in the (dp, pp) mesh: rank = replica * stages + stage."""
 
-    devices: list[torch.device]
-    """This process's own: one, or with --split in-process one for each part of the model."""
     mesh: DeviceMesh
     first_replica: dist.ProcessGroup
     """A gloo group of replica 0, whose state a checkpoint holds."""
@@ -35,62 +103,51 @@ class Grid(World):
     stages: int
     """Processes that a replica spans: 1 with --split in-process."""
 
+    def sync_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Give all replicas the batch-norm statistics of replica 0: each has those of its own microbatches."""
+        for buffer in (buffer for module in modules for buffer in module.buffers()):
+            # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
+            with self.watch("evaluation"):
+                dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
+
+    def sum_over_replicas(self, tensor: Tensor) -> None:
+        """Overwrite a tensor of this stage by its sum over the replicas."""
+        # DDP: an all-reduce within this stage's column of the mesh.
+        with self.watch("statistics"):
+            dist.all_reduce(tensor, group=self.mesh.get_group("dp"))
+
+    def read_batches(self, target: Spec, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield the batches of a replica's shares, of which only its first stage has the inputs.
+
+        Call it on all ranks of a replica.
+        """
+        filled = (share for share in shares if len(share))
+        nothing = ((torch.empty(len(i), 0), target.zeros(len(i))) for i in filled)
+        for inputs, targets in split.batches(filled, epoch) if self.stage == 0 else nothing:
+            targets = targets.to(self.device).contiguous()
+            # Pipeline: only a replica's first stage reads data; targets go to the others, a label takes 8 bytes.
+            with self.watch("labels"):
+                dist.broadcast(targets, group=self.mesh.get_group("pp"), group_src=0)
+            yield inputs, targets
+
 
 def build_grid(args: PipelineOptions, world: World) -> Grid:
     """Find this process's place among the others; call it on all ranks, with the same options."""
-    stages = count_stages(args)
-    first, count = world.device.index, args.stages // stages  # no index for the CPU
-    devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(count)]
+    stages = args.stages_in_ranks
     # Pipeline: the world is a grid of replicas x stages, with a group for each column (one stage's gradients)
     # and each row (a replica's activations).
-    grid = torch.arange(world.world_size).view(-1, stages)
-    timeout = bound_of_group(bound_of_waits(args), world.device.type)
     mesh = grid_mesh(args, world, stages, ("dp", "pp"))
-    first_replica = dist.new_group(grid[0].tolist(), timeout=timeout, backend="gloo")
-    replica, stage = divmod(world.rank, stages)
-    own: dict[str, Any] = {"devices": devices, "mesh": mesh, "first_replica": first_replica}
-    place: dict[str, Any] = {"replica": replica, "replicas": len(grid), "stage": stage, "stages": stages}
-    return Grid(**vars(world), **own, **place)
-
-
-def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
-    """Return a part of the model with gradients that are averaged over the replicas."""
-    # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
-    # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
-    return DistributedDataParallel(
-        module,  # no device_ids: a part lies where it lies, in-process even on several devices
-        process_group=world.mesh.get_group("dp"),
-        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
-        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+    first_replica = cast(
+        dist.ProcessGroup, dist.new_group(list(range(stages)), timeout=bound_of_waits(args), backend="gloo")
     )
-
-
-def sync_buffers(modules: Iterable[nn.Module], world: Grid) -> None:
-    """Give all replicas the batch-norm statistics of replica 0: each has those of its own microbatches."""
-    for module in modules:
-        for buffer in module.buffers():
-            # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
-            with world.watch("evaluation"):
-                dist.broadcast(buffer, group=world.mesh.get_group("dp"), group_src=0)
-
-
-def sum_over_replicas(world: Grid, tensor: Tensor) -> None:
-    """Overwrite a tensor of this stage by its sum over the replicas."""
-    # DDP: an all-reduce within this stage's column of the mesh.
-    with world.watch("statistics"):
-        dist.all_reduce(tensor, group=world.mesh.get_group("dp"))
-
-
-def read_batches(world: Grid, target: Spec, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-    """Yield the batches of a replica's shares, of which only its first stage has the inputs.
-
-    Call it on all ranks of a replica.
-    """
-    filled = (share for share in shares if len(share))
-    nothing = ((torch.empty(len(i), 0), target.zeros(len(i))) for i in filled)
-    for inputs, targets in split.batches(filled, epoch) if world.stage == 0 else nothing:
-        targets = targets.to(world.device).contiguous()
-        # Pipeline: only a replica's first stage reads data; targets go to the others, of a label 8 bytes a sample.
-        with world.watch("labels"):
-            dist.broadcast(targets, group=world.mesh.get_group("pp"), group_src=0)
-        yield inputs, targets
+    replica, stage = divmod(world.rank, stages)
+    replicas = world.world_size // stages
+    return Grid(
+        **vars(world),
+        mesh=mesh,
+        first_replica=first_replica,
+        replica=replica,
+        replicas=replicas,
+        stage=stage,
+        stages=stages,
+    )

@@ -1,34 +1,28 @@
-"""Cut a model that is a sequence of layers into parts of about equal cost, and a checkpoint along with it.
-
-How the parts then work together (processes, devices, what crosses between them) is the recipe's matter.
-"""
+"""Cut a model that is a sequence of layers into parts of about equal cost, and a checkpoint along with it."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.models.models import layers
 from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options, check_divides
-from recipes.common.world.agreement import run_on_all_ranks
-from recipes.pipeline.grid import Grid
-from recipes.pipeline.options import PARTS_PER_STAGE, PipelineOptions
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""The loss of outputs and targets, scaled as its gradients need it."""
+from recipes.common.world.agreement import map_tree
 
 REPEATS = 3
 """Runs of each layer when its cost is measured; the fastest counts."""
+
+State = tuple[dict[str, Any], dict[int, Any]]
+"""Weights by name, and the optimizer's state by the parameter's place in model.parameters()."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +43,8 @@ class Part:
         return f"{span}  ({self.num_parameters:,} parameters, {self.cost_share:.0%} of the cost)"
 
 
-@dataclass(frozen=True)
-class _Measured:
-    seconds: float
-    output_shape: tuple[int, ...]
-    output_dtype: torch.dtype
-
-
 def check_microbatches(args: Options, num_microbatches: int, replicas: int, num_train: int) -> None:
-    """Refuse a global batch that does not divide into equal microbatches.
-
-    Raises:
-        UserError: with the nearest sizes that do.
-    """
+    """Raise UserError, with the nearest sizes that work, where a batch has no equal microbatches."""
     pieces = replicas * args.accumulate_steps * num_microbatches
     shares = f"{replicas} replicas x {args.accumulate_steps} passes x {num_microbatches} microbatches"
     if args.batchnorm_group:
@@ -77,22 +60,18 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
     """
     assert 1 <= parts <= len(costs)
     upto = list(itertools.accumulate(costs, initial=0.0))
-    # best[k][end]: the smallest possible largest part, and its last cut, of the first `end` costs in k parts.
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    # best[end]: the smallest possible largest part of the first `end` costs in k parts, and the bounds for it.
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for k in range(1, parts + 1):
-        row = {}
-        for end in range(k, len(costs) + 1):
-            choices = (
-                (max(best[k - 1][cut][0], upto[end] - upto[cut]), cut)
-                for cut in range(k - 1, end)
-                if cut in best[k - 1]
+        best = {
+            end: min(
+                (max(largest, upto[end] - upto[cut]), [*bounds, end])
+                for cut, (largest, bounds) in best.items()
+                if cut < end
             )
-            row[end] = min(choices)
-        best.append(row)
-    bounds = [len(costs)]
-    for k in range(parts, 0, -1):
-        bounds.insert(0, best[k][bounds[0]][1])
-    return bounds
+            for end in range(k, len(costs) + 1)
+        }
+    return best[len(costs)][1]
 
 
 def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample: Tensor) -> list[Part]:
@@ -114,8 +93,8 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
             f"--model {args.model} has {len(starts)} layers with parameters to train, too few for {parts} parts; "
             f"use at most {len(starts)}"
         )
-    measured = measure([module for _, module in sequence], args, sample, timed=balance == "cost")
-    costs = [m.seconds for m in measured] if balance == "cost" else [float(size) for size in sizes]
+    seconds, outputs = measure([module for _, module in sequence], args, sample, timed=balance == "cost")
+    costs = seconds if balance == "cost" else [float(size) for size in sizes]
     ends = [*starts[1:], len(sequence)]
     cuts = balanced_cuts([sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)], parts)
     bounds = [*(starts[cut] for cut in cuts[:-1]), len(sequence)]
@@ -124,43 +103,22 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
             names=[name for name, _ in sequence[a:b]],
             num_parameters=sum(sizes[a:b]),
             cost_share=sum(costs[a:b]) / sum(costs),
-            output_shape=measured[b - 1].output_shape,
-            output_dtype=measured[b - 1].output_dtype,
+            output_shape=tuple(outputs[b - 1].shape[1:]),
+            output_dtype=outputs[b - 1].dtype,
         )
         for a, b in itertools.pairwise(bounds)
     ]
 
 
-def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
-    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
-    count = world.stages * PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else args.stages
-    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
-    sample = data.input.zeros(size if args.balance == "cost" else 1)
+def measure(
+    sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed: bool
+) -> tuple[list[float], list[Tensor]]:
+    """Run the layers one after another: return each one's time forward and backward (if timed), and its output.
 
-    def cut() -> list[Part] | None:
-        return plan_parts(model, count, args.balance, args, sample.to(world.device)) if world.rank == 0 else None
-
-    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
-    # shapes of the parts, some hundred bytes.
-    parts = run_on_all_ranks(cut, world)
-    with world.watch("model"):
-        fields = world.broadcast_object([vars(part) for part in parts or []])
-    return [Part(**own) for own in fields]
-
-
-def describe(parts: list[Part], args: PipelineOptions, world: Grid) -> str:
-    """Return which layers lie where, a line each."""
-    stages = [f"stage {number % world.stages}" for number in range(len(parts))]
-    owners = stages if args.split == "ranks" else [str(device) for device in world.devices]
-    return "\n".join(f"{owner}: {part}" for owner, part in zip(owners, parts, strict=True))
-
-
-def measure(sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed: bool) -> list[_Measured]:
-    """Run the layers one after another: each one's time forward and backward (if timed), and its output.
-
-    A copy of each layer runs, alone on the device: the model neither changes nor has to fit there as a whole.
+    A copy of each layer runs, alone on the device: the model neither changes nor has to fit there as a whole. The
+    outputs are on the meta device: they have a shape and a type.
     """
-    results = []
+    fastest, outputs = [], []
     for module in sequence:
         layer = copy.deepcopy(module).to(sample.device).eval()  # eval: no dropout, and one sample is enough
         seconds = []
@@ -176,8 +134,9 @@ def measure(sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed:
             _synchronize(sample.device)
             seconds.append(time.perf_counter() - begin)
         sample = output.detach()
-        results.append(_Measured(min(seconds), tuple(sample.shape[1:]), sample.dtype))
-    return results
+        fastest.append(min(seconds))
+        outputs.append(sample.to("meta"))
+    return fastest, outputs
 
 
 def _synchronize(device: torch.device) -> None:
@@ -211,78 +170,39 @@ def row_major(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(tensor.shape)
 
 
-def tied_parameters(model: nn.Module, parts: Sequence[Part]) -> list[tuple[nn.Parameter, list[int]]]:
-    """Return the parameters that several parts have in common, each with the numbers of these parts."""
-    named, owners = dict(layers(model)), {parameter: list[int]() for parameter in model.parameters()}
+def stages_of(model: nn.Module, parts: Sequence[Part], stages: int) -> dict[nn.Parameter, set[int]]:
+    """Return the stages that have a parameter in their layers: several of a matrix that layers share."""
+    named, owners = dict(layers(model)), {parameter: set[int]() for parameter in model.parameters()}
     for number, part in enumerate(parts):
-        for parameter in {parameter for name in part.names for parameter in named[name].parameters()}:
-            owners[parameter].append(number)
-    return [(parameter, numbers) for parameter, numbers in owners.items() if len(numbers) > 1]
+        for parameter in (p for name in part.names for p in named[name].parameters()):
+            owners[parameter].add(number % stages)
+    return owners
 
 
-ShareState = tuple[dict[str, Tensor], list[int], dict[str, Any]]
-"""Weights under the whole model's names, places of the parameters in model.parameters(), optimizer state dict."""
+def state_of(modules: Iterable[PartModule], optimizer: torch.optim.Optimizer) -> State:
+    """Return, on the CPU, the state of these parts and of an optimizer that has stepped no others."""
+    named = [pair for module in modules for pair in module.named]
+    weights = {f"{name}.{key}": value for name, layer in named for key, value in layer.state_dict().items()}
+    own = weights, optimizer_state(optimizer)["state"]
+    return cast(State, map_tree(own, Tensor, lambda tensor: tensor.detach().cpu()))
 
 
-class Share:
-    """What one process holds of a model: some parts, and the optimizer's state for their parameters.
-
-    In a checkpoint, weights go by name and the optimizer's state by the parameter's place in model.parameters().
-    """
-
-    def __init__(self, model: nn.Module, modules: list[PartModule]) -> None:
-        self.modules = modules
-        self.named = [pair for module in modules for pair in module.named]
-        everything = list(model.parameters())
-        # By identity: a matrix that two layers have in common, as GPT's first and last, is one parameter.
-        own = {parameter for _, module in self.named for parameter in module.parameters()}
-        self.places = [place for place, parameter in enumerate(everything) if parameter in own]
-        self.parameters = [everything[place] for place in self.places]
-        self.num_all = len(everything)
-
-    def state(self, optimizer: torch.optim.Optimizer) -> ShareState:
-        """Return this share of a checkpoint, on the CPU; the optimizer is that of self.parameters."""
-        weights = {
-            f"{name}.{key}": _on_cpu(value)
-            for name, module in self.named
-            for key, value in module.state_dict().items()
-        }
-        content = optimizer_state(optimizer)
-        for number, values in content["state"].items():
-            content["state"][number] = {key: _on_cpu(value) for key, value in values.items()}
-        return weights, self.places, content
-
-    def of_checkpoint(self, content: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return a checkpoint's content with this share of the optimizer's state in place of the whole.
-
-        Raises:
-            UserError: it was written for another number of parameters.
-        """
-        if content is None:
-            return None
-        whole = content["optimizer"]
-        group = whole["param_groups"][0]
-        if len(group["params"]) != self.num_all:
-            raise UserError(
-                f"the checkpoint does not fit this run: its optimizer has {len(group['params'])} parameters, "
-                f"the model {self.num_all}"
-            )
-        state = {i: whole["state"][place] for i, place in enumerate(self.places) if place in whole["state"]}
-        group = {**group, "params": list(range(len(self.places)))}
-        return {**content, "optimizer": {"state": state, "param_groups": [group]}}
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return a tensor on the CPU, and what is none, as get_extra_state() may return it, as it is."""
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def merge_shares(model: nn.Module, shares: Sequence[ShareState]) -> dict[str, Any]:
-    """Put the shares' weights into the whole model and return the whole optimizer's state dict."""
-    state: dict[int, Any] = {}
-    for weights, places, content in shares:
+def merge_states(states: Iterable[State], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Put all stages' weights into the whole model; return the whole optimizer's state dict."""
+    merged: dict[int, Any] = {}
+    for weights, state in states:
         model.load_state_dict(weights, strict=False)
-        state.update({places[number]: values for number, values in content["state"].items()})
-    group = shares[0][2]["param_groups"][0]
-    count = len({place for _, places, _ in shares for place in places})  # two may hold the same one
-    return {"state": dict(sorted(state.items())), "param_groups": [{**group, "params": list(range(count))}]}
+        merged |= state
+    return {**optimizer_state(optimizer), "state": dict(sorted(merged.items()))}
+
+
+def own_state(
+    content: dict[str, Any] | None, model: nn.Module, modules: Iterable[nn.Module]
+) -> dict[str, Any] | None:
+    """Return a checkpoint's content with the optimizer's state for the parameters of some modules alone."""
+    if content is None:
+        return None
+    own = {parameter for module in modules for parameter in module.parameters()}
+    places = {place for place, parameter in enumerate(model.parameters()) if parameter in own}
+    state = {place: values for place, values in content["optimizer"]["state"].items() if place in places}
+    return {**content, "optimizer": {**content["optimizer"], "state": state}}

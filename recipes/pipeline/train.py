@@ -10,20 +10,17 @@ schedule), https://arxiv.org/abs/2104.04473.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from recipes.common.data import EVAL_BATCH_SIZE, Data
+from recipes.common.data import Data
 from recipes.common.job import Job
-from recipes.common.loop import Check, Technique, begin_run, train_epochs
+from recipes.common.loop import Check, Content, Technique, begin_run, train_epochs
 from recipes.common.models.batchnorm import check_groups, group_batch_norm
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
@@ -36,19 +33,11 @@ from recipes.common.seeding import choose_kernels
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.world.world import NO_PICKLE, World, connected_world
 from recipes.pipeline import partition
-from recipes.pipeline.grid import Grid, build_grid, read_batches, sum_over_replicas, sync_buffers, wrap
-from recipes.pipeline.in_process import InProcessPipeline
-from recipes.pipeline.options import PipelineOptions, check_replicas, count_stages
-from recipes.pipeline.partition import Loss, Part, PartModule, Share, merge_shares, row_major, tied_parameters
+from recipes.pipeline.grid import PARTS_PER_STAGE, Grid, PipelineOptions, build_grid
+from recipes.pipeline.partition import Part
+from recipes.pipeline.stages import InProcessPipeline, RankPipeline, batch_sizes
 
-# One line reports a lost neighbour (entry.py); torch would log the whole interleaved schedule besides.
-logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-}
+Pipeline = RankPipeline | InProcessPipeline
 
 
 def options(argv: Sequence[str] | None = None) -> PipelineOptions:
@@ -56,110 +45,38 @@ def options(argv: Sequence[str] | None = None) -> PipelineOptions:
     return parse(PipelineOptions, "pipeline", __doc__, argv)
 
 
-class RankPipeline:
-    """--split ranks: this process's stage of a pipeline, driven by one of torch's schedules.
+def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
+    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
+    count = args.stages * (PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else 1)
+    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
+    sample = data.input.zeros(size if args.balance == "cost" else 1)
 
-    Each stage sends a microbatch's activations to the next one and its gradient to the one before. Of
-    m + p - 1 time slots a stage of p works in m: the bubble is (p - 1) / (m + p - 1) of its time.
-    """
+    def cut() -> list[Part]:
+        is_first = world.rank == 0
+        return partition.plan_parts(model, count, args.balance, args, sample.to(world.device)) if is_first else []
 
-    def __init__(
-        self, model: nn.Module, parts: list[Part], args: PipelineOptions, data: Data, world: Grid, loss: Loss
-    ) -> None:
-        self.args, self.world = args, world
-        self.numbers = range(world.stage, len(parts), world.stages)
-        modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
-        self.share = Share(model, modules)
-        self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in modules]
-        # Pipeline: a matrix that layers of several stages have in common, as GPT's first and last.
-        owners = [
-            (p, {number % world.stages for number in numbers}) for p, numbers in tied_parameters(model, parts)
-        ]
-        self.tied = [parameter for parameter, stages in owners if len(stages) > 1]
-        counted_elsewhere = {parameter for parameter, stages in owners if world.stage != min(stages)}
-        self.counted = [parameter for parameter in self.share.parameters if parameter not in counted_elsewhere]
-        self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
-        per_pass = args.global_batch_size // world.replicas // args.accumulate_steps
-        self.stages, self.schedule = self.connect(per_pass, loss)
-        # Pipeline: evaluation has its own buffers, and no loss: the schedule then only runs forward.
-        _, self.forward_schedule = self.connect(eval_batch_size(args, data, world), None)
-
-    def connect(self, batch_size: int, loss: Loss | None) -> tuple[list[PipelineStage], Any]:
-        """Return this process's stages for batches of a size, and the schedule that drives them."""
-        size = batch_size // self.args.num_microbatches
-
-        def like(number: int) -> Tensor:
-            """Return a tensor of the shape that crosses in front of part `number`, without memory."""
-            shape, dtype = self.shapes[number]
-            needs_grad = loss is not None and number > 0
-            return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=needs_grad)
-
-        # Pipeline: shapes known beforehand spare the stages a first exchange of them, and a pass to find them out.
-        stages = [
-            PipelineStage(
-                module,
-                number,
-                num_stages=len(self.shapes) - 1,
-                device=self.world.device,
-                input_args=like(number),
-                output_args=like(number + 1),
-                group=self.world.mesh.get_group("pp"),
-            )
-            for number, module in zip(self.numbers, self.share.modules, strict=True)
-        ]
-        # Pipeline: the loss is divided by the global batch already; the schedule must not divide it again.
-        held = stages if self.args.schedule == "interleaved" else stages[0]
-        make = SCHEDULES[self.args.schedule]
-        return stages, make(held, self.args.num_microbatches, loss_fn=loss, scale_grads=False)
-
-    def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
-        """Run one pass of all stages; return the loss, which is 0 on all but the last stage."""
-        for stage, module, ddp in zip(self.stages, self.share.modules, self.ddp, strict=True):
-            # DDP: gradients are exchanged only in the last of the accumulated passes; the others go past DDP.
-            stage.submod = ddp if exchange else module
-        losses: list[Tensor] = []
-        # Pipeline: inputs go in at the first stage, activations and their gradients cross between neighbours
-        # (a microbatch's output_shape each way), and targets meet the output at the last stage.
-        self.schedule.step(*self.given(inputs), target=targets, losses=losses)
-        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
-
-    def output(self, inputs: Tensor) -> Tensor | None:
-        """Run one forward pass of all stages; return the model's output on the last one."""
-        return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
-
-    def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what this process hands to a schedule: the inputs on the first stage."""
-        return (row_major(inputs),) if self.world.stage == 0 else ()
-
-
-Pipeline = RankPipeline | InProcessPipeline
+    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
+    # shapes of the parts, some hundred bytes.
+    parts = run_on_all_ranks(cut, world)
+    with world.watch("model"):
+        fields = world.broadcast_object([vars(part) for part in parts])
+    return [Part(**own) for own in fields]
 
 
 def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> None:
     """Let DDP put its buckets together as they will stay, for the reason in buckets.py; call it on all ranks."""
-    size = args.global_batch_size // world.replicas // args.accumulate_steps
+    size, _ = batch_sizes(args, data, world)
     model.eval()  # the pass changes no statistics
     # Pipeline: a step's last pass on blank inputs: activations and gradients cross as they will in training.
     with world.watch("gradients", computes=True):
         blank = data.input.zeros(size, world.device), data.target.zeros(size, world.device)
         pipeline.forward_backward(*blank, exchange=True)
-    for parameter in pipeline.share.parameters:
-        parameter.grad = None
+    model.zero_grad()
 
 
-def update(pipeline: Pipeline, world: Grid, job: Job, check: Check) -> None:
-    """Step the optimizer of this stage's parameters if their gradients pass the check."""
-    sum_tied_gradients(pipeline, world)
-    if job.args.clip_grad_norm:
-        clip_gradients(pipeline, job.args.clip_grad_norm, world)
-    if check([p.grad for p in pipeline.share.parameters if p.grad is not None]):
-        job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
-
-
-def sum_tied_gradients(pipeline: Pipeline, world: Grid) -> None:
-    """Add up the gradients of what stages have in common; call it on all ranks of a replica."""
-    for parameter in pipeline.tied:
+def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: Check) -> None:
+    """Step the optimizer of this stage's parameters if their gradients pass the check; call it on all ranks."""
+    for parameter in (p for p, stages in owners.items() if len(stages) > 1):  # as GPT's first and last layer's
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, device=world.device)
@@ -167,22 +84,18 @@ def sum_tied_gradients(pipeline: Pipeline, world: Grid) -> None:
         # bytes, once a step. All owners then take the same step.
         with world.watch("gradients"):
             dist.all_reduce(gradient, group=world.mesh.get_group("pp"))
-
-
-def clip_gradients(pipeline: Pipeline, max_norm: float, world: Grid) -> None:
-    """Scale the gradients down to --clip-grad-norm, the norm of the whole model's; call it on all ranks."""
-    norm = nn.utils.get_total_norm([p.grad for p in pipeline.counted if p.grad is not None]).to(world.device)
-    # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
-    squares = norm.square()
-    with world.watch("gradients"):
-        dist.all_reduce(squares, group=world.mesh.get_group("pp"))
-    nn.utils.clip_grads_with_norm_(pipeline.share.parameters, max_norm, squares.sqrt())
-
-
-def eval_batch_size(args: PipelineOptions, data: Data, world: Grid) -> int:
-    """Return the size of evaluation batches: a replica's share, in equal microbatches, up to a bound."""
-    share = math.ceil(len(data.test) / world.replicas)
-    return args.num_microbatches * math.ceil(min(EVAL_BATCH_SIZE, share) / args.num_microbatches)
+    own = [parameter for parameter in owners if parameter.grad is not None]
+    if job.args.clip_grad_norm:
+        # Of stages that share a parameter, the first counts its gradient.
+        counted = [p.grad for p in own if p.grad is not None and min(owners[p]) == world.stage]
+        squares = nn.utils.get_total_norm(counted).to(world.device).square()
+        # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
+        with world.watch("gradients"):
+            dist.all_reduce(squares, group=world.mesh.get_group("pp"))
+        nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, squares.sqrt())
+    if check([p.grad for p in own if p.grad is not None]):
+        job.optimizer.step()
+    job.optimizer.zero_grad()
 
 
 def predict(pipeline: Pipeline, batch_size: int, world: Grid, inputs: Tensor) -> Tensor | None:
@@ -197,7 +110,7 @@ def predict(pipeline: Pipeline, batch_size: int, world: Grid, inputs: Tensor) ->
     return None if output is None else output[: batch_size - missing]
 
 
-def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> dict[str, Any] | None:
+def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
     """Put all weights into rank 0's model and return the whole optimizer's state there; call it on all ranks."""
     # A stage sees its own gradients alone, and rank 0 not those of others. Other errors spoil no weights.
     error = job.stop.error
@@ -207,10 +120,10 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> dict[str, Any] | 
     gathered: list[Any] | None = [None] * world.stages if world.rank == 0 else None
     with world.watch("checkpoint"):
         if world.replica == 0:
-            share = pipeline.share.state(job.optimizer)
-            dist.gather_object(share, gathered, dst=0, group=world.first_replica, **NO_PICKLE)
+            own = partition.state_of(pipeline.modules, job.optimizer)
+            dist.gather_object(own, gathered, dst=0, group=world.first_replica, **NO_PICKLE)
     # Pipeline: the file is the one-process run's: every recipe resumes from it, with any number of stages.
-    return {"optimizer": merge_shares(job.model, gathered)} if gathered else None
+    return {"optimizer": partition.merge_states(gathered, job.model, job.optimizer)} if gathered else None
 
 
 def train(args: PipelineOptions, world: World, stop: Stop) -> None:
@@ -224,7 +137,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_model(args, data), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
-    parts = partition.agree_on_parts(model, args, data, grid)
+    parts = agree_on_parts(model, args, data, grid)
 
     def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss whose gradient, summed over microbatches and averaged by DDP, is the global mean's."""
@@ -240,9 +153,10 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     with world.watch("model", computes=True):
         pipeline: Pipeline = build(model, parts, args, data, grid, scaled_loss)
     # Pipeline: a stage's layers have their groups of a replica's share in one microbatch after another.
-    for module in pipeline.share.modules:
+    for module in pipeline.modules:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)
-    optimizer = build_optimizer(args, pipeline.share.parameters)
+    # Pipeline: the optimizer numbers all parameters, and steps those that get a gradient here: the stage's own.
+    optimizer = build_optimizer(args, model.parameters())
     pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
     scaler = build_scaler(args, world.device)
     job = Job(args, "pipeline", data, world, model, optimizer, scaler, stop, batch_parts=pieces)
@@ -251,18 +165,18 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     technique = Technique(
         forward_backward,
         model,
-        predict=partial(predict, pipeline, eval_batch_size(args, data, grid), grid),
-        update=partial(update, pipeline, grid),
+        predict=partial(predict, pipeline, batch_sizes(args, data, grid)[1], grid),
+        update=partial(update, partition.stages_of(model, parts, grid.stages), grid),
         shard=lambda indices: shard(indices, grid.replica, grid.replicas),
-        read_batches=partial(read_batches, grid, data.target),
-        sync_buffers=partial(sync_buffers, pipeline.share.modules, grid),
-        sum_statistics=partial(sum_over_replicas, grid),
+        read_batches=partial(grid.read_batches, data.target),
+        sync_buffers=partial(grid.sync_buffers, pipeline.modules),
+        sum_statistics=grid.sum_over_replicas,
         gather_state=partial(gather_state, pipeline, grid, job),
     )
     # DDP: rank 0 reads the checkpoint and broadcasts it.
     # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
-    begin_run(job, pipeline.share.of_checkpoint)
-    job.say(partition.describe(parts, args, grid))
+    begin_run(job, lambda content: partition.own_state(content, model, pipeline.modules))
+    job.say("\n".join(f"{place}: {part}" for place, part in zip(pipeline.places, parts, strict=True)))
     train_epochs(job, technique)
     job.finish()
 
@@ -272,9 +186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
-    ranks, stages = read_ranks("pipeline"), count_stages(args)
-    check_replicas(ranks.world_size, stages)
-    with connected_world(args, ranks, devices_per_rank=args.stages // stages) as world:
+    ranks = read_ranks("pipeline")
+    args.check_world_size(ranks.world_size)
+    with connected_world(args, ranks, devices_per_rank=args.stages // args.stages_in_ranks) as world:
         train(args, world, stop)
 
 

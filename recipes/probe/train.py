@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class ProbeOptions:
     join: str = option(
         "torch",
         one_of("torch", "spawn", "horovod"),
-        "how processes meet: torch (a launcher started all), spawn (this starts its node's), or horovod",
+        "how processes meet: torch (a launcher has started all), spawn (this starts its node's own), or horovod",
     )
     nnodes: int = option(1, positive_int, "spawn: number of nodes", "N")
     node_rank: int = option(0, non_negative_int, "spawn: this node", "R")
@@ -61,22 +61,6 @@ class ProbeOptions:
 def options(argv: Sequence[str] | None = None) -> ProbeOptions:
     """Return the options of this recipe; raises UserError for what cannot work."""
     return parse(ProbeOptions, "probe", __doc__, argv)
-
-
-class World(Protocol):
-    """This process among the others, whatever connects them."""
-
-    ranks: Ranks
-    device: torch.device
-
-    def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return every rank's row."""
-
-    def add_up(self, number: int) -> int:
-        """Return the sum of the ranks' numbers."""
-
-    def leave(self) -> None:
-        """Disconnect, once no rank waits for another any more."""
 
 
 class TorchWorld:
@@ -141,6 +125,9 @@ class HorovodWorld:
         self.hvd.shutdown()
 
 
+World = TorchWorld | HorovodWorld
+
+
 def gather_map(world: World) -> list[dict[str, Any]]:
     """Return a row of COLUMNS for each rank, in their order; call it on all ranks."""
     own = {
@@ -150,8 +137,7 @@ def gather_map(world: World) -> list[dict[str, Any]]:
         "pid": os.getpid(),
     }
     rows = world.gather(own)
-    # Ranks are counted node by node, so that each local rank 0 begins the next node. A host's name tells less: one
-    # host can play several nodes.
+    # Ranks are counted node by node: each local rank 0 begins a node. A host may have several nodes.
     node_rank = -1
     for row in rows:
         node_rank += row["local_rank"] == 0
@@ -160,7 +146,7 @@ def gather_map(world: World) -> list[dict[str, Any]]:
 
 
 def check(rows: list[dict[str, Any]], total: int) -> None:
-    """Raise UserError for a map or a sum that is wrong; every rank sees the same and ends the same way."""
+    """Raise UserError for a wrong map or sum; every rank sees the same and ends alike."""
     size = len(rows)
     if total != size * (size + 1) // 2:
         raise UserError(f"the all-reduce of 1..{size} gave {total}: the ranks are not one group; see the launcher")
@@ -192,7 +178,7 @@ def report(world: World) -> None:
 
 
 def be_spawned(local_rank: int, args: ProbeOptions) -> None:
-    """Be a rank that main() has started, to its exit status; the numbers follow from the node's and its own."""
+    """Run one of the node's ranks, whose numbers follow from the node's and its own; exit with its status."""
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # rank 0 alone prints an error

@@ -10,9 +10,8 @@ split_batch and train_batch are named as in https://d2l.ai/chapter_computational
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, one_of, option, parse, positive_int, switch
+from recipes.common.options import Options, one_of, option, parse, switch
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -41,9 +40,6 @@ class ScratchOptions(Options):
     allreduce: str = option(
         "ring", one_of("naive", "ring"), "how gradients are added up: naive (all to rank 0 and back) or ring"
     )
-    piece_kib: int = option(
-        1024, positive_int, "size of one message: while it travels, the one before it is added", "KIB"
-    )
     log_bytes: bool = switch("print at the end what each rank has sent in a step")
 
 
@@ -60,82 +56,56 @@ class Traffic:
     received_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class CountedWorld(World):
-    """This process among the others, and the bytes that it exchanges with them."""
+def exchange(sends: list[Message], receives: list[Message], traffic: Traffic) -> None:
+    """Send some tensors and receive others, each with its peer; count their bytes.
 
-    traffic: Traffic = field(default_factory=Traffic)
-
-
-def exchange(sends: list[Message], receives: list[Message], traffic: Traffic) -> list[dist.Work]:
-    """Begin to send some tensors and to receive others, each with its peer; count their bytes.
-
-    All of it is under way at once, in whatever order the peers get to it, so that no rank waits for a rank that
-    waits for it.
+    All of it is under way at once, so that no rank waits for a rank that waits for it.
     """
     # Scratch: exactly these bytes cross the wire, here and nowhere else.
     traffic.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
     traffic.received_bytes += sum(tensor.nbytes for tensor, _ in receives)
     operations = [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
     operations += [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives if tensor.numel()]
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def finish(works: list[dist.Work]) -> None:
-    """Wait until an exchange is done."""
-    for work in works:
+    for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
 
 
-def get_params(tensors: Iterable[Tensor], world: CountedWorld) -> None:
-    """Overwrite these tensors (parameters, or batch norm's buffers) with those of rank 0; call it on all ranks."""
-    uncounted = Traffic()
-    for tensor in tensors:
-        # Scratch: rank 0 sends the tensor to each of the others: (N-1) times its bytes.
-        values = tensor.detach().contiguous()
+def get_params(parameters: Iterable[Tensor], world: World) -> None:
+    """Overwrite the parameters with those of rank 0; call it on all ranks."""
+    for parameter in parameters:
+        # Scratch: rank 0 sends the parameter to each of the others: (N-1) times its bytes.
+        values = parameter.detach().contiguous()
         if world.rank == 0:
-            finish(exchange([(values, peer) for peer in range(1, world.world_size)], [], uncounted))
+            exchange([(values, peer) for peer in range(1, world.world_size)], [], Traffic())
         else:
-            finish(exchange([], [(values, 0)], uncounted))
-            tensor.detach().copy_(values)
+            exchange([], [(values, 0)], Traffic())
+            parameter.detach().copy_(values)
 
 
-def all_reduce(buffer: Tensor, args: ScratchOptions, world: CountedWorld) -> None:
+def all_reduce(buffer: Tensor, args: ScratchOptions, world: World, traffic: Traffic) -> None:
     """Replace a flat buffer by its sum over the ranks, to the last bit the same on all; call it on all ranks."""
-    world.traffic.sent_bytes = world.traffic.received_bytes = 0
-    if world.world_size == 1:
-        return
+    traffic.sent_bytes = traffic.received_bytes = 0
     reduce = {"naive": naive_all_reduce, "ring": ring_all_reduce}[args.allreduce]
-    reduce(buffer, args.piece_kib * 1024 // buffer.element_size(), world)
+    reduce(buffer, world.rank, world.world_size, traffic)
 
 
-def naive_all_reduce(buffer: Tensor, piece_numel: int, world: CountedWorld) -> None:
+def naive_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> None:
     """Add everything up on rank 0, one rank after another, and send the sum back."""
-    pieces = buffer.split(piece_numel)
-    peers = range(1, world.world_size)
-    if world.rank > 0:
-        for piece in pieces:
-            # Scratch: the buffer's B bytes go to rank 0, piece by piece, and B bytes come back.
-            finish(exchange([(piece, 0)], [], world.traffic))
-        for piece in pieces:
-            finish(exchange([], [(piece, 0)], world.traffic))
+    peers = range(1, size)
+    if rank > 0:
+        # Scratch: the buffer's B bytes go to rank 0, and B bytes come back.
+        exchange([(buffer, 0)], [], traffic)
+        exchange([], [(buffer, 0)], traffic)
         return
-    # Scratch: rank 0 receives (N-1) B bytes and sends (N-1) B: its link is what everybody waits for. Memory for
-    # two pieces, whatever the size of the buffer: one arrives while the other is added.
-    spares = itertools.cycle(buffer.new_empty(2, min(piece_numel, len(buffer))))
-    arrived: tuple[Tensor, Tensor] | None = None
-    for peer, piece in itertools.product(peers, pieces):
-        arriving = next(spares)[: len(piece)]
-        works = exchange([], [(arriving, peer)], world.traffic)
-        add(arrived)
-        finish(works)
-        arrived = piece, arriving
-    add(arrived)
-    for piece in pieces:
-        finish(exchange([(piece, peer) for peer in peers], [], world.traffic))
+    for peer in peers:
+        # Scratch: rank 0 receives (N-1) B bytes and sends (N-1) B: its link is what everybody waits for.
+        arrived = torch.empty_like(buffer)
+        exchange([], [(arrived, peer)], traffic)
+        buffer += arrived
+    exchange([(buffer, peer) for peer in peers], [], traffic)
 
 
-def ring_all_reduce(buffer: Tensor, piece_numel: int, world: CountedWorld) -> None:
+def ring_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> None:
     """Let chunks of the buffer travel around the ring of ranks: once to be added up, once to be handed out.
 
     The buffer is cut into N chunks. In step s, rank r sends chunk r - s to rank r + 1, and chunk r - s - 1 arrives
@@ -143,34 +113,17 @@ def ring_all_reduce(buffer: Tensor, piece_numel: int, world: CountedWorld) -> No
     that sum in the next step: then rank r holds the whole sum of chunk r + 1. During the other N - 1 (all-gather)
     it replaces the chunk here.
     """
-    rank, size = world.rank, world.world_size
-    left, right = (rank - 1) % size, (rank + 1) % size
     chunks = buffer.tensor_split(size)
-    # Each chunk travels as at least two pieces: one is added while the next one is on its way.
-    num_pieces = max(2, -(-len(chunks[0]) // piece_numel))
-    pieces = [chunk.tensor_split(num_pieces) for chunk in chunks]
-    spares = itertools.cycle(buffer.new_empty(2, len(pieces[0][0])))
-    arrived: tuple[Tensor, Tensor] | None = None
     for step in range(2 * (size - 1)):
-        outgoing, incoming = pieces[(rank - step) % size], pieces[(rank - step - 1) % size]
-        for i in range(num_pieces):
-            is_sum = step >= size - 1
-            arriving = incoming[i] if is_sum else next(spares)[: len(incoming[i])]
-            # Scratch: a piece goes right, a piece comes from the left. Each rank sends 2 (N-1) chunks of B/N
-            # bytes: B for two ranks and not quite 2 B for a thousand, and all links are busy all the time.
-            works = exchange([(outgoing[i], right)], [(arriving, left)], world.traffic)
-            add(arrived)
-            finish(works)
-            arrived = None if is_sum else (incoming[i], arriving)
+        outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        arrived = torch.empty_like(incoming)
+        # Scratch: a chunk goes right, a chunk comes from the left. Each rank sends 2 (N-1) chunks of B/N bytes:
+        # B for two ranks and not quite 2 B for a thousand, and all links are busy all the time.
+        exchange([(outgoing, (rank + 1) % size)], [(arrived, (rank - 1) % size)], traffic)
+        incoming.copy_(incoming + arrived if step < size - 1 else arrived)
 
 
-def add(arrived: tuple[Tensor, Tensor] | None) -> None:
-    """Add what has arrived to what is here; a sum of the same two numbers, whoever forms it."""
-    if arrived:
-        arrived[0].add_(arrived[1])
-
-
-def wrap(model: nn.Module, args: ScratchOptions, world: CountedWorld) -> nn.Module:
+def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     """Return the model with the parameters of rank 0."""
     # Scratch: left to torch: with --sync-batchnorm, layers exchange 2C + 1 floats per layer and pass.
     model = sync_batch_norm(model, args, world)
@@ -181,14 +134,20 @@ def wrap(model: nn.Module, args: ScratchOptions, world: CountedWorld) -> nn.Modu
     return model
 
 
-def split_batch(indices: Tensor, world: CountedWorld) -> Tensor:
+def split_batch(indices: Tensor, world: World) -> Tensor:
     """Return this rank's share of the indices: contiguous, and as even as it goes."""
     # Scratch: the ranks' shares are disjoint and make up the whole, without padding or repetition.
     return shard(indices, world.rank, world.world_size)
 
 
 def train_batch(
-    job: Job, args: ScratchOptions, world: CountedWorld, inputs: Tensor, targets: Tensor, is_last: bool
+    job: Job,
+    args: ScratchOptions,
+    world: World,
+    traffic: Traffic,
+    inputs: Tensor,
+    targets: Tensor,
+    is_last: bool,
 ) -> Tensor:
     """Add the gradients of a pass, after the last those of all ranks; return this rank's part of the loss."""
     with autocast(args, world.device):
@@ -201,47 +160,36 @@ def train_batch(
         gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
         buffer = torch.cat([gradient.flatten() for gradient in gradients])
         with world.watch("gradients"):
-            all_reduce(buffer, args, world)
+            all_reduce(buffer, args, world, traffic)
         for gradient, part in zip(gradients, buffer.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(part.view_as(gradient))
     return loss.detach()
 
 
-def sync_buffers(job: Job, world: CountedWorld) -> None:
-    """Give all ranks rank 0's batch-norm statistics: without --sync-batchnorm each has its own batches'."""
-    with world.watch("evaluation"):
-        get_params(job.model.buffers(), world)
-
-
-def log_bytes(job: Job, args: ScratchOptions, world: CountedWorld) -> None:
+def log_bytes(job: Job, args: ScratchOptions, world: World, traffic: Traffic) -> None:
     """Let rank 0 print what each rank has sent and received in the last step; call it on all ranks."""
     # Scratch: gathers two numbers per rank.
     with world.watch("traffic"):
-        traffic = [Traffic(**row) for row in world.gather_objects(vars(world.traffic))]
+        rows = world.gather_objects((traffic.sent_bytes, traffic.received_bytes))
     size = sum(parameter.nbytes for parameter in job.model.parameters())
     job.say(f"{args.allreduce} all-reduce of {size} bytes of gradients")
-    for rank, seen in enumerate(traffic):
-        job.say(f"  rank {rank}  sent {seen.sent_bytes}  received {seen.received_bytes}")
+    for rank, (sent, received) in enumerate(rows):
+        job.say(f"  rank {rank}  sent {sent}  received {received}")
 
 
-def train(args: ScratchOptions, world: CountedWorld, stop: Stop) -> None:
+def train(args: ScratchOptions, world: World, stop: Stop) -> None:
     """Train as the options say; call it on all ranks."""
     data, model = load_data_and_model(args, "scratch", world, stop)
     with world.watch("model", computes=True):
         model = wrap(model, args, world)
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer, traffic = build_optimizer(args, model.parameters()), Traffic()
     job = Job(args, "scratch", data, world, model, optimizer, build_scaler(args, world.device), stop)
-    technique = Technique(
-        forward_backward=partial(train_batch, job, args, world),
-        module=model,
-        shard=partial(split_batch, world=world),
-        sync_buffers=partial(sync_buffers, job, world),
-    )
+    step = partial(train_batch, job, args, world, traffic)
     # Scratch: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
     begin_run(job)
-    train_epochs(job, technique)
+    train_epochs(job, Technique(step, model, shard=partial(split_batch, world=world)))
     if args.log_bytes and job.is_complete:
-        log_bytes(job, args, world)
+        log_bytes(job, args, world, traffic)
     job.finish()
 
 
@@ -252,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Scratch: a launcher (torchrun, srun, mpirun) tells each process who it is. Gloo (CPUs) and NCCL (GPUs) can
     # both send and receive, and that is all that is asked of them here.
     with connected_world(args, read_ranks("scratch")) as world:
-        train(args, CountedWorld(**vars(world)), stop)
+        train(args, world, stop)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
-from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import cast
 
@@ -37,10 +36,7 @@ from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
 GRACE_S = 4.0
-"""How long a node's other ranks may take to say what they have seen, once one has failed."""
-
-MEETING_S = 10.0
-"""How long ranks that have not met the others yet may take after a stop signal; nothing is lost with them."""
+"""How long a node's other ranks may still report, once one has failed."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +55,17 @@ def options(argv: Sequence[str] | None = None) -> SpawnOptions:
     return parse(SpawnOptions, "spawn", __doc__, argv)
 
 
-def run_rank(args: SpawnOptions, ranks: Ranks, has_met: Event | None = None) -> None:
-    """Train as the options say, as one of the ranks; what is main() in ddp."""
+def run_rank(args: SpawnOptions, ranks: Ranks) -> None:
+    """Train as one of the ranks; this is main() in ddp."""
     stop = Stop()
-    # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is, since nobody has put that into its
-    # environment.
+    # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is; no launcher has set that.
     with connected_world(args, ranks) as world:
-        if has_met:
-            has_met.set()
         train(args, "spawn", world, stop)
 
 
-def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, has_met: Event) -> None:
-    """Be the local_rank-th process that the starter has made, from its first moment to its exit status."""
-    # Spawn: mp.spawn asks the kernel for SIGINT, which a rank that waits in a collective never gets to see.
+def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int) -> None:
+    """Run one of the node's ranks, and exit with its status."""
+    # Spawn: with its parent, mp.spawn ends a rank by SIGINT, which has no effect while it waits in a collective.
     end_with_parent(starter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends its ranks
     # Spawn: mp.spawn tells a process only its number on this node. Rank and world size are arithmetic:
@@ -83,35 +76,35 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, ha
         world_size=node.nnodes * node.nproc_per_node,
         local_world_size=node.nproc_per_node,
     )
-    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # for those who report an error
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # an error names them
     try:
-        status = exit_status(lambda: run_rank(args, ranks, has_met))
+        status = exit_status(lambda: run_rank(args, ranks))
     except Exception:
-        traceback.print_exc()  # Spawn: mp.spawn would keep it for its own join(), which is not used here
+        traceback.print_exc()  # Spawn: mp.spawn keeps it for its own join(), which is not used here
         status = 1
     sys.exit(status)
 
 
-def start_ranks(args: SpawnOptions, node: Node, has_met: Event) -> mp.ProcessContext:
-    """Start this node's ranks, with the stop signals held back: a rank lets them in once it has its handlers."""
+def start_ranks(args: SpawnOptions, node: Node) -> mp.ProcessContext:
+    """Start this node's ranks with the stop signals blocked; a rank unblocks them once it handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Spawn: each rank is a new interpreter that imports this module, torch and all, before it calls begin_rank.
     # fork would save that and break: CUDA and OpenMP do not survive it. join=False, because mp.spawn's join()
     # ends the other ranks by TERM, which they take for "write a checkpoint", and by KILL 30 s later.
-    arguments = (args, node, os.getpid(), has_met)
+    arguments = (args, node, os.getpid())
     return cast(mp.ProcessContext, mp.spawn(begin_rank, arguments, nprocs=node.nproc_per_node, join=False))
 
 
-def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | None]:
+def wait_for_ranks(context: mp.ProcessContext) -> list[int | None]:
     """Wait until all ranks have ended, or until GRACE_S after one has failed; pass the stop signals on to them.
 
-    Return each rank's exit status, negative for a signal, None for one that still runs.
+    Return each rank's exit status: negative for a signal, None if it still runs.
     """
     received: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    deadline = meeting_deadline = math.inf
+    deadline = math.inf
     while time.monotonic() < deadline:
         running = [process for process in context.processes if process.exitcode is None]
         if not running:
@@ -120,26 +113,22 @@ def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | Non
             deadline = time.monotonic() + GRACE_S
         while received:
             passed_on = received.pop()
-            meeting_deadline = min(meeting_deadline, time.monotonic() + MEETING_S)
             for process in running:
                 os.kill(process.pid, passed_on)
-        if time.monotonic() > meeting_deadline and not has_met.is_set():
-            print("stopped by a signal before the ranks had met", flush=True)
-            break
         connection.wait([process.sentinel for process in running], timeout=0.1)
     return [process.exitcode for process in context.processes]
 
 
 def leave_early(number: int, frame: FrameType | None) -> None:
-    """End a starter that has not started anything yet."""
+    """End a starter that has started no rank yet."""
     print(f"stopped by {signal.Signals(number).name} before any rank had started", flush=True)
     sys.exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Start this node's ranks and see them to their end; call it once on each node."""
+    """Start this node's ranks and wait until they end; call it once on each node."""
     args = options(argv)
-    if "LOCAL_RANK" in os.environ:  # a launcher has started all ranks by itself, and this is one of them
+    if "LOCAL_RANK" in os.environ:  # a launcher has started all ranks; this is one of them
         run_rank(args, read_ranks("spawn"))
         return
     for number in STOP_SIGNALS:
@@ -152,12 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_head(node)
     os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
-
-    start_tracker()  # before the event, which would start it
-    has_met = mp.get_context("spawn").Event()
-    context = start_ranks(args, node, has_met)
+    start_tracker()  # else mp.spawn does, and lets the stop signals in
+    context = start_ranks(args, node)
     try:
-        statuses = wait_for_ranks(context, has_met)
+        statuses = wait_for_ranks(context)
     finally:
         for process in context.processes:
             process.kill()

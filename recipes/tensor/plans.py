@@ -58,7 +58,7 @@ VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
 def parallelize(
     model: nn.Module, name: str, mesh: DeviceMesh, sequence: bool = False, vocabulary: bool = False
 ) -> set[str]:
-    """Split the model in place; return the names of its packed parameters.
+    """Split the model in place; return the names of its packed parameters (queries, keys and values in one).
 
     Args:
         model: one of PLANS.
@@ -106,7 +106,7 @@ def parallelize(
 
 
 def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """Return what to do with a layer, by the words of the plans; bytes are those that each of N ranks sends.
+    """Return how to split a layer, by the plans' words; bytes are those that each of N ranks sends.
 
     A full activation has S = 4 x batch x places x width bytes in fp32.
     """
@@ -135,7 +135,7 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
 
 
 def whole_logits(head: nn.Module, _: Any, logits: DTensor) -> Tensor:
-    """Return what a GPT's head returns: in training the shards of the logits."""
+    """Return the logits of a GPT's head: in training, as shards."""
     # Tensor: evaluation all-gathers the logits: (N-1)/N x 4 x batch x places x vocabulary bytes.
     return logits if head.training else logits.full_tensor()
 
@@ -151,7 +151,7 @@ def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: i
 
 
 def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> list[str]:
-    """Give each rank the rows of some heads; return the names of what makes queries, keys, values.
+    """Give each rank the rows of some heads; return the names of the packed parameters.
 
     Its rows are all queries', all keys' and all values'. In another order, each rank's are next to one another:
     its heads' queries, keys and values.
@@ -176,7 +176,7 @@ def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: s
 def attend(
     attention: nn.MultiheadAttention, heads: int, mesh: DeviceMesh, tokens: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Be the forward() of self-attention over this rank's heads."""
+    """Compute self-attention over this rank's heads, in place of the module's forward()."""
     # Tensor: a column-wise layer that is no module of its own: see make_styles().
     if isinstance(tokens, DTensor):
         everywhere = tokens.redistribute(placements=[Replicate()])

@@ -44,7 +44,7 @@ class TensorOptions(Options):
     """Tensor parallelism."""
 
     has_shards = True
-    tensor_parallel: int = option(2, positive_int, "ranks that each layer is split over", "N")
+    tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
 

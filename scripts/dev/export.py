@@ -17,7 +17,7 @@ import torch
 
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
-from recipes.common.record.record import read_path
+from recipes.common.record.resume import read_path
 from scripts.launch.command import CommandParser, command
 
 

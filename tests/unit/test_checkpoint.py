@@ -20,17 +20,20 @@ from torch import nn
 from recipes.common.checkpoint import checkpoint
 from recipes.common.checkpoint.checkpoint import (
     FORMAT,
-    BadCheckpointError,
     CheckpointFolder,
     CheckpointWriter,
     Position,
-    check_options,
     copy_tree,
     pack,
-    position_of,
+)
+from recipes.common.checkpoint.reading import (
+    BadCheckpointError,
+    check_options,
     read_checkpoint,
+    read_newest,
 )
 from recipes.common.errors import UserError
+from recipes.common.restore import position_of
 from recipes.single.train import options
 from tests.support import is_equal, newest_checkpoint, train
 
@@ -63,7 +66,7 @@ def folder(tmp_path):
 def test_what_is_written_is_read(folder):
     written = content(40)
     folder.write(written)
-    path, read = folder.read_newest(set_aside=True)
+    path, read = read_newest(folder, set_aside=True)
     assert path.name == "step-000000040.pt"
     assert is_equal(read, written)
     assert read["position"] == {"step": 40, "epoch": 4, "averages": {"test_accuracy": 0.5}, "best_score": 0.5}
@@ -172,7 +175,7 @@ def test_a_foreign_file_is_passed_over_and_never_executed(folder, tmp_path, caps
     trace = tmp_path / "executed"
     newest = folder.folder / "step-000000040.pt"
     newest.write_bytes(foreign_files(trace)[kind])
-    path, read = folder.read_newest(set_aside=False)
+    path, read = read_newest(folder, set_aside=False)
     assert (path.name, read["position"]["step"]) == ("step-000000030.pt", 30)
     assert not trace.exists()
     warnings = capsys.readouterr().err.splitlines()
@@ -187,10 +190,10 @@ def test_the_bomb_of_these_tests_does_go_off(tmp_path):
 
 def test_a_bad_file_is_set_aside_once(folder, capsys):
     (folder.folder / "step-000000040.pt").write_bytes(b"x")
-    folder.read_newest(set_aside=True)
+    read_newest(folder, set_aside=True)
     assert (folder.folder / "step-000000040.pt.bad").read_bytes() == b"x"
     capsys.readouterr()
-    folder.read_newest(set_aside=True)
+    read_newest(folder, set_aside=True)
     assert capsys.readouterr().err == ""
 
 
@@ -202,7 +205,7 @@ def test_none_good_is_an_error(folder, capsys):
         with pytest.raises(
             UserError, match=r"none of the 3 checkpoints in .* is good; .*--overwrite and --resume none"
         ):
-            folder.read_newest(set_aside=True)
+            read_newest(folder, set_aside=True)
         assert len(capsys.readouterr().err.splitlines()) == 3
     assert files(folder.folder) == before
 
@@ -213,7 +216,7 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_from_step_0(folder, 
         path.unlink()
     (folder.folder / left).write_bytes(b"x")
     with pytest.raises(UserError, match=rf"no good checkpoint in .*, only {left};.*--overwrite") as caught:
-        folder.read_newest(set_aside=True)
+        read_newest(folder, set_aside=True)
     assert ("best.pt under another --name" in str(caught.value)) == (left == "best.pt")
 
 
@@ -243,13 +246,13 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, ca
         patch.setattr(*target[call], fail)
         for set_aside in (True, False):
             with pytest.raises(UserError) as caught:
-                folder.read_newest(set_aside)
+                read_newest(folder, set_aside)
             newest = folder.folder / "step-000000030.pt"
             assert str(caught.value).startswith(f"cannot read {newest}: ")
             assert reason in str(caught.value)
             assert str(caught.value).endswith("; nothing was changed: fix this, then resume again")
     assert files(folder.folder) == before
-    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 30
+    assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 30
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_what_torch_says_of_a_damaged_file_is_no_fault_of_the_machine(folder, mo
         return load(path, **options)
 
     monkeypatch.setattr(torch, "load", fail)
-    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 20
+    assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 20
     assert newest.with_name("step-000000030.pt.bad").exists()
 
 
@@ -276,7 +279,7 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
 
     monkeypatch.setattr(os, "listdir", fail)
     with pytest.raises(OSError, match="Stale file handle"):
-        folder.read_newest(set_aside=True)
+        read_newest(folder, set_aside=True)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(folder, monkeypatch, capsys):
@@ -330,7 +333,7 @@ def test_the_best_is_replaced_and_never_written_to(folder, monkeypatch, has_link
 
 
 def test_no_folder_is_no_checkpoint(tmp_path):
-    assert CheckpointFolder(tmp_path / "none").read_newest(set_aside=True) is None
+    assert read_newest(CheckpointFolder(tmp_path / "none"), set_aside=True) is None
 
 
 def test_the_newest_k_and_the_best_are_kept(tmp_path):
@@ -344,7 +347,7 @@ def test_the_newest_k_and_the_best_are_kept(tmp_path):
 def test_leftover_temporary_files_are_removed(folder):
     for name in ("step-000000005.tmp", "best.tmp"):
         (folder.folder / name).write_bytes(b"cut")
-    assert folder.read_newest(set_aside=True)[1]["position"]["step"] == 30
+    assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 30
     folder.write(content(40), is_best=True)
     assert sorted(os.listdir(folder.folder)) == [
         "best.pt",
@@ -455,7 +458,7 @@ def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
         return write(*arguments)
 
     monkeypatch.setattr(folder, "write", write_late)
-    writer = CheckpointWriter(folder, on_error=pytest.fail)
+    writer = CheckpointWriter(folder.write, on_error=pytest.fail)
     first = content(40)
     expected = copy.deepcopy(first)
     writer.begin(first)
@@ -466,7 +469,7 @@ def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
     go.set()
     writer.wait()
     assert writer.newest == folder.paths()[0]
-    assert is_equal(folder.read_newest(set_aside=True)[1], expected)
+    assert is_equal(read_newest(folder, set_aside=True)[1], expected)
     assert len(writer.stalls_s) == 1
 
 
@@ -480,7 +483,7 @@ def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, mo
         return write(given, is_best)
 
     monkeypatch.setattr(folder, "write", write_late)
-    writer = CheckpointWriter(folder, on_error=pytest.fail)
+    writer = CheckpointWriter(folder.write, on_error=pytest.fail)
     second = content(50)
     wanted = copy.deepcopy(second)
     writer.begin(content(40))
@@ -492,13 +495,13 @@ def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, mo
     go.set()
     thread.join(20)
     writer.wait()
-    assert is_equal(folder.read_newest(set_aside=True)[1], wanted)
+    assert is_equal(read_newest(folder, set_aside=True)[1], wanted)
     assert begun[0]["model"]["weight"].data_ptr() == begun[1]["model"]["weight"].data_ptr()
     assert [path.name for path in folder.paths()[:2]] == ["step-000000050.pt", "step-000000040.pt"]
 
 
 def test_a_tied_weight_is_copied_and_written_once(folder):
-    writer, matrix = CheckpointWriter(folder, on_error=pytest.fail), torch.randn(100, 100)
+    writer, matrix = CheckpointWriter(folder.write, on_error=pytest.fail), torch.randn(100, 100)
     names = {
         "tied": {"first": matrix, "second": matrix.detach()},
         "untied": {"first": matrix, "second": matrix + 1},
@@ -518,7 +521,7 @@ def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch):
 
     monkeypatch.setattr(folder, "write", fail)
     errors = []
-    writer = CheckpointWriter(folder, errors.append)
+    writer = CheckpointWriter(folder.write, errors.append)
     writer.begin(content(40))
     writer.wait()
     assert [str(error) for error in errors] == ["the disk is full"]

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import socket
 import time
 from datetime import datetime, timedelta
 from importlib.metadata import version
@@ -29,7 +30,8 @@ from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop
 from recipes.common.record.facts import versions
-from recipes.common.record.record import open_run
+from recipes.common.record.runs import open_run
+from recipes.common.restore import restore
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.task import SKIPPED, Classification
 from recipes.common.world.agreement import shard
@@ -124,7 +126,8 @@ def test_one_kernel_steps_whole_parameters_alone(is_shard, fused):
     parameter = OnGPU(torch.zeros(2)).requires_grad_()
     if is_shard:
         parameter.device_mesh = object()
-    assert build_optimizer(options([]), [parameter]).defaults["fused"] is fused
+    elsewhere = torch.nn.Parameter(torch.zeros(2))  # as another stage of a pipeline
+    assert build_optimizer(options([]), [parameter, elsewhere]).defaults["fused"] is fused
 
 
 class TestJob:
@@ -132,7 +135,8 @@ class TestJob:
         args = options(["--global-batch-size", "30", *argv])
         model = torch.nn.Linear(1, 1)
         optimizer = build_optimizer(args, model.parameters())
-        return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop=None)
+        stop = SimpleNamespace(error=None)
+        return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop)
 
     def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
         """A pipeline's model may lie on several devices because it is too large for one."""
@@ -211,7 +215,7 @@ class TestJob:
         model, optimizer = other.model.state_dict(), other.optimizer.state_dict()
         position = {"step": 3, "epoch": 1, "test_accuracy": 0.5, "best_accuracy": 0.5}
         content = {"model": model, "optimizer": optimizer, "scaler": state, "position": position}
-        job.restore({**content, "skipped_steps": 2})
+        restore(job, {**content, "skipped_steps": 2})
         assert job.scaler.state_dict() == state
         assert job.guard.skipped == 2
         assert (job.position.step, job.position.epoch) == (3, 1)
@@ -222,7 +226,7 @@ class TestJob:
         job = self.job()
         other = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
         with pytest.raises(UserError, match="does not fit this run") as caught:
-            job.restore({"model": other, "optimizer": job.optimizer.state_dict(), "scaler": {}})
+            restore(job, {"model": other, "optimizer": job.optimizer.state_dict(), "scaler": {}})
         assert "\n" not in str(caught.value)
 
 
@@ -553,6 +557,39 @@ class TestRecord:
         with pytest.raises(UserError, match="exists"):
             self.open(tmp_path, "--name", "a")
 
+    @pytest.mark.parametrize("flag", ["--resume=auto", "--overwrite"])
+    def test_of_two_jobs_of_a_run_the_older_writes_nothing_more(self, tmp_path, flag):
+        def write_all(record, step):
+            yield lambda: record.log_step(step=step, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+            yield lambda: record.checkpoints.write(pack(record.args, Position(step=step), {}, {}, {}))
+            yield lambda: record.write_result(headline="test_loss", world_size=1, test_loss=1.0, samples_per_s=1.0)
+
+        older, _ = self.open(tmp_path, "--name", "a")
+        for write in write_all(older, 5):
+            write()
+        newer, _ = self.open(tmp_path, "--name", "a", flag)
+        before = {path: path.read_bytes() for path in older.folder.rglob("*") if path.is_file()}
+        owner = rf"on {re.escape(socket.gethostname())} \(pid {os.getpid()}\) at 20.*; this job stops"
+        for write in write_all(older, 9):
+            with pytest.raises(UserError, match=f"another job has taken over the run .*a, {owner}"):
+                write()
+        assert {path: path.read_bytes() for path in older.folder.rglob("*") if path.is_file()} == before
+        for write in write_all(newer, 9):
+            write()
+
+    def test_a_checkpoint_is_not_added_to_a_run_that_was_taken_over_meanwhile(self, tmp_path, monkeypatch):
+        record, _ = self.open(tmp_path, "--name", "a")
+        save = torch.save
+
+        def save_late(*args):
+            save(*args)
+            self.open(tmp_path, "--name", "a", "--resume", "auto")
+
+        monkeypatch.setattr(torch, "save", save_late)
+        with pytest.raises(UserError, match="another job has taken over the run"):
+            record.checkpoints.write(pack(record.args, Position(step=5), {}, {}, {}), is_best=True)
+        assert [path.suffix for path in (record.folder / "checkpoints").iterdir()] == [".tmp"]
+
     @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
     def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
         """As when a stage of the pipeline does not fit its part of the checkpoint, and rank 0's does."""
@@ -562,18 +599,18 @@ class TestRecord:
         job = TestJob().job("--runs-dir", str(tmp_path), "--name", "a", "--no-tensorboard", *flags)
         errors = [None]
 
-        def own_part(content):
+        def open_folder(value):
             errors.append(UserError("rank 1's part does not fit"))
-            return content
+            return value
 
         job.peers = SimpleNamespace(
             rank=0,
             watch=lambda name: contextlib.nullcontext(),
             gather_objects=lambda value: [value, errors[-1] if value is None else value],
-            broadcast_object=lambda value: value,
+            broadcast_object=open_folder,
         )
         with pytest.raises(UserError, match="rank 1's part does not fit"):
-            begin_run(job, own_part)
+            begin_run(job)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
         assert os.listdir(tmp_path) == (["a"] if flags else [])
 

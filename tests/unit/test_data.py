@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monk
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(UserError, match=r"--download: cannot lock .*: Function not implemented .*; download once"):
+    with pytest.raises(UserError, match=r"^--download: cannot lock .*: Function not .*; download once"):
         load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
 
 
@@ -273,19 +273,6 @@ class TestImageFolder:
                 (tmp_path / root / half / "a" / file).write_bytes(b"x")
         one, two, three = (self.load(tmp_path / name).train.fingerprint() for name in ("one", "two", "three"))
         assert one == two != three
-
-    def test_a_bad_image_is_told_and_blank(self, tmp_path):
-        for name in ("train/a/0.jpg", "val/a/0.jpg"):
-            (tmp_path / name).parent.mkdir(parents=True)
-            (tmp_path / name).write_bytes(b"x")
-        told = []
-        argv = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8"]
-        data = load_data(options(argv), CPU, told.append)
-        ((images, labels),) = data.train.batches([torch.tensor([0])], 0)
-        assert labels.tolist() == [SKIPPED]
-        assert images.shape == (1, 3, 8, 8)
-        (error,) = told
-        assert str(error).startswith(str(tmp_path / "train" / "a" / "0.jpg"))
 
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
     def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):

@@ -191,7 +191,7 @@ class TestCrops:
         dataset = ImageFolder([(str(tmp_path / "image.png"), 0)] * 400, 8, 0, train=True)
         sides = Counter()
         for i in range(400):
-            pixels = dataset[0, i].image.float()
+            pixels = dataset[0, i].input.float()
             left, right = float(pixels[:, :4].mean()), float(pixels[:, 4:].mean())
             sides[(left > right) - (left < right)] += 1
         assert abs(sides[1] - sides[-1]) < 4 * 20  # 20: the standard deviation of 400 fair coins' difference
@@ -230,8 +230,8 @@ def test_a_sample_is_the_same_whoever_decodes_it(tmp_path, monkeypatch):
     samples = [dataset[5, i] for i in range(len(paths))]
     monkeypatch.setattr(images, "_library", lambda: None)
     again = [dataset[5, i] for i in reversed(range(len(paths)))][::-1]
-    assert all(torch.equal(one.image, other.image) for one, other in zip(samples, again, strict=True))
-    assert [sample.label for sample in samples] == [SKIPPED] + [1] * len(KINDS)
+    assert all(torch.equal(one.input, other.input) for one, other in zip(samples, again, strict=True))
+    assert [int(sample.target) for sample in samples] == [SKIPPED] + [1] * len(KINDS)
     assert samples[0].fault == again[0].fault
     assert samples[0].fault.startswith(f"{paths[0]} does not decode")
 

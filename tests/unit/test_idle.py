@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from recipes.common.data import workers
-from recipes.common.data.idle import IdleClock
-from recipes.common.data.imagefolder import ImageSplit
+from recipes.common.data.splits import Normalise
 from recipes.common.errors import WorkerError
 from recipes.common.job import Job
 from recipes.common.metrics import IdleShare, Throughput
@@ -20,14 +19,24 @@ from recipes.single.train import options
 CPU = torch.device("cpu")
 
 
+def make_split():
+    normalise = Normalise(torch.zeros(3), torch.ones(3), 8, CPU)
+    return workers.LoadedSplit([0] * 6, options(["--workers", "0"]), CPU, print, normalise)
+
+
 def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
     class Loader:
         def __iter__(self):
             for _ in range(3):
                 time.sleep(0.05)
-                yield torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), []
+                yield (
+                    torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
+                    torch.zeros(2, dtype=torch.int64),
+                    ["", ""],
+                    [False] * 2,
+                )
 
-    split = ImageSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
+    split = make_split()
     split.loader = Loader()
     assert split.idle_s() == 0
     began_at, worked_s = time.perf_counter(), 0.0
@@ -57,7 +66,7 @@ def test_a_gpu_is_idle_between_two_events_of_its_queue(monkeypatch):
 
     times = [100.0, 100.0, 250.0, 290.0]
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = IdleClock(torch.device("cuda", 0))
+    clock = workers.IdleClock(torch.device("cuda", 0))
     for _ in range(2):
         with clock.waiting():
             pass
@@ -99,7 +108,7 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
 
 def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
     """In no collective, and with one process alone, nothing else would end it."""
-    split = ImageSplit([0] * 6, options(["--image-size", "8", "--workers", "0"]), CPU, print, None)
+    split = make_split()
     assert split.bound_s == 660
     handler, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     with pytest.raises(

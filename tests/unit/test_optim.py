@@ -28,14 +28,16 @@ def parameters_on(*devices):
 def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
     args = single.options(["--optimizer", name])
     with FakeTensorMode():
-        fused = build_optimizer(args, parameters_on("cuda:0", "cuda:1"))
-        others = [
-            build_optimizer(args, parameters_on("cpu")),
-            build_optimizer(args, parameters_on("cuda:0", "cpu")),
+        fused = [
+            build_optimizer(args, parameters_on("cuda:0", "cuda:1")),
+            build_optimizer(args, parameters_on("cuda:0", "cpu")),  # a pipeline's other stages
         ]
-    assert fused._step_supports_amp_scaling
-    assert fused.param_groups[0]["fused"] is True
-    assert [other.param_groups[0]["fused"] for other in others] == [None, None]
+        shards = parameters_on("cuda:0")
+        shards[0].device_mesh = "a mesh"
+        others = [build_optimizer(args, parameters_on("cpu")), build_optimizer(args, shards)]
+    assert all(one._step_supports_amp_scaling for one in fused)
+    assert [one.param_groups[0]["fused"] for one in fused] == [True, True]
+    assert [one.param_groups[0]["fused"] for one in others] == [None, None]
 
 
 @pytest.fixture

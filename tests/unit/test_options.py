@@ -87,6 +87,7 @@ def test_bad_options_are_refused_in_one_line(recipe, case):
 
 
 GRAPHS = ["--compile", "--compile-mode", "reduce-overhead"]
+GROUPS = ["--compile", "--batchnorm-group", "2"]
 POWERSGD = ["--grad-compression", "powersgd"]
 
 
@@ -97,12 +98,18 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("spawn", [*POWERSGD, "--on-nonfinite", "skip"], "all later steps; drop one of the two"),
         ("fsdp", GRAPHS, "CUDA graphs of blocks"),
         ("pipeline", GRAPHS, "a CUDA graph overwrites the outputs"),
+        ("single", [*GROUPS, "--accumulate-steps", "8"], "each of 8 passes is compiled by itself"),
+        ("pipeline", [*GROUPS, "--num-microbatches", "8"], "use up to 7 passes, or drop --compile"),
     ],
 )
 def test_what_a_recipe_does_not_combine(recipe, argv, words):
     module = importlib.import_module(f"recipes.{recipe}.train")
     with pytest.raises(UserError, match=re.escape(words)):
         module.options(argv)
+
+
+def test_seven_passes_with_groups_are_compiled():
+    assert single.options([*GROUPS, "--accumulate-steps", "7"]).passes == 7
 
 
 def test_cpus_record_no_graphs():

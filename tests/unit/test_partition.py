@@ -9,9 +9,17 @@ import torch
 from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model, layers
-from recipes.common.optim import build_optimizer
+from recipes.common.optim import build_optimizer, load_optimizer_state
 from recipes.common.options import Options, parse
-from recipes.pipeline.partition import Part, PartModule, Share, balanced_cuts, merge_shares, plan_parts
+from recipes.pipeline.partition import (
+    Part,
+    PartModule,
+    balanced_cuts,
+    merge_states,
+    own_state,
+    plan_parts,
+    state_of,
+)
 
 
 def options(model, *words):
@@ -111,11 +119,12 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     parts = plan_parts(other, 4, "parameters", args, torch.zeros(1, 1, 8, 8))
     states = []
     for numbers in owned:
-        share = Share(other, [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers])
-        mine = build_optimizer(args, share.parameters)
-        mine.load_state_dict(share.of_checkpoint(content)["optimizer"])
-        states.append(share.state(mine))
-    merged = merge_shares(other, states)
+        modules = [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers]
+        mine = build_optimizer(args, other.parameters())
+        load_optimizer_state(mine, own_state(content, other, modules)["optimizer"])
+        states.append(state_of(modules, mine))
+        assert len(states[-1][1]) == sum(1 for module in modules for _ in module.parameters())
+    merged = merge_states(states, other, mine)
     expected = content["optimizer"]
     assert merged["param_groups"] == expected["param_groups"]
     assert merged["state"].keys() == expected["state"].keys()
@@ -141,8 +150,9 @@ def test_a_share_has_what_a_layer_keeps_beside_tensors():
     model, other = (torch.nn.Sequential(Counted(2, 2), torch.nn.Linear(2, 2)) for _ in range(2))
     model[0].calls = 3
     parts = [Part([name], 6, 0.5, (2,), torch.float32) for name in ("0", "1")]
-    shares = [Share(model, [PartModule(model, part, args, cpu)]) for part in parts]
-    merge_shares(other, [share.state(build_optimizer(args, share.parameters)) for share in shares])
+    optimizer = build_optimizer(args, model.parameters())
+    states = [state_of([PartModule(model, part, args, cpu)], optimizer) for part in parts]
+    merge_states(states, other, optimizer)
     assert other[0].calls == 3
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 

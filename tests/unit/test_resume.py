@@ -14,6 +14,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.optim import build_optimizer, load_optimizer_state
 from recipes.common.record import record
+from recipes.common.record.runs import open_run
 from recipes.common.task import Classification
 from recipes.single.train import main, options
 from tests.support import is_equal, losses, metrics, newest_checkpoint, weights
@@ -467,7 +468,7 @@ def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single,
     (tmp_path / "b" / "config.json").write_text(text)
     args = options(["--runs-dir", str(tmp_path), "--resume", "auto"])
     capsys.readouterr()
-    opened, _ = record.open_run(args, "single", [])
+    opened, _ = open_run(args, "single", [])
     assert opened.folder == run
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: skipped a run in the search for the newest one: {tmp_path}/b/config.json")

@@ -12,15 +12,8 @@ import pytest
 import torch
 
 from recipes.common.checkpoint import shard_files
-from recipes.common.checkpoint.checkpoint import (
-    BadCheckpointError,
-    CheckpointFolder,
-    Position,
-    check_shards,
-    names_in,
-    pack,
-    read_checkpoint,
-)
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, Position, names_in, pack
+from recipes.common.checkpoint.reading import BadCheckpointError, check_shards, read_checkpoint, read_newest
 from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole, share_checks
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT
@@ -119,7 +112,7 @@ def shards(folder, step=None):
 
 
 def test_what_is_written_is_read(folder):
-    content = folder.read_newest(set_aside=True)[1]
+    content = read_newest(folder, set_aside=True)[1]
     whole = read_whole(content)
     assert is_equal(whole["model"], tensors(20))
     assert whole["optimizer"] == {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
@@ -133,7 +126,7 @@ def test_what_is_written_is_read(folder):
 @pytest.mark.parametrize("block_bytes", [1, 2**20])
 def test_any_box_is_read_from_the_pieces_that_overlap_it(folder, monkeypatch, block_bytes):
     monkeypatch.setattr(shard_files, "BLOCK_BYTES", block_bytes)
-    content, chance = folder.read_newest(set_aside=True)[1], random.Random(0)
+    content, chance = read_newest(folder, set_aside=True)[1], random.Random(0)
     for name, tensor in tensors(20).items():
         for _ in range(50):
             box = tuple(tuple(sorted(chance.randint(0, size) for _ in "ab")) for size in tensor.shape)
@@ -150,12 +143,12 @@ def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
             changed[place] ^= 1 << place % 8
             for damaged in (whole[:place], bytes(changed)):
                 path.write_bytes(damaged)
-                found, content = folder.read_newest(set_aside=False)
+                found, content = read_newest(folder, set_aside=False)
                 assert is_equal(read_whole(content)["model"], tensors(10))
                 assert found.name == "step-000000010.pt"
                 assert capsys.readouterr().err.count("warning: skipped ") == 1
         path.write_bytes(whole)
-    assert folder.read_newest(set_aside=False)[0].name == "step-000000020.pt"
+    assert read_newest(folder, set_aside=False)[0].name == "step-000000020.pt"
 
 
 def test_a_tied_weight_is_gathered_or_written_once():
@@ -174,7 +167,7 @@ def test_a_tied_weight_is_gathered_or_written_once():
 def test_without_a_shard_file_it_is_passed_over(folder, capsys):
     lost = shards(folder, 20)[1]
     lost.unlink()
-    assert folder.read_newest(set_aside=False)[0].name == "step-000000010.pt"
+    assert read_newest(folder, set_aside=False)[0].name == "step-000000010.pt"
     assert f": its shard file {lost.name} is missing\n" in capsys.readouterr().err
 
 
@@ -189,7 +182,7 @@ def resume(folder, monkeypatch, lacking=None):
 
     def work(rank):
         here.rank = rank
-        look = (lambda check: folder.read_newest(True, check)) if rank == 0 else (lambda check: None)
+        look = (lambda check: read_newest(folder, True, check)) if rank == 0 else (lambda check: None)
         try:
             return share_checks(look, Together(rank, barrier, values))
         except UserError as error:
@@ -234,7 +227,7 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fail)
         with pytest.raises(UserError, match=r"cannot read .*Input/output error; nothing was changed"):
-            folder.read_newest(set_aside=True)
+            read_newest(folder, set_aside=True)
     assert files(folder.folder) == before
 
 
@@ -243,7 +236,7 @@ def test_a_kill_before_step_n_pt_leaves_the_one_before_and_the_next_write_clears
     left = folder.folder / "step-000000030-00001-0123abcd.shard"
     left.write_bytes(b"cut")
     (folder.folder / "step-000000030.tmp").write_bytes(b"cut")
-    assert read_whole(folder.read_newest(set_aside=True)[1])["position"]["step"] == 20
+    assert read_whole(read_newest(folder, set_aside=True)[1])["position"]["step"] == 20
     write(folder, 25)
     assert not left.exists()
     assert sorted(path.name for path in folder.folder.glob("*.tmp")) == []
@@ -315,7 +308,7 @@ def test_what_rank_0_cannot_add_all_raise_and_the_next_write_clears_it(folder, m
         patch.setattr(type(folder.folder), "replace", fail)
         errors = write(folder, 30, is_best=True)
     assert all("cannot write" in str(error) for error in errors)
-    assert folder.read_newest(set_aside=True)[0].name == "step-000000020.pt"
+    assert read_newest(folder, set_aside=True)[0].name == "step-000000020.pt"
     assert is_equal(read_whole(read_checkpoint(folder.folder / "best.pt"))["model"], tensors(30))
     write(folder, 40, is_best=True)
     assert len(shards(folder)) == 2 * RANKS
@@ -350,7 +343,7 @@ def test_no_other_file_is_read_as_a_shard(folder, name):
 
 
 def test_a_checkpoint_that_lacks_a_part_is_refused(folder):
-    content = folder.read_newest(set_aside=True)[1]
+    content = read_newest(folder, set_aside=True)[1]
     del content["model"]["matrix"]["pieces"][1]
     with pytest.raises(UserError, match="lack parts of a tensor"):
         read_whole(content)

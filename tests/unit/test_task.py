@@ -13,10 +13,10 @@ from recipes.common.errors import UserError
 from recipes.common.language import TEMPERATURE, LanguageModel, generate
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.models import build_model, layers
-from recipes.common.optim import build_optimizer
+from recipes.common.optim import build_optimizer, load_optimizer_state, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.task import SKIPPED, Classification
-from recipes.pipeline.partition import PartModule, Share, merge_shares, plan_parts, tied_parameters
+from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -272,26 +272,28 @@ class TestGPT:
             output = module(output)
             assert (output.shape[1:], output.dtype) == (part.output_shape, part.output_dtype)
         assert torch.equal(output, expected)
-        assert [(tuple(p.shape), numbers) for p, numbers in tied_parameters(model, parts)] == [((256, 64), [0, 2])]
-        assert tied_parameters(model, plan_parts(model, 1, balance, args, data.input.zeros(1))) == []
+        several = {tuple(p.shape): stages for p, stages in stages_of(model, parts, 3).items() if len(stages) > 1}
+        assert several == {(256, 64): {0, 2}}
+        assert set.union(*stages_of(model, parts, 1).values()) == {0}
 
     def test_shares_make_up_the_whole_checkpoint(self):
         """The tied matrix is in the first share and in the last, and once in what they make up."""
         args, data, model = gpt()
         parts = plan_parts(model, 2, "parameters", args, data.input.zeros(1))
-        shares = [Share(model, [PartModule(model, part, args, CPU)]) for part in parts]
-        assert shares[0].places[0] == shares[1].places[0] == 0
-        assert {*shares[0].places, *shares[1].places} == set(range(len(list(model.parameters()))))
+        shares = [[PartModule(model, part, args, CPU)] for part in parts]
         whole = build_optimizer(args, model.parameters())
         tokens = torch.randint(256, (2, 13))
         data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         whole.step()
         states = []
         for share in shares:
-            optimizer = build_optimizer(args, share.parameters)
-            optimizer.load_state_dict(share.of_checkpoint({"optimizer": whole.state_dict()})["optimizer"])
-            states.append(share.state(optimizer))
-        merged = merge_shares(model, states)
+            optimizer = build_optimizer(args, model.parameters())
+            content = own_state({"optimizer": optimizer_state(whole)}, model, share)
+            load_optimizer_state(optimizer, content["optimizer"])
+            states.append(state_of(share, optimizer))
+        assert all(0 in state for _, state in states)
+        assert {*states[0][1], *states[1][1]} == set(range(len(list(model.parameters()))))
+        merged = merge_states(states, model, optimizer)
         assert merged["param_groups"] == whole.state_dict()["param_groups"]
         for number, values in whole.state_dict()["state"].items():
             assert torch.equal(merged["state"][number]["exp_avg"], values["exp_avg"])

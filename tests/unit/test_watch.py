@@ -2,9 +2,7 @@
 
 import json
 import os
-import random
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -20,10 +18,12 @@ from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.watch import watch as watch_module
-from recipes.common.watch.bounds import bound_of_waits
+from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
+from recipes.common.watch.notes import Notes
+from recipes.common.watch.report import COLLECT_S, GATHER_S, Report
 from recipes.common.watch.sentences import summarize
-from recipes.common.watch.stragglers import median_without, stragglers
-from recipes.common.watch.watch import COLLECT_S, GATHER_S, NOTE_S, Watch
+from recipes.common.watch.stragglers import stragglers
+from recipes.common.watch.watch import NOTE_S, Watch
 from recipes.common.world import world
 from recipes.single import train as single
 from scripts.launch.local import free_port
@@ -307,16 +307,6 @@ def test_work_is_what_lies_outside_of_collectives(args):
         watch.close()
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5, 8])
-def test_the_median_without_one_is_that_of_the_others(number):
-    chance = random.Random(number)
-    for _ in range(20):
-        values = [float(chance.randint(0, 4)) for _ in range(number)]
-        for i, value in enumerate(values):
-            others = values[:i] + values[i + 1 :]
-            assert median_without(sorted(values), value) == statistics.median(others)
-
-
 class Observed:
     """Stands for what reads from a GPU: notes in which collective the rank is while it does."""
 
@@ -385,28 +375,39 @@ def test_many_ranks_are_named_by_ranges():
     )
 
 
+def report_of(world_size, place, store):
+    return Report(0, world_size, place, Notes(store, world_size), {}, recent_s=5.0)
+
+
 @pytest.mark.parametrize("has_store", [True, False], ids=["store", "disk"])
-def test_of_a_thousand_ranks_a_few_look_for_the_reports(args, has_store, tmp_path):
+def test_of_a_thousand_ranks_a_few_look_for_the_reports(has_store, tmp_path):
     """Each looking for all of the others would be a million requests."""
-    watch = Watch(0, 1024, args, None)
     (tmp_path / "hang").mkdir()
-    try:
-        watch.notes = Store() if has_store else None
-        assert [watch._is_collector(tmp_path) for _ in range(6)] == [True] * 3 + [False] * 3
-        watch.world_size = 4
-        assert all(watch._is_collector(tmp_path) for _ in range(6))
-    finally:
-        watch.close()
+    store = Store() if has_store else None
+    assert [report_of(1024, tmp_path, store).is_collector() for _ in range(6)] == [True] * 3 + [False] * 3
+    assert all(report_of(4, tmp_path, store).is_collector() for _ in range(6))
 
 
-def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(args, tmp_path):
+def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(tmp_path):
     """The one that collects: who has reported, and what; once all have, it asks no more."""
-    watch, store = Watch(0, 1024, args, None), Store()
+    store = Store()
+    for rank in range(1024):
+        store.values[f"report/{rank}"] = json.dumps(note(rank, 9, "gradients")).encode()
+    assert len(report_of(1024, tmp_path, store).gather()) == 1024
+    assert store.requests == 2 * 1024
+
+
+def test_a_report_that_fails_ends_the_rank_all_the_same(args, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise KeyError("host")
+
+    monkeypatch.setattr(Report, "make", fail)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    watch = Watch(0, 1, args, None)
     try:
-        watch.notes = store
-        for rank in range(1024):
-            store.values[f"report/{rank}"] = json.dumps(note(rank, 9, "gradients")).encode()
-        assert len(watch._gather(tmp_path)) == 1024
-        assert store.requests == 2 * 1024
+        with pytest.raises(SystemExit) as caught:
+            watch.end()
     finally:
         watch.close()
+    assert caught.value.code == HANG_STATUS
+    assert "KeyError: 'host'" in capsys.readouterr().err

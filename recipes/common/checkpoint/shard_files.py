@@ -23,15 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from recipes.common.checkpoint.checkpoint import (
-    BadCheckpointError,
-    CheckpointFolder,
-    ShardCheck,
-    check_shards,
-    names_in,
-    reason_of,
-    sync_folder,
-)
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, reason_of, sync_folder
+from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.world.peers import Peers
@@ -138,7 +131,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
 
     def check_share(path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
         try:
-            if lost := lacks(path, files):
+            if peers.rank and (lost := lacks(path, files)):  # rank 0 has looked
                 raise UserError(f"no {lost} in {path.parent} on {socket.gethostname()}; let all ranks share it")
             check_shards(path, files[peers.rank :: peers.world_size])
         except (BadCheckpointError, UserError, OSError, LookupError) as error:

@@ -44,19 +44,13 @@ def load_data(
     rank still takes part in its collectives until all ranks stop together. `found` holds what rank 0 has found
     for all: the images of a folder, or the index of shards on a server.
 
-    Raises:
-        UserError: data that are missing, empty or malformed, or that --task does not take.
+    Raises UserError for data that are missing, empty or malformed, or that --task does not take.
     """
     data = _load(args, device, on_bad_image, found)
     return replace(data, task=build_task(args, data.kind, data.target.shape))
 
 
-def _load(
-    args: Options,
-    device: torch.device,
-    on_bad_image: Callable[[UserError], None],
-    found: Any,
-) -> Data:
+def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: Any) -> Data:
     if args.data == "imagefolder":
         from recipes.common.data.imagefolder import load_imagefolder
 
@@ -137,8 +131,7 @@ def _torchvision(args: Options) -> RawSplits:
     load = {"fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}[args.data]
 
     def read(train: bool) -> Batch:
-        with _one_process_at_a_time(args.data_dir, enabled=args.download):
-            dataset = load(str(args.data_dir), train=train, download=args.download)
+        dataset = load(str(args.data_dir), train=train, download=args.download)
         images = torch.as_tensor(dataset.data)
         labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
         return (images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)), labels
@@ -146,7 +139,10 @@ def _torchvision(args: Options) -> RawSplits:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(args.timeout_s)  # of a download: torchvision would wait for a silent server for ever
     try:
-        return read(train=True), read(train=False)
+        with _one_process_at_a_time(args.data_dir) if args.download else contextlib.nullcontext():
+            return read(train=True), read(train=False)
+    except UserError:
+        raise
     except OSError as error:  # a failed download is a URLError, which is an OSError
         raise UserError(f"--data {args.data} from --data-dir {args.data_dir}: {error}") from None
     except (RuntimeError, ValueError, AssertionError) as error:  # of files that are missing, cut or damaged
@@ -161,11 +157,8 @@ def _torchvision(args: Options) -> RawSplits:
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time(folder: Path, enabled: bool) -> Iterator[None]:
+def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     """Let one rank of a node download while the others wait; they then find the files in place."""
-    if not enabled:
-        yield
-        return
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".download.lock", "w") as lock:
         try:
@@ -181,8 +174,7 @@ def _one_process_at_a_time(folder: Path, enabled: bool) -> Iterator[None]:
 def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
     """Return --task, or what the targets of the data are for, by their kind and a sample's shape.
 
-    Raises:
-        UserError: the task does not go with the data, or is none.
+    Raises UserError if the task does not go with the data, or is none.
     """
     if args.label_smoothing and (is_reference(args.task) or kind != "class"):
         raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")

@@ -49,8 +49,7 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
 
     `choose` may be asked twice, and has to answer the same.
 
-    Raises:
-        BAD_IMAGE: the file's content does not decode.
+    Raises BAD_IMAGE if the file's content does not decode.
     """
     # A cut file lacks its end; whether it has all that comes below the crop is seen by decoding that, too.
     if content.startswith(JPEG_BEGIN) and content.endswith(JPEG_END):
@@ -67,8 +66,7 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
 def _to_8_bits(image: Image.Image) -> Image.Image:
     """Return the upper 8 bits of a grey image of 16, and others as they are: Pillow takes all above 255 for white.
 
-    Raises:
-        ValueError: values of 32 bits, of which nothing says which is white.
+    Raises ValueError for values of 32 bits, of which nothing says which is white.
     """
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from recipes.common.data.splits import Batch, Data, Spec, Split
-from recipes.common.data.workers import LoadedSplit, start_server
+from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
+from recipes.common.data.workers import LoadedSplit, Sample
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
 from recipes.common.seeding import mix
@@ -30,14 +29,16 @@ FINGERPRINT_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Numbers:
-    """Which classes or tokens there are: 0 to count - 1."""
+    """Which classes or tokens there are: 0 to count - 1; None where targets are values."""
 
-    count: int
+    count: int | None
     are_inputs: bool
     """Whether inputs are tokens, too."""
 
     def wrong(self, inputs: Tensor, targets: Tensor) -> str:
         """Return which number of a sample, or of many, there is not; empty if there is none."""
+        if self.count is None:
+            return ""
         for what, values in (("input", inputs), ("target", targets))[not self.are_inputs :]:
             outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (what == "input")))
             if outside.any():
@@ -45,117 +46,61 @@ class Numbers:
         return ""
 
 
-class OwnTensors(Split):
-    """Samples that live on the device as they are.
-
-    Args:
-        inputs, targets: tensors whose first dimension counts samples.
-    """
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
-        self.specs = _specs(inputs[0], targets[0])
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def fingerprint(self) -> str:
-        """Return what tells this split from another: its size and a digest of all of it."""
-        return f"{len(self)} samples with digest {_digest((self.inputs, self.targets)):08x}"
-
-    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor."""
-        for index in indices:
-            index = index.to(self.targets.device)
-            yield self.inputs.index_select(0, index), self.targets.index_select(0, index)
-
-
 class SeededSamples(Dataset[Any]):
     """The samples of an indexable by (epoch, index), which seed what it draws at random.
 
     So a sample is augmented alike whichever rank or worker process asks for it, and after a resume. One that
-    raises an error, or is unlike the stand-in, comes back as that, with what is wrong as a line: its rank has to
+    raises an error, or is unlike the first, comes back as that, with what is wrong as a line: its rank has to
     stop with the others.
 
     Args:
         samples: the indexable.
-        stand_in: a sample of it.
+        first: its first sample.
+        numbers: the classes or tokens that there are.
         what: its name, for people.
         seed: --seed.
         is_train: whether samples differ between epochs.
     """
 
-    def __init__(self, samples: Any, stand_in: Any, what: str, seed: int, is_train: bool) -> None:
-        inputs, targets = map(torch.as_tensor, stand_in)
-        self.samples, self.stand_in, self.what = samples, (inputs, targets), what
+    def __init__(self, samples: Any, first: Batch, numbers: Numbers, what: str, seed: int, is_train: bool) -> None:
+        self.samples, self.first, self.numbers, self.what = samples, first, numbers, what
         self.seed, self.is_train = seed, is_train
-        self.specs = _specs(inputs, targets)
-        self.numbers: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[Tensor, Tensor], str]:
-        """Return a sample, and why it could not be read: empty if it could."""
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         value = mix(self.seed, epoch if self.is_train else 0, index)
+        what, fix = f"{self.what}[{index}]", "fix it, then add --resume auto"
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(value)
             np.random.seed(value % 2**32)
             random.seed(value)
-            fix = "fix it, then add --resume auto"
             try:
                 inputs, targets = map(torch.as_tensor, self.samples[index])
-                specs, wrong = _specs(inputs, targets), self.numbers and self.numbers.wrong(inputs, targets)
+                specs, wrong = _specs(inputs, targets), self.numbers.wrong(inputs, targets)
             except Exception as error:
-                return self.stand_in, str(refusal(f"{self.what}[{index}] failed", error, fix))
-        if specs != self.specs:
-            first = f"{self.what.rpartition(' ')[2]}[0]"
-            what = f"{self.what}[{index}] is {describe(specs)}, {first} {describe(self.specs)}"
-            return self.stand_in, f"{what}; make all samples alike, then add --resume auto"
-        return (self.stand_in, f"{self.what}[{index}]: {wrong}; {fix}") if wrong else ((inputs, targets), "")
-
-    def read(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a sample of the first epoch; raises UserError where it cannot be read."""
-        sample, fault = self[0, index]
-        if fault:
-            raise UserError(fault)
-        return sample
-
-
-class OwnSamples(LoadedSplit):
-    """An indexable of (input, target), read by --workers processes; `on_fault` is told of what does not load."""
-
-    def __init__(
-        self, dataset: SeededSamples, args: Options, device: torch.device, on_fault: Callable[[UserError], None]
-    ) -> None:
-        context = start_server() if args.workers else None
-        super().__init__(dataset, args.workers, device, context, args.timeout_s)
-        self.on_fault, self.specs = on_fault, dataset.specs
+                return Sample(*self.first, str(refusal(f"{what} failed", error, fix)))
+        if specs != _specs(*self.first):
+            like = f"{self.what.rpartition(' ')[2]}[0] {describe(_specs(*self.first))}"
+            fix = "make all samples alike, then add --resume auto"
+            return Sample(*self.first, f"{what} is {describe(specs)}, {like}; {fix}")
+        return Sample(*self.first, f"{what}: {wrong}; {fix}") if wrong else Sample(inputs, targets)
 
     def fingerprint(self) -> str:
-        """Return what tells this split from another: its size and a digest of a few samples.
+        """Return what tells these samples from others: their number and a digest of a few.
 
         Raises:
             UserError: one of them cannot be read.
         """
-        some = range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES))
-        values = [value for index in some for value in self.dataset.read(index)]
-        return f"{len(self)} samples with digest {_digest(values):08x}"
-
-    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor that is not empty (the share of a rank too many is)."""
-        for (inputs, targets), faults in self.load(indices, epoch):
-            for fault in filter(None, faults):
-                self.on_fault(UserError(fault))
-            yield inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-
-
-def _digest(tensors: Iterable[Tensor]) -> int:
-    checksum = 0
-    for tensor in tensors:
-        checksum = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
-    return checksum
+        values: list[Tensor] = []
+        for index in range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES)):
+            sample = self[0, index]
+            if sample.fault:
+                raise UserError(sample.fault)
+            values += sample[:2]
+        return f"{len(self)} samples with digest {digest(*values):08x}"
 
 
 def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
@@ -165,66 +110,55 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
     indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the number of classes or of
     different tokens, unless targets are values.
 
-    Raises:
-        UserError: it returns something else.
+    Raises UserError if it returns something else.
     """
     what = f"--data {args.data}"
     found = call(what, load("--data", args.data))
     fix = f'return {{"train": ..., "test": ..., "target": one of {", ".join(KINDS)}, "num_classes": N}}'
-    if not isinstance(found, dict):
-        raise UserError(f"{what} returned {name_of(found)}, not a dict; {fix}")
-    for key in ("train", "test", "target"):
-        if key not in found:
-            raise UserError(f"{what} returned a dict without {key!r}; {fix}")
+    if missing := [key for key in ("train", "test", "target") if not isinstance(found, dict) or key not in found]:
+        raise UserError(f"{what} returned {name_of(found)} without {missing[0]!r}; {fix}")
     kind, num_classes = found["target"], found.get("num_classes")
     if kind not in KINDS:
         raise UserError(f"{what}: unknown target {kind!r}{nearest(str(kind), KINDS)}; {fix}")
     if kind != "values" and (not isinstance(num_classes, int) or num_classes < 1):
-        raise UserError(
-            f'{what}: "num_classes" is {num_classes!r}; give the number of classes or different tokens'
-        )
+        fix = "give the number of classes or different tokens"
+        raise UserError(f'{what}: "num_classes" is {num_classes!r}; {fix}')
     if kind == "bytes" and num_classes != 256:
         raise UserError(f'{what}: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"')
-    train = _split(f"{what}: 'train'", found["train"], args, device, on_fault, is_train=True)
-    test = _split(f"{what}: 'test'", found["test"], args, device, on_fault, is_train=False)
-    ours, theirs = train.specs, test.specs
+    first = {half: _first_sample(f"{what}: {half!r}", found[half]) for half in ("train", "test")}
+    ours, theirs = _specs(*first["train"]), _specs(*first["test"])
     if ours != theirs:
-        raise UserError(
-            f"{what}: a sample of 'train' is {describe(ours)}, one of 'test' {describe(theirs)}; make them alike"
-        )
+        lack = f"a sample of 'train' is {describe(ours)}, one of 'test' {describe(theirs)}"
+        raise UserError(f"{what}: {lack}; make them alike")
     inputs, targets = ours
-    if kind != "values" and targets.dtype != torch.int64:
-        raise UserError(f"{what}: targets are {targets.dtype}; class and token numbers have to be torch.int64")
-    if kind == "class" and targets.shape:
-        raise UserError(f"{what}: targets have the shape {targets.shape}; give one class number for each sample")
-    if num_classes and kind != "values":
-        numbers = Numbers(num_classes, are_inputs=kind != "class" and inputs.dtype == torch.int64)
-        _check_numbers(numbers, {f"{what}: 'train'": train, f"{what}: 'test'": test})
-    return Data(train, test, inputs, targets, num_classes, kind)
+    wanted = Spec(() if kind == "class" else targets.shape, torch.int64)
+    if kind != "values" and targets != wanted:
+        raise UserError(f"{what}: a target is {targets}; of kind {kind!r} it has to be {wanted}")
+    numbers = Numbers(num_classes if kind != "values" else None, kind != "class" and inputs.dtype == torch.int64)
 
-
-def _check_numbers(numbers: Numbers, splits: Mapping[str, OwnTensors | OwnSamples]) -> None:
-    """Raise UserError for tensors with a number that there is not; samples are looked at when they are read."""
-    for name, split in splits.items():
-        if isinstance(split, OwnSamples):
-            split.dataset.numbers = numbers
-        elif wrong := numbers.wrong(split.inputs, split.targets):
+    def split(half: str) -> Split:
+        name, samples = f"{what}: {half!r}", found[half]
+        if not _are_tensors(samples):
+            dataset = SeededSamples(samples, first[half], numbers, name, args.seed, half == "train")
+            return LoadedSplit(dataset, args, device, on_fault)
+        if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
+        return MemorySplit(*(tensor.to(device) for tensor in samples))
+
+    return Data(split("train"), split("test"), inputs, targets, num_classes, kind)
 
 
-def _split(
-    what: str,
-    samples: Any,
-    args: Options,
-    device: torch.device,
-    on_fault: Callable[[UserError], None],
-    is_train: bool,
-) -> OwnTensors | OwnSamples:
-    if isinstance(samples, Sequence) and len(samples) == 2 and all(isinstance(part, Tensor) for part in samples):
+def _are_tensors(samples: Any) -> bool:
+    return isinstance(samples, Sequence) and len(samples) == 2 and all(isinstance(p, Tensor) for p in samples)
+
+
+def _first_sample(what: str, samples: Any) -> Batch:
+    """Return the first sample of a half; raises UserError where the half is not what it has to be."""
+    if _are_tensors(samples):
         inputs, targets = samples
         if len(inputs) != len(targets) or not len(targets):
             raise UserError(f"{what} has {len(inputs)} inputs and {len(targets)} targets; give as many of each")
-        return OwnTensors(inputs.to(device), targets.to(device))
+        return inputs[0], targets[0]
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         fix = "give a pair of tensors, or an object with len() and [i], such as a torch.utils.data.Dataset"
         raise UserError(f"{what} is {name_of(samples)}; {fix}")
@@ -233,8 +167,8 @@ def _split(
     sample = call(f"{what}[0]", samples.__getitem__, 0)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise UserError(f"{what}[0] is {name_of(sample)}; each sample has to be a pair (input, target)")
-    dataset = call(f"{what}[0]", SeededSamples, samples, sample, what, args.seed, is_train)
-    return OwnSamples(dataset, args, device, on_fault)
+    inputs, targets = call(f"{what}[0]", lambda: [*map(torch.as_tensor, sample)])
+    return inputs, targets
 
 
 def _specs(inputs: Tensor, targets: Tensor) -> tuple[Spec, Spec]:

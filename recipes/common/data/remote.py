@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -29,13 +29,8 @@ READS_IN_FLIGHT = 32
 PART_BYTES = 2**20
 """A longer file is read in parts of so many bytes, several at once."""
 
-ADDRESS = "http://HOST:PORT/FOLDER"
-
 PAUSES = (0, 0, 1 / 16, 1 / 4)
 """Before each attempt at a read, in times of an attempt's bound."""
-
-NUMBERS = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})"
-"""What a Content-Range says: the first byte, the last one and the file's size."""
 
 AGAIN = (408, 429, 500, 502, 503, 504)
 """What servers answer that may answer otherwise in a moment."""
@@ -65,9 +60,22 @@ class Store(ABC):
         """Return the bytes of a file; raises OSError."""
         return int(self._try(lambda: self._size(name)))
 
-    def read(self, name: str, start: int, end: int) -> bytes:
-        """Return the bytes of a file from start to before end; raises OSError."""
-        return bytes(self._try(lambda: self._read(name, start, end)))
+    def read(
+        self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool] = lambda content: True
+    ) -> bytes:
+        """Return the bytes of a file from start to before end, if they are those that were packed.
+
+        Raises:
+            OSError: the server sends none, or others.
+        """
+
+        def read_checked() -> bytes:
+            content = self._read(name, start, end)
+            if not is_packed(content):
+                raise OSError(errno.EIO, "the server sent other bytes than were packed")
+            return content
+
+        return bytes(self._try(read_checked))
 
     def _try(self, action: Callable[[], Any]) -> Any:
         for pause in PAUSES:
@@ -81,16 +89,15 @@ class Store(ABC):
         raise OSError(errno.EIO, f"{reason}, {len(PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
-        """Return what a reader's read gives; raises OSError at the bound, too."""
+        """Return what begin() gives; raises OSError at the bound, too."""
         try:
             return future.result(self.longest_s)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, f"not there after {self.longest_s:g} s") from None
 
-    def results(self, action: Callable[..., Any], calls: list[tuple[Any, ...]]) -> Iterator[Any]:
+    def results(self, actions: Iterable[Callable[[], Any]]) -> Iterator[Any]:
         """Yield what several reads give, some of them at once."""
-        futures = [readers(os.getpid()).submit(action, *values) for values in calls]
-        yield from map(self.result, futures)
+        yield from map(self.result, [begin(action) for action in actions])
 
     @abstractmethod
     def _size(self, name: str) -> int: ...
@@ -102,6 +109,11 @@ class Store(ABC):
 class HttpStore(Store):
     """A folder on a web server that answers requests for parts of a file."""
 
+    def __init__(self, url: str, timeout_s: float) -> None:
+        super().__init__(url, timeout_s)
+        self.connections: dict[int, http.client.HTTPConnection] = {}
+        """By thread. One that is closed connects again."""
+
     def _size(self, name: str) -> int:
         return self._get(name, 0, 1)[1]
 
@@ -109,63 +121,56 @@ class HttpStore(Store):
         return self._get(name, start, end)[0]
 
     def _get(self, name: str, start: int, end: int) -> tuple[bytes, int]:
-        """Return bytes of a file and its size, by this thread's connection; it is kept unless something failed."""
-        place, deadline = urlsplit(self.url), time.monotonic() + self.attempt_s
-        connection = CONNECTIONS.idle.pop(self.url, None)
-        while CONNECTIONS.idle:  # those of servers that this thread has left
-            CONNECTIONS.idle.popitem()[1].close()
-        if connection is None:
+        """Return bytes of a file and its size."""
+        place, thread, deadline = urlsplit(self.url), threading.get_ident(), time.monotonic() + self.attempt_s
+        if thread not in self.connections:
             kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-            connection = kind(place.netloc, timeout=self.attempt_s)
+            self.connections[thread] = kind(place.netloc, timeout=self.attempt_s)
+        connection = self.connections[thread]
         try:
             headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
             folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
             connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
             response = connection.getresponse()
-            size = self._check(response, start, end)
-            parts, missing = [], end - start
-            while missing:
-                part = response.read1(min(missing, PART_BYTES))
+            size, content = check_answer(response, start, end), bytearray()
+            while missing := end - start - len(content):
+                part = response.read1(missing)
                 if not part:
-                    raise OSError(errno.EIO, f"the server sent {end - start - missing} bytes of {end - start}")
+                    raise OSError(errno.EIO, f"the server sent {len(content)} bytes of {end - start}")
                 if time.monotonic() > deadline:
                     raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
-                parts.append(part)
-                missing -= len(part)
-            if response.length == 0:
-                response.close()
-                CONNECTIONS.idle[self.url] = connection
-        finally:
-            if self.url not in CONNECTIONS.idle:
+                content += part
+            if response.length != 0:  # sent in chunks, of which more may come
                 connection.close()
-        return b"".join(parts), size
-
-    def _check(self, response: http.client.HTTPResponse, start: int, end: int) -> int:
-        """Return the file's size where the answer is that part of it."""
-        answer = f"the server answered {response.status} {printable(response.reason)}"
-        if response.status in AGAIN:
-            raise OSError(errno.EIO, answer)
-        if response.status != 206:
-            hints = {200: ": it does not know range requests", 404: ""}
-            raise RefusedError(errno.EIO, answer + hints.get(response.status, told_to(response)))
-        sent = re.fullmatch(NUMBERS, response.getheader("Content-Range", ""), re.ASCII)
-        if (
-            not sent
-            or (int(sent[1]), int(sent[2]) + 1) != (start, end)
-            or response.length not in (None, end - start)
-        ):
-            what = f"{response.getheader('Content-Range', '')[:100]} in {response.length} bytes"
-            raise OSError(errno.EIO, f"the server sent {what}, in place of bytes {start}-{end - 1}")
-        return int(sent[3])
+            response.close()
+        except BaseException:
+            connection.close()
+            raise
+        return bytes(content), size
 
 
-def told_to(response: http.client.HTTPResponse) -> str:
-    """Return what to do where a server names another address, without what would let others read there."""
-    moved = response.getheader("Location", "")
-    bare = printable(re.sub(r"//[^/]*@", "//", re.split(r"[?#]", moved)[0]))
-    if "?" in moved:
-        return f": it leads to a signed address, {bare}; serve the files themselves"
-    return f": give the address that it names, {bare}" if moved else ""
+def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:
+    """Return the file's size where a server's answer is that part of it; raises OSError."""
+    answer = f"the server answered {response.status} {printable(response.reason)}"
+    if response.status in AGAIN:
+        raise OSError(errno.EIO, answer)
+    if response.status != 206:
+        hint = ": it does not know range requests" if response.status == 200 else ""
+        if moved := response.getheader("Location"):
+            # Without what would let others read there: a password, a signature.
+            bare = printable(re.sub(r"//[^/]*@", "//", re.split(r"[?#]", moved)[0]))
+            hint = f": it leads to {bare}; give an address that serves the files themselves"
+        raise RefusedError(errno.EIO, answer + hint)
+    if (coding := response.getheader("Content-Encoding", "identity")) != "identity":
+        what = f"the server compresses what it sends ({printable(coding)}), although asked not to"
+        raise RefusedError(errno.EIO, f"{what}; turn that off for the shards")
+    sent = response.getheader("Content-Range", "")
+    part, _, size = sent.rpartition("/")
+    is_part = part == f"bytes {start}-{end - 1}" and size.isdecimal()
+    if not is_part or response.length not in (None, end - start):
+        what = f"{sent[:100]} in {response.length} bytes"
+        raise OSError(errno.EIO, f"the server sent {what}, in place of bytes {start}-{end - 1}")
+    return int(size)
 
 
 class FsspecStore(Store):
@@ -185,8 +190,7 @@ class FsspecStore(Store):
 
     def _call(self, method: str, name: str, **values: int) -> Any:
         try:
-            system = file_system(self.url.split("://")[0])
-            return getattr(system, method)(f"{self.url}/{name}", **values)
+            return getattr(file_system(self.url.split("://")[0]), method)(f"{self.url}/{name}", **values)
         except (FileNotFoundError, PermissionError) as error:
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
             raise RefusedError(errno.EIO, os.strerror(number)) from None
@@ -194,22 +198,11 @@ class FsspecStore(Store):
             raise OSError(errno.EIO, f"{type(error).__name__}: {printable(str(error))}") from None
 
 
-class Connections(threading.local):
-    """That of each thread that waits for another request, by its URL."""
-
-    def __init__(self) -> None:
-        self.idle: dict[str, http.client.HTTPConnection] = {}
-
-
-CONNECTIONS = Connections()
-
-
 @functools.cache
 def file_system(scheme: str) -> Any:
     """Return fsspec's file system for a kind of URL.
 
-    Raises:
-        UserError: the package for it is missing, or it requires more than a URL.
+    Raises UserError if the package for it is missing, or it requires more than a URL.
     """
     try:
         import fsspec  # type: ignore[import-untyped]
@@ -220,68 +213,54 @@ def file_system(scheme: str) -> Any:
         return kind()
     except Exception as error:  # each package has errors of its own
         reason = printable(str(error)).rstrip(".") or type(error).__name__
-        fix = "serve the folder by http:// or https://"
-        if isinstance(error, ImportError | ValueError):
-            fix = (
-                "http:// and https:// need no package, "
-                "others the one that fsspec has for them (`pip install s3fs` for s3://, gcsfs for gs://)"
-            )
-        raise UserError(f"--data-dir {scheme}://: {reason}; {fix}") from None
+        fix = "serve the folder by http:// or https://, or install what fsspec has for it"
+        raise UserError(f"--data-dir {scheme}://: {reason}; {fix} (`pip install s3fs`, gcsfs for gs://)") from None
 
 
 def open_store(url: str, timeout_s: float) -> Store:
     """Return the folder of a URL.
 
-    Raises:
-        UserError: a URL with what would be recorded and should not, or a package is missing.
+    Raises UserError for a URL with what would be recorded and should not, or a package is missing.
     """
     try:
         place = urlsplit(url)
-    except ValueError as error:
-        raise UserError(f"--data-dir: {error}; give {ADDRESS}") from None
-    if "@" in place.netloc or place.query or place.fragment:
-        fix = "give the bare address; fsspec's packages find credentials by themselves"
-        raise UserError(f"--data-dir: a URL with a password, a query or a fragment would be recorded; {fix}")
-    if place.scheme in ("http", "https"):
-        try:
+        is_http = place.scheme in ("http", "https")
+        if is_http:
             if not place.hostname:
                 raise ValueError("it names no host")
             place.port  # noqa: B018 - raises ValueError
             place.hostname.encode("idna")
-        except ValueError as error:
-            raise UserError(f"--data-dir {url}: {error}; give {ADDRESS}") from None
+    except ValueError as error:
+        raise UserError(f"--data-dir: {error}; give http://HOST:PORT/FOLDER") from None
+    if "@" in place.netloc or place.query or place.fragment:
+        fix = "give the bare address; fsspec's packages find credentials by themselves"
+        raise UserError(f"--data-dir: a URL with a password, a query or a fragment would be recorded; {fix}")
+    if is_http:
         return HttpStore(url, timeout_s)
     file_system(place.scheme)
     return FsspecStore(url, timeout_s)
 
 
-class Readers:
-    """Threads of this process that read ahead; they are daemons, so that a process ends while they wait."""
+def begin(action: Callable[[], Any]) -> Future[Any]:
+    """Begin a read in a thread of this process; Store.result() waits for what it gives."""
+    future: Future[Any] = Future()
+    start_readers().put((future, action))
+    return future
 
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self.locks = [threading.Lock() for _ in range(2 * READS_IN_FLIGHT)]
-        for _ in range(READS_IN_FLIGHT):
-            threading.Thread(target=self._serve, daemon=True).start()
 
-    def _serve(self) -> NoReturn:
+@functools.cache
+def start_readers() -> SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
+    """Start the threads that read; they are daemons, so that a process ends while they wait."""
+    queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+
+    def serve() -> NoReturn:
         while True:
-            future, action = self.queue.get()
-            if not future.set_running_or_notify_cancel():
-                continue
+            future, action = queue.get()
             try:
                 future.set_result(action())
             except Exception as error:
                 future.set_exception(error)
 
-    def submit(self, action: Callable[..., Any], *values: Any) -> Future[Any]:
-        """Call action(*values) in one of the threads."""
-        future: Future[Any] = Future()
-        self.queue.put((future, functools.partial(action, *values)))
-        return future
-
-
-@functools.cache
-def readers(pid: int) -> Readers:
-    """Return the threads of this process."""
-    return Readers()
+    for _ in range(READS_IN_FLIGHT):
+        threading.Thread(target=serve, daemon=True).start()
+    return queue

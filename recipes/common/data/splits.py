@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,15 +117,19 @@ class Normalise:
         mean, std: float32, shape (C,), in units of the raw pixels.
         width: of the images.
         device: where the images are.
+        channels_last: the order of the result in memory.
     """
 
-    def __init__(self, mean: Tensor, std: Tensor, width: int, device: torch.device) -> None:
+    def __init__(
+        self, mean: Tensor, std: Tensor, width: int, device: torch.device, channels_last: bool = False
+    ) -> None:
         # A row of an image at a time: channels alone, one or three, are too short for vector instructions.
         self.scale = (1 / std).repeat(width).to(device)
         self.shift = (-mean / std).repeat(width).to(device)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Map uint8 (B, H, W, C) to float32 (B, C, H, W), channels last in memory."""
+        """Map uint8 (B, H, W, C) to float32 (B, C, H, W)."""
         rows = pixels.flatten(2)
         result = torch.empty(rows.shape, device=pixels.device)
         # On a CPU so much at a time as its cache holds.
@@ -133,11 +137,39 @@ class Normalise:
         count = max(1, at_once)
         for some, place in zip(rows.split(count), result.split(count), strict=True):
             torch.addcmul(self.shift, some.float(), self.scale, out=place)
-        return result.view(pixels.shape).permute(0, 3, 1, 2)
+        return result.view(pixels.shape).permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
 
 
-class TensorSplit(Split):
+class MemorySplit(Split):
     """Samples that live on the device.
+
+    Args:
+        inputs, targets: tensors whose first dimension counts samples.
+        prepare: what makes a batch of the inputs that are chosen.
+    """
+
+    def __init__(
+        self, inputs: Tensor, targets: Tensor, prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
+    ) -> None:
+        self.inputs, self.targets, self.prepare = inputs, targets, prepare
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def fingerprint(self) -> str:
+        """Return what identifies this split: its size and a digest of all of it."""
+        return f"{len(self)} samples with digest {digest(self.inputs, self.targets):08x}"
+
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield a batch for each index tensor."""
+        for index in indices:
+            index = index.to(self.targets.device, non_blocking=True)
+            inputs = self.inputs.index_select(0, index)  # on a CPU 7 times as fast as [index]
+            yield self.prepare(inputs), self.targets.index_select(0, index)
+
+
+class TensorSplit(MemorySplit):
+    """Images that live on the device.
 
     Args:
         images: uint8, shape (N, C, H, W).
@@ -148,28 +180,24 @@ class TensorSplit(Split):
     def __init__(
         self, images: Tensor, labels: Tensor, mean: Tensor, std: Tensor, channels_last: bool = False
     ) -> None:
-        self.pixels = images.permute(0, 2, 3, 1).contiguous()
+        normalise = Normalise(mean, std, images.shape[3], images.device, channels_last)
+        super().__init__(images.permute(0, 2, 3, 1).contiguous(), labels, normalise)
         self.labels = labels
-        self.normalise = Normalise(mean, std, images.shape[3], images.device)
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def fingerprint(self) -> str:
         """Return what identifies this split: its size, and a digest of the labels and of some pixels."""
-        some = self.pixels.flatten()[:: max(1, self.pixels.numel() // FINGERPRINT_PIXELS)]
-        digest = zlib.crc32(some.cpu().numpy().tobytes(), zlib.crc32(self.labels.cpu().numpy().tobytes()))
-        return f"{len(self)} samples with digest {digest:08x}"
+        some = self.inputs.flatten()[:: max(1, self.inputs.numel() // FINGERPRINT_PIXELS)]
+        return f"{len(self)} samples with digest {digest(self.labels, some):08x}"
 
     @property
     def images(self) -> Tensor:
         """The raw images: uint8, shape (N, C, H, W)."""
-        return self.pixels.permute(0, 3, 1, 2)
+        return self.inputs.permute(0, 3, 1, 2)
 
-    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor."""
-        for index in indices:
-            index = index.to(self.labels.device, non_blocking=True)
-            images = self.normalise(self.pixels.index_select(0, index))  # on a CPU 7 times as fast as [index]
-            yield images.contiguous(memory_format=self.memory_format), self.labels[index]
+
+def digest(*tensors: Tensor) -> int:
+    """Return the CRC-32 of the numbers of all tensors, one after another."""
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+    return checksum

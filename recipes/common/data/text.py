@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from recipes.common.data.splits import Batch, Data, Spec, Split
+from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, digest
 from recipes.common.errors import UserError
 from recipes.common.options import STANDARD_LIBRARY, Options
 
@@ -26,7 +26,7 @@ INSTALLED = ("site-packages", "dist-packages", "__pycache__")
 """Folders beside the standard library that are no part of it."""
 
 
-class TextSplit(Split):
+class TextSplit(MemorySplit):
     """Bytes that live on the device, as windows of seq_len inputs and the seq_len bytes after each of them.
 
     Args:
@@ -36,27 +36,23 @@ class TextSplit(Split):
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text = text
         # A view: neighbours share the byte that is the last target of one and the first input of the next.
-        self.windows = text.unfold(0, seq_len + 1, seq_len)
-
-    def __len__(self) -> int:
-        return len(self.windows)
+        windows = text.unfold(0, seq_len + 1, seq_len)
+        super().__init__(windows[:, :-1], windows[:, 1:])
 
     def fingerprint(self) -> str:
-        """Return what tells this split from another: its size and a digest of all of it."""
-        return f"{len(self.text)} bytes with digest {zlib.crc32(self.text.cpu().numpy().data):08x}"
+        """Return what identifies this split: its size and a digest of all of it."""
+        return f"{len(self.text)} bytes with digest {digest(self.text):08x}"
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield inputs and targets, int64 of shape (B, seq_len), for each index tensor."""
-        for index in indices:
-            windows = self.windows.index_select(0, index.to(self.text.device)).long()
-            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        for inputs, targets in super().batches(indices, epoch):
+            yield inputs.long(), targets.long()
 
 
 def load_text(args: Options, device: torch.device) -> Data:
     """Return the text below --data-dir.
 
-    Raises:
-        UserError: the folder cannot be read, or holds too little text.
+    Raises UserError if the folder cannot be read, or holds too little text.
     """
     folder = args.data_dir
     suffix = ".py" if folder == STANDARD_LIBRARY else ""  # beside the sources, it holds data and compiled code
@@ -78,8 +74,7 @@ def load_text(args: Options, device: torch.device) -> Data:
 def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
     """Return path below the folder and content of the text files in it, sorted by path; hidden ones are left out.
 
-    Raises:
-        UserError: something cannot be read.
+    Raises UserError if something cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -90,13 +85,11 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
     found = []
     try:
         for place, folders, names in os.walk(folder, onerror=refuse):
-            folders[:] = [name for name in folders if name not in INSTALLED and not name.startswith(".")]
-            for name in names:
-                path = Path(place, name)
-                if name.endswith(suffix) and not name.startswith(".") and path.is_file():
-                    content = path.read_bytes()
-                    if content and SEPARATOR not in content:
-                        found.append((path.relative_to(folder).as_posix(), content))
+            folders[:] = [name for name in folders if name not in INSTALLED and name[0] != "."]
+            for path in (Path(place, name) for name in names if name.endswith(suffix) and name[0] != "."):
+                content = path.read_bytes() if path.is_file() else b""
+                if content and SEPARATOR not in content:
+                    found.append((path.relative_to(folder).as_posix(), content))
     except OSError as error:
         refuse(error)
     return sorted(found)

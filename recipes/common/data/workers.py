@@ -10,6 +10,7 @@ them would take its rank along before there is a checkpoint. So workers end with
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -17,20 +18,25 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from recipes.common.data.idle import IdleClock
-from recipes.common.data.splits import Split
-from recipes.common.errors import WorkerError
+from recipes.common.data.splits import Batch, Split
+from recipes.common.errors import UserError, WorkerError
+from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
+
+MAX_WARNINGS = 10
+"""Of images that are left out; all are counted."""
 
 
 @contextlib.contextmanager
@@ -52,6 +58,7 @@ def start_tracker() -> None:
         resource_tracker.ensure_running()
 
 
+@functools.cache
 def start_server() -> BaseContext:
     """Let the fork server start, which takes as long as to import torch; return the context to make workers by."""
     context = multiprocessing.get_context("forkserver")
@@ -87,17 +94,16 @@ def without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def prepare_worker(worker_id: int) -> None:
-    """Prepare a worker process: a DataLoader's worker_init_fn."""
-    threading.Thread(target=_end_with_rank, daemon=True).start()
-
-
-def _end_with_rank() -> None:
-    """End this worker when its rank has gone; the loader itself takes the fork server for the rank."""
+def end_with_rank(worker_id: int) -> None:
+    """Let this worker end when its rank has gone; the loader itself takes the fork server for the rank."""
     rank = multiprocessing.parent_process()
     assert rank
-    rank.join()
-    os._exit(0)
+
+    def wait() -> NoReturn:
+        rank.join()
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -106,32 +112,70 @@ def bounded(seconds: float) -> Iterator[None]:
 
     All ranks may wait for the same file system: then none of them is in a collective, which has a bound.
     """
-
-    def error_of(what: str) -> WorkerError:
-        return WorkerError(f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()} {what}")
+    place = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
     def give_up(number: int, frame: types.FrameType | None) -> NoReturn:
         why = "a worker hangs, perhaps in a file system that does not answer"
         fix = "fix this, then add --resume auto; for samples that take so long, raise --timeout-s"
-        raise error_of(f"got no samples for {seconds:g} s: {why}; {fix}")
+        raise WorkerError(f"{place} got no samples for {seconds:g} s: {why}; {fix}")
 
-    can_signal = threading.current_thread() is threading.main_thread()
-    if can_signal:
-        handler, (left_s, _) = (
-            signal.signal(signal.SIGALRM, give_up),
-            signal.setitimer(signal.ITIMER_REAL, seconds),
-        )
+    handler = signal.signal(signal.SIGALRM, give_up)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
         fix = "is memory short? lower --workers, then add --resume auto"
-        raise error_of(f"lost a worker ({error}); {fix}") from error
+        raise WorkerError(f"{place} lost a worker ({error}); {fix}") from error
     finally:
-        if can_signal:
-            signal.setitimer(signal.ITIMER_REAL, left_s)
-            signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, left_s)
+        signal.signal(signal.SIGALRM, handler)
+
+
+class IdleClock:
+    """Add up the time for which a device stands idle while this process waits.
+
+    A CPU is idle for as long as its process waits. A GPU first works off what it was given before: it is idle
+    between two events, recorded in its queue before and after the wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds = 0.0
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=10_000)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure a wait."""
+        if self.device.type != "cuda":
+            since = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - since
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def seconds(self) -> float:
+        """Return the idle seconds of all waits so far; of a GPU, those that it has come to."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.popleft()
+            self._seconds += begin.elapsed_time(end) / 1000
+        return self._seconds
+
+
+class Sample(NamedTuple):
+    """A sample as a dataset gives it; of a batch, each field holds those of all samples."""
+
+    input: Tensor
+    target: Tensor
+    fault: str = ""
+    """Why it could not be read, so that this one stands in for it."""
+    is_damaged: bool = False
+    """It was read and is no image: --skip-bad-images may leave it out. Else the fault says what to do."""
 
 
 class Keys(list[tuple[int, int]]):
@@ -152,51 +196,51 @@ class LoadedSplit(Split):
     """Samples that --workers processes read by (epoch, index), batch by batch.
 
     Args:
-        dataset: the samples; of --workers 0, read in this process.
-        workers: their number.
+        dataset: gives each as a Sample; without workers, it is read in this process.
         device: the one that waits for batches.
-        context: the workers' fork server, None without workers.
-        timeout_s: longest wait for another rank.
-        collate: what makes a batch of samples (torch's own).
+        on_fault: is told of a sample that is not read, unless --skip-bad-images leaves it out.
+        prepare: what makes a batch of inputs, on the device, of those that are read.
     """
 
     def __init__(
         self,
         dataset: Any,
-        workers: int,
+        args: Options,
         device: torch.device,
-        context: BaseContext | None,
-        timeout_s: float,
-        collate: Callable[[list[Any]], Any] | None = None,
+        on_fault: Callable[[UserError], None],
+        prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
     ) -> None:
-        self.bound_s = 2 * timeout_s + 60  # by then, other ranks have said that they wait for this one
-        self.dataset, self.device, self.idle = dataset, device, IdleClock(device)
+        self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have said that they wait for this one
+        self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
+        self.skips_damaged, self.idle = args.skip_bad_images, IdleClock(device)
         # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
         self.keys: list[Keys] = []
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.keys,
-            num_workers=workers,
-            collate_fn=collate,
+            num_workers=args.workers,
             pin_memory=device.type == "cuda",
-            worker_init_fn=prepare_worker,
-            multiprocessing_context=context,
-            persistent_workers=workers > 0,
+            worker_init_fn=end_with_rank,
+            multiprocessing_context=start_server() if args.workers else None,
+            persistent_workers=args.workers > 0,
             generator=torch.Generator(),  # else it draws from the one that the step has seeded
         )
 
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def fingerprint(self) -> str:
+        """Return what identifies this split; raises UserError where it cannot be read."""
+        return str(self.dataset.fingerprint())
+
     def idle_s(self) -> float:
         """Return for how long the device has had nothing to do but to wait for batches."""
         return self.idle.seconds()
 
-    def load(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Any]:
-        """Yield what collate makes of each index tensor that is not empty (the share of a rank too many is).
+    def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+        """Yield a batch for each index tensor that is not empty (the share of a rank too many is).
 
-        Raises:
-            WorkerError: a worker died, or no batch came within the bound.
+        Raises WorkerError if a worker died, or no batch came within the bound.
         """
         self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
         if samples := getattr(self.dataset, "ahead", 0):
@@ -208,5 +252,20 @@ class LoadedSplit(Split):
                 batch = next(loaded, None)
             if batch is None:
                 break
-            yield batch
+            inputs, targets, faults, are_damaged = batch
+            for fault, is_damaged in zip(faults, are_damaged, strict=True):
+                if fault:
+                    self._report(fault, bool(is_damaged))
+            inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
+            yield self.prepare(inputs), targets
         self.keys.clear()
+
+    def _report(self, fault: str, is_damaged: bool) -> None:
+        if not is_damaged:
+            self.on_fault(UserError(fault))
+        elif not self.skips_damaged:
+            self.on_fault(UserError(f"{fault}; fix or remove it, or add --skip-bad-images"))
+        else:
+            self.skipped += 1
+            if self.skipped <= MAX_WARNINGS:
+                print(f"warning: skipped {fault}", file=sys.stderr, flush=True)

@@ -83,8 +83,7 @@ def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
 def sync_batch_norm(model: nn.Module, args: Options, peers: Peers) -> nn.Module:
     """Return the model with the statistics of --sync-batchnorm, if given: those of a pass of all ranks.
 
-    Raises:
-        UserError: there are several ranks on CPUs.
+    Raises UserError if there are several ranks on CPUs.
     """
     if not args.sync_batchnorm:
         return model

@@ -156,8 +156,7 @@ def make_model(args: Options, data: Data) -> nn.Module:
 def check_model(model: nn.Module, args: Options, data: Data) -> None:
     """Hold code of the user's to what the recipes expect; a model on the meta device, to shapes alone.
 
-    Raises:
-        UserError: model, data and task do not fit together.
+    Raises UserError if model, data and task do not fit together.
     """
     if any(is_reference(text) for text in (args.model, args.data, args.task)):
         from recipes.common.models.own import check_fit, check_sequence
@@ -170,9 +169,8 @@ def check_model(model: nn.Module, args: Options, data: Data) -> None:
 def _image_model(args: Options, data: Data) -> nn.Module:
     if args.model not in OWN_MODELS:
         return _torchvision_model(args.model, data)
-    if data.image_size < MIN_IMAGE_SIZE[args.model]:
-        at_least = f"needs images of {MIN_IMAGE_SIZE[args.model]} pixels and more"
-        raise UserError(f"--model {args.model} {at_least}, got {data.image_size}")
+    if data.image_size < (least := MIN_IMAGE_SIZE[args.model]):
+        raise UserError(f"--model {args.model} needs images of {least} pixels and more, got {data.image_size}")
     return OWN_MODELS[args.model](data.channels, data.image_size, data.num_classes or 0)
 
 
@@ -185,8 +183,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     The names are those of the whole model: layer "layer1.0" holds the parameters "layer1.0.conv1.weight", ...
 
-    Raises:
-        UserError: the model's forward() is more than a sequence of its parts.
+    Raises UserError if the model's forward() is more than a sequence of its parts.
     """
     family = type(model).__name__
     is_sequence = isinstance(model, nn.Sequential) or getattr(model, "is_sequence", False)
@@ -234,16 +231,8 @@ def _torchvision_model(name: str, data: Data) -> nn.Module:
 
 def _fit_channels(model: nn.Module, channels: int) -> None:
     """Let the first convolution read as many channels as the data have."""
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Conv2d):
-            if module.in_channels != channels:
-                first = nn.Conv2d(
-                    channels,
-                    module.out_channels,
-                    module.kernel_size,  # type: ignore[arg-type]
-                    module.stride,  # type: ignore[arg-type]
-                    module.padding,  # type: ignore[arg-type]
-                    bias=module.bias is not None,
-                )
-                model.set_submodule(path, first)
-            return
+    first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    if first.in_channels != channels:
+        first.in_channels = channels
+        first.weight = nn.Parameter(torch.empty(first.out_channels, channels, *first.kernel_size))
+        first.reset_parameters()

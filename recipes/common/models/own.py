@@ -19,8 +19,7 @@ from recipes.common.user_code import call, load, name_of
 def build_own_model(args: Options, data: Data) -> nn.Module:
     """Return what a function of the user's makes of the data's shapes: see Data.
 
-    Raises:
-        UserError: it is no model.
+    Raises UserError if it is no model.
     """
     model = call(f"--model {args.model}", load("--model", args.model), data)
     if not isinstance(model, nn.Module):
@@ -37,8 +36,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
 
     A model on the meta device, which computes shapes alone, gets outputs of one half.
 
-    Raises:
-        UserError: the model does not take the inputs, the task not its outputs, or it does not return sums.
+    Raises UserError if the model does not take the inputs, the task not its outputs, or it does not return sums.
     """
     check_state(model, args)
     inputs, targets = _two_samples(data)
@@ -55,15 +53,14 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     loss = call(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise UserError(f"{what}: loss_sum() has to return a scalar tensor that gradients come from")
+    sums = call(what, task.metric_sums, output, targets)
     try:
-        sums = list(call(what, task.metric_sums, output, targets))
-    except TypeError:
-        names = tuple(task.metrics)
-        raise UserError(
-            f"{what}: metric_sums() has to return a tuple, a value for each of metrics {names}"
-        ) from None
-    if len(sums) != len(task.metrics):
-        raise UserError(f"{what}: metric_sums() returned {len(sums)} values for metrics {tuple(task.metrics)}")
+        is_complete = len(sums) == len(task.metrics)
+    except TypeError:  # one value alone
+        is_complete = False
+    if not is_complete:
+        fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
+        raise UserError(f"{what}: metric_sums() returned {name_of(sums)} that does not fit; {fix}")
     alone = sum(call(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count))
     if not math.isclose(loss.item(), alone, rel_tol=1e-3, abs_tol=1e-5):
         fix = 'return the sum over the samples (reduction="sum"), not the mean'
@@ -99,8 +96,7 @@ def check_state(model: nn.Module, args: Options) -> None:
 def check_sequence(model: nn.Module, sequence: Sequence[nn.Module], args: Options, data: Data) -> None:
     """Hold a model that says is_sequence to its word.
 
-    Raises:
-        UserError: its children one after another return something else than the model.
+    Raises UserError if its children one after another return something else than the model.
     """
     inputs, _ = _two_samples(data)
     inputs = inputs.to(next(model.parameters()).device)

@@ -81,7 +81,7 @@ def own_shards(model: nn.Module, content: dict[str, Any] | None) -> dict[str, An
 def write_shards(job: Job, peers: Peers) -> None:
     """Let each rank write its part of a checkpoint from now on, over connections that nothing else uses."""
     folder = job.record.checkpoints if job.record else CheckpointFolder(job.folder / "checkpoints")
-    job.writer = CheckpointWriter(ShardedFolder(folder, peers), job.stop.fail)
+    job.writer = CheckpointWriter(ShardedFolder(folder, peers).write, job.stop.fail)
 
 
 def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:

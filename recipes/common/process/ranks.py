@@ -26,8 +26,7 @@ class Ranks:
 def read_ranks(recipe: str) -> Ranks:
     """Return what RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE say.
 
-    Raises:
-        UserError: a variable (or MASTER_ADDR, MASTER_PORT) is missing or makes no sense.
+    Raises UserError if one of them (or MASTER_ADDR, MASTER_PORT) is missing or makes no sense.
     """
     start = f"start it with `make run RECIPE={recipe}` or `torchrun --nproc-per-node=2 -m recipes.{recipe}.train`"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

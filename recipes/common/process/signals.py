@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import ClassVar
 
 from recipes.common.errors import UserError
 
@@ -22,9 +21,6 @@ class Stop:
     start its ranks with them blocked, so that none is lost while Python imports) are delivered here.
     """
 
-    received: ClassVar[signal.Signals | None] = None
-    """The last one that came to this process, for whoever called main()."""
-
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.error: UserError | None = None
@@ -33,7 +29,7 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.signal = Stop.received = signal.Signals(number)
+        self.signal = signal.Signals(number)
 
     def fail(self, error: UserError) -> None:
         """Keep the first error of this rank until all ranks have been told of it."""

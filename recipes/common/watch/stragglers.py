@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
+import statistics
 from typing import Any
 
 Work = dict[int, dict[str, Any]]
@@ -33,17 +32,11 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
     found = []
     ordered = sorted(work_s.values())
     for rank in sorted(work_s):
-        others_s = median_without(ordered, work_s[rank])
+        place = ordered.index(work_s[rank])
+        others_s = statistics.median(ordered[:place] + ordered[place + 1 :])
         if work_s[rank] - others_s > max(share * step_s, LEAST_EXCESS_S):
             found.append(
                 f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms, "
                 f"its own work takes {1000 * work_s[rank]:.0f} ms, the work of the others {1000 * others_s:.0f} ms"
             )
     return found
-
-
-def median_without(ordered: Sequence[float], one: float) -> float:
-    """Return the median of sorted values but for one of them: a thousand ranks need no sort each."""
-    place, number = bisect.bisect_left(ordered, one), len(ordered) - 1
-    low, high = ((i + (i >= place)) for i in ((number - 1) // 2, number // 2))
-    return (ordered[low] + ordered[high]) / 2

@@ -71,9 +71,8 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
     Options come first: they decide what ranks do together to load data, and which groups they make.
 
-    Raises:
-        UserError: missing or malformed data; or with the first rank whose options, data, code or libraries differ
-            from rank 0's, and the first difference.
+    Raises UserError for missing or malformed data; or with the first rank whose options, data, code or libraries
+    differ from rank 0's, and the first difference.
     """
     found: Listing | bytes | None = None
     if peers.world_size > 1:
@@ -124,11 +123,7 @@ def check_same_facts(facts: dict[str, str], peers: Peers) -> None:
 
 
 def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
-    """Compare this rank's facts with rank 0's.
-
-    Raises:
-        UserError: with the first that differs.
-    """
+    """Raise UserError with the first of this rank's facts that differs from rank 0's."""
     for name in [*expected, *own]:
         here, there = own.get(name, "missing"), expected.get(name, "missing")
         if here != there:
@@ -137,7 +132,7 @@ def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
 
 
 class Slot(NamedTuple):
-    """What stands for a tensor in a tree whose tensors follow."""
+    """What stands for a tensor in a tree whose tensors follow (tree.py)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -145,37 +140,6 @@ class Slot(NamedTuple):
     """The dimensions by descending stride: in that order the tensor is contiguous."""
     keep: Callable[[Tensor], Tensor] | None = None
     """Returns what this rank keeps of the tensor; None: all."""
-
-
-def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lambda outline: outline) -> Any:
-    """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
-
-    Tensors go one by one: what is in memory besides the result is one tensor at most (on rank 0, the tree).
-    `own_part` is given the tree with a Slot for each tensor, and may set what this rank keeps of each.
-    """
-    sent: list[Tensor] = []
-
-    def put_slot(tensor: Tensor) -> Slot:
-        sent.append(tensor)
-        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        return Slot(tuple(tensor.shape), tensor.dtype, tuple(order))
-
-    def fill_slot(slot: Slot) -> Tensor:
-        shape = [slot.shape[i] for i in slot.order]
-        if peers.rank == 0:
-            buffer = next(tensors).permute(slot.order).contiguous()
-        else:
-            buffer = torch.empty(shape, dtype=slot.dtype)
-        if buffer.numel():
-            with peers.watch("checkpoint"):
-                peers.broadcast_tensor(buffer.flatten().view(torch.uint8))
-        tensor = buffer.permute([slot.order.index(i) for i in range(len(shape))])
-        return slot.keep(tensor) if slot.keep else tensor
-
-    with peers.watch("checkpoint"):
-        outline = peers.broadcast_object(map_tree(tree, Tensor, put_slot))
-    tensors = iter(sent)
-    return map_tree(own_part(outline), Slot, fill_slot)
 
 
 def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:

@@ -17,16 +17,10 @@ Exchange = Callable[[str, str], Mapping[str, str]]
 def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl: bool = True) -> torch.device:
     """Return the first GPU of this process's own, or the CPU.
 
-    With auto, a node without GPUs works on CPUs. One whose GPUs do not suffice never does so unasked.
+    `wanted` is --device. With auto, a node without GPUs works on CPUs; one whose GPUs do not suffice never does so
+    unasked. `has_nccl`: the communication library can exchange gradients between GPUs.
 
-    Args:
-        wanted: --device, one of auto, cpu and cuda.
-        ranks: this process's numbers.
-        devices_per_rank: GPUs that each process takes.
-        has_nccl: whether the communication library can exchange gradients between GPUs.
-
-    Raises:
-        UserError: there are GPUs, or they were asked for, and they cannot be used.
+    Raises UserError if there are GPUs, or they were asked for, and they cannot be used.
     """
     visible = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not visible):
@@ -51,8 +45,7 @@ def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl
 def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exchange) -> torch.device:
     """Return this rank's device once all ranks have chosen the same kind; call it on all ranks.
 
-    Raises:
-        UserError: on all ranks: one of them cannot use its GPUs, or some have GPUs and some have none.
+    Raises UserError on all ranks if one of them cannot use its GPUs, or some have GPUs and some have none.
     """
     here = f"rank {rank} on {socket.gethostname()}"
     try:

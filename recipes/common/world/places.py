@@ -23,11 +23,11 @@ class Place:
     network: str | None = None
 
 
-def place_of(device: torch.device, network: str | None = None) -> Place:
-    """Return where this process is that works on the device, and whose NCCL uses the network."""
+def place_of(device: torch.device) -> Place:
+    """Return where this process is that works on the device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index, network)
+        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index)
     threads = torch.get_num_threads()
     return Place(socket.gethostname(), f"CPU, {threads} thread{'s' if threads > 1 else ''} a process")
 

@@ -14,13 +14,17 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.common.errors import UserError
 
-if TYPE_CHECKING:
-    from recipes.common.world.places import Place  # which imports torch, and the doctor reads logs without it
+if TYPE_CHECKING:  # the doctor reads logs without torch, which all of these import
+    import torch
+
+    from recipes.common.world.peers import Peers
+    from recipes.common.world.places import Place
 
 NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 TCP = "Socket"
@@ -98,10 +102,27 @@ def find_network(text: str) -> str | None:
     return str(found[-1]) if found else None
 
 
-def needs_communicator(places: Sequence[Place]) -> bool:
-    """Whether ranks on GPUs of several hosts have not used NCCL yet; the same on all ranks."""
-    is_several = len({place.host for place in places}) > 1
-    return is_several and any(place.index is not None and place.network is None for place in places)
+def gather_networks(places: Sequence[Place], device: torch.device, peers: Peers) -> list[Place]:
+    """Return the places of GPUs with the network that NCCL uses between hosts; call it on all ranks.
+
+    Raises UserError on all of them if that is TCP in spite of FABRIC.
+    """
+    import torch
+
+    from recipes.common.world.agreement import run_on_all_ranks
+
+    networks: list[str | None] = [None] * len(places)
+    if len({place.host for place in places}) > 1:
+        own = read_network()
+        networks = peers.gather_objects(own)
+        if None in networks:
+            # All-reduce: 4 bytes, for which NCCL connects the ranks and says over what.
+            peers.sum_tensor(torch.zeros(1, device=device))
+            networks = peers.gather_objects(own or read_network())
+    end_log()  # where all ranks are on one host, there is no network to ask for
+    places = [replace(place, network=network) for place, network in zip(places, networks, strict=True)]
+    run_on_all_ranks(lambda: None if peers.rank else check_network(places), peers)
+    return places
 
 
 def check_network(places: Sequence[Place]) -> None:

@@ -28,7 +28,6 @@ from recipes.common.watch.watch import Watch
 from recipes.common.world.agreement import Slot
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.places import Place
-from recipes.common.world.transport import log_nccl
 
 T = TypeVar("T")
 
@@ -117,11 +116,7 @@ class World:
 
 @contextlib.contextmanager
 def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> Iterator[World]:
-    """Connect this process with the others; disconnect at the end, and where all ranks raise the same UserError.
-
-    Raises:
-        UserError: as join_world().
-    """
+    """Connect this process with the others; disconnect at the end, also if all ranks raise a UserError."""
     world = join_world(args, ranks, devices_per_rank)
     try:
         yield world
@@ -133,11 +128,7 @@ def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> I
 
 
 def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
-    """Choose this process's device, connect it with the other processes, and watch what it waits for.
-
-    Raises:
-        UserError: the processes do not find each other, or not all of them can use the same kind of device.
-    """
+    """Choose this process's device, connect it with the other processes, and watch what it waits for."""
     timeout = bound_of_waits(args)
     device, control = connect(args.device, ranks, timeout, devices_per_rank)
     # What each rank waits for is noted in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
@@ -151,13 +142,7 @@ def connect(
 ) -> tuple[torch.device, dist.ProcessGroup]:
     """Let all processes meet at MASTER_ADDR:MASTER_PORT; return this one's device and a gloo group of all of them.
 
-    In the default group, CPU tensors go through gloo and CUDA ones through NCCL.
-
-    Args:
-        wanted: --device.
-        ranks: this process's numbers.
-        timeout: longest wait for another process.
-        devices_per_rank: GPUs that each process takes.
+    In the default group, CPU tensors go through gloo and CUDA ones through NCCL. `wanted` is --device.
 
     Raises:
         MissingNodeError: they do not find each other in time.
@@ -174,6 +159,8 @@ def connect(
         )
         backend = "gloo"
         if device.type == "cuda":
+            from recipes.common.world.transport import log_nccl
+
             backend = "cpu:gloo,cuda:nccl"
             log_nccl()
         groups = dist.PrefixStore("groups", store)

@@ -2,7 +2,7 @@
 
 It repeats what a caller can trip over: initialize() comes once and before DDP, zero_grad() takes no arguments
 under O2, masters appear at the first zero_grad() or backward, a delayed unscale leaves gradients where they are,
-an overflow puts a no-op in place of the next step().
+an overflow puts a no-op in place of the next step(), O1 refuses to add float32 to float64.
 """
 
 import contextlib
@@ -44,6 +44,7 @@ def initialize(model, optimizer, opt_level, verbosity):
                 return forward(images)
 
         model.forward = cast
+        torch.Tensor.__iadd__ = _add_same_types
     if opt_level == "O2":
         step = optimizer.step
 
@@ -61,6 +62,15 @@ def initialize(model, optimizer, opt_level, verbosity):
         optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
         optimizer.step = types.MethodType(step_and_round, optimizer)
     return model, optimizer
+
+
+_add = torch.Tensor.__iadd__
+
+
+def _add_same_types(self, other):
+    kinds = {x.dtype for x in (self, other) if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    assert len(kinds) <= 1, f"O1 knows no type for the sum of {kinds}"
+    return _add(self, other)
 
 
 def _give_float(module, state, prefix, metadata):
@@ -102,13 +112,6 @@ def scale_loss(loss, optimizer, delay_unscale=False):
         optimizer.step = skip
         return
     State.unskipped += 1
-
-
-@contextlib.contextmanager
-def disable_casts():
-    assert State.level == "O1", "only O1 has casts to disable"
-    EVENTS.append("disable_casts")
-    yield
 
 
 def master_params(optimizer):

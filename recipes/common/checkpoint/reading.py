@@ -1,0 +1,168 @@
+"""Read checkpoints, as --resume does: whole, undamaged and of a run like this one, or not at all.
+
+What the bytes of a file prove is told from what a passing error of the machine says: only the former condemns it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.common.checkpoint.checkpoint import (
+    CHECKSUM,
+    FORMAT,
+    MARK,
+    SHARD,
+    CheckpointFolder,
+    names_in,
+    reason_of,
+)
+from recipes.common.errors import UserError
+from recipes.common.options import Options
+
+ONLY_FOR = {
+    "image_size": ("imagefolder", "shards", "synthetic"),
+    "num_samples": ("synthetic",),
+    "seq_len": ("text",),
+}
+"""The values of --data for which an option means anything; others: all."""
+
+ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
+"""Checks the files that a sharded checkpoint names; raises as check_shards()."""
+
+
+class BadCheckpointError(Exception):
+    """The bytes of a file prove that it is no whole checkpoint of ours; the message says why."""
+
+
+def read_newest(
+    folder: CheckpointFolder, set_aside: bool, check: ShardCheck | None = None
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest good checkpoint of a folder, or None where there has never been one.
+
+    A bad one is skipped with a warning. With set_aside, those that are newer than the good one are
+    renamed to *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
+
+    Raises:
+        UserError: there are checkpoints, and none of them is good; or one cannot be read.
+        OSError: the folder cannot be read.
+    """
+    paths, bad = folder.paths(), []
+    for path in paths:
+        try:
+            content = read_checkpoint(path, check)
+        except BadCheckpointError as error:
+            print(f"warning: skipped {path}: {error}", file=sys.stderr, flush=True)
+            bad.append(path)
+            continue
+        for old in bad if set_aside else ():
+            old.rename(old.with_name(f"{old.name}.bad"))
+        return path, content
+    names = names_in(folder.folder)
+    others = sorted(name for name in names if name.endswith((".pt", ".pt.bad")))
+    if not others:
+        return None
+    none = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
+    only = f"no good checkpoint in {folder.folder}, only {', '.join(others[:3])}"
+    best = f"try --resume {folder.folder / 'best.pt'} under another --name, or " if "best.pt" in names else ""
+    remedy = f"{best}begin again from step 0 with --overwrite and --resume none"
+    raise UserError(f"{none if paths else only}; {remedy}")
+
+
+def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, Any]:
+    """Return a checkpoint's content with its tensors on the CPU; of a sharded one, with references in their place.
+
+    `check` checks the shard files (default: this process does).
+
+    Raises:
+        BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
+        UserError: the file cannot be read now (an I/O error, no memory), which proves nothing against it.
+    """
+    with ThreadPoolExecutor(2) as pool:  # at the same time: each takes about as long as the other
+        checking = pool.submit(_check_bytes, path)
+        loading = pool.submit(torch.load, path, map_location="cpu", weights_only=True)
+    try:
+        checking.result()  # a checksum that does not match is the reason for whatever torch has raised
+        content = loading.result()
+    except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
+        raise _cannot_read(path, error) from error
+    except BadCheckpointError:
+        raise
+    except Exception as error:
+        raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadCheckpointError(f"not a checkpoint of this project (no format {FORMAT!r})")
+    if "shards" in content:
+        try:
+            (check or check_shards)(path, content["shards"]["files"])
+        except (LookupError, TypeError):
+            raise BadCheckpointError("it does not say which shard files it has") from None
+        content["shards"]["folder"] = str(path.parent)
+    return content
+
+
+def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
+    """Check every byte of shard files that a checkpoint names, some files at a time; none stays in memory.
+
+    Raises:
+        BadCheckpointError: one is missing, cut or damaged.
+        UserError: one cannot be read now.
+    """
+
+    def check(entry: dict[str, Any]) -> None:
+        name, checksum = entry["name"], 0
+        if not SHARD.fullmatch(name):
+            raise BadCheckpointError(f"it names {name!r}, which is no shard file")
+        try:
+            with open(path.with_name(name), "rb") as file:
+                is_whole = os.fstat(file.fileno()).st_size == entry["size"]
+                while is_whole and (chunk := file.read(2**20)):
+                    checksum = zlib.crc32(chunk, checksum)
+        except FileNotFoundError:
+            raise BadCheckpointError(f"its shard file {name} is missing") from None
+        except OSError as error:
+            raise _cannot_read(error.filename, error) from error
+        if not is_whole or checksum != entry["crc32"]:
+            raise BadCheckpointError(f"its shard file {name} is cut or damaged (its checksum does not match)")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(check, files))
+
+
+def _cannot_read(path: Path, error: BaseException) -> UserError:
+    return UserError(f"cannot read {path}: {reason_of(error)}; nothing was changed: fix this, then resume again")
+
+
+def _check_bytes(path: Path) -> None:
+    checksum = 0
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size - CHECKSUM.size
+        while left > 0 and (chunk := file.read(min(left, 2**20))):
+            checksum = zlib.crc32(chunk, checksum)
+            left -= len(chunk)
+        if left > 0:
+            raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
+        if left or file.read() != CHECKSUM.pack(MARK, checksum):
+            raise BadCheckpointError(
+                "cut, damaged, or no checkpoint of this project (its checksum does not match)"
+            )
+
+
+def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
+    """Raise UserError, with the first option that differs, for a checkpoint of other data, model or batch."""
+    for name, value in content["options"].items():
+        own = getattr(args, name)
+        if own != value and args.data in ONLY_FOR.get(name, (args.data,)):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{path} was written with {flag} {value}, this run has {flag} {own}; "
+                "give the same, or start a new run without --resume"
+            )

@@ -1,0 +1,64 @@
+"""Options from a small YAML file (--config) of `flag: value` lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recipes.common.errors import UserError, nearest
+
+KEPT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
+"""What YAML may recognise; a number stays as it is written: the name 1.10 is not 1.1, and 012 not 10."""
+
+
+class Loader(yaml.SafeLoader):
+    """Read values of KEPT, and texts."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Refuse what YAML lets pass: of a flag that is given twice, the last value."""
+        flags = [str(key.value).replace("_", "-") for key, _ in node.value]
+        if twice := [flag for flag in flags if flags.count(flag) > 1]:
+            raise UserError(f"{twice[0]} is given twice; keep one")
+        return super().construct_mapping(node, deep)
+
+
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag in KEPT]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the values by flag; raises UserError for a file that cannot be read, or that holds something else."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise UserError(f"--config {path}: {error.strerror or error}") from None
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise UserError(f"--config {path} must hold lines of the form `flag: value`")
+    return {str(key).replace("_", "-"): value for key, value in (content or {}).items()}
+
+
+def words_of_config(path: Path, flags: Sequence[str]) -> list[str]:
+    """Return the command-line words that a file stands for; `flags` are all --flags that there are."""
+    words = []
+    known = [flag.removeprefix("--") for flag in flags if not flag.startswith("--no-")]
+    for flag, value in read_config(path).items():
+        if flag not in known or flag in ("config", "help"):
+            raise UserError(f"--config {path}: unknown option {flag!r}{nearest(flag, known)}")
+        is_switch = f"--no-{flag}" in flags
+        if is_switch and isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif is_switch or isinstance(value, bool | list | dict) or value is None:
+            wanted = "true or false" if is_switch else "one word or number"
+            raise UserError(f"--config {path}: {flag} expects {wanted}, got {value!r}")
+        else:
+            words.append(f"--{flag}={value}")
+    return words

@@ -1,0 +1,86 @@
+"""--cache-dir: what has been read from shards on a server, on a disk of the node.
+
+A file for each shard, with holes for what has not been read: an image is there if its checksum is right. So any
+number of processes write it without a lock, and a crash costs what is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from recipes.common.data.remote import Store
+from recipes.common.errors import UserError
+
+
+class Cache:
+    """The copies of a server's files in a folder; files that are not there yet are read from the server."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store, self.folder = store, folder
+
+    def read(self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool]) -> bytes:
+        """Return what Store.read() does; raises OSError where it does, or where the copy cannot be used."""
+        with self._open(name) as file:
+            content = os.pread(file, end - start, start)
+        if is_packed(content):
+            return content
+        content = self.store.read(name, start, end, is_packed)
+        with self._open(name) as file:
+            if os.pwrite(file, content, start) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return content
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """Open a file; no link is followed, also where others can rename the cache's folder."""
+        try:
+            folder = open_own(self.folder)
+            try:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                file = os.open(name, flags, 0o644, dir_fd=folder)
+            finally:
+                os.close(folder)
+            try:
+                yield file
+            finally:
+                os.close(file)
+        except OSError as error:
+            what = f"--cache-dir cannot use {self.folder / name}: {error.strerror}"
+            raise OSError(error.errno, what) from None
+
+
+def open_own(folder: Path) -> int:
+    """Open a folder that is this user's, who alone can write to it, and no link; raises OSError if it is not."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    about = os.fstat(file)
+    if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
+        return file
+    os.close(file)
+    raise OSError(errno.EPERM, f"others can write to it: make it yours, and chmod go-w {folder}")
+
+
+def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:
+    """Return the cache for the shards of a server, by name and size, in a folder of its own below --cache-dir.
+
+    Raises UserError if the folder cannot be made, others can write to it, or its disk is too full.
+    """
+    folder = cache_dir / f"{store.url.split('/')[-1]}-{zlib.crc32(store.url.encode()):08x}"
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        os.close(open_own(folder))
+        missing = sum(shards.values()) - sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        fix = "give a folder on a disk of the node that this user alone can write to"
+        raise UserError(f"--cache-dir: cannot use {folder} ({error.strerror}); {fix}") from None
+    if missing > free:
+        what = f"needs {missing / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free"
+        fix = "make room, give another folder, or go without a cache"
+        raise UserError(f"--cache-dir: {folder} {what}; {fix}")
+    return Cache(store, folder)

@@ -1,0 +1,113 @@
+"""What --resume continues: a run and its newest good checkpoint, or a checkpoint at a path."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in
+from recipes.common.checkpoint.reading import (
+    BadCheckpointError,
+    ShardCheck,
+    check_options,
+    read_checkpoint,
+    read_newest,
+)
+from recipes.common.checkpoint.shard_files import read_whole
+from recipes.common.errors import UserError
+from recipes.common.options import Options
+from recipes.common.record.record import read_config
+
+Content = dict[str, Any]
+
+
+def find_checkpoint(
+    args: Options, recipe: str, check: ShardCheck | None
+) -> tuple[Path | None, Path | None, Content | None]:
+    """Return the run to continue, and the checkpoint to continue from with its content; None: there is none.
+
+    Raises:
+        UserError: as open_run().
+        OSError: something cannot be read.
+    """
+    folder: Path | None = None
+    found: tuple[Path, Content] | None = None
+    if args.resume == "auto":
+        folder, found = _find_run(args, recipe, check)
+    else:
+        found = read_path(Path(args.resume), check=check)
+    if not found:
+        return folder, None, None
+    path, content = found
+    check_options(args, content, path)
+    return folder, path, content if check else read_whole(content)
+
+
+def _find_run(
+    args: Options, recipe: str, check: ShardCheck | None
+) -> tuple[Path | None, tuple[Path, Content] | None]:
+    """Return the run of --resume auto, and its newest good checkpoint."""
+    folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
+    names = names_in(folder) if folder else set()
+    if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
+        return None, None
+    found = read_newest(CheckpointFolder(folder / "checkpoints"), True, check)
+    remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
+    if not found and "result.json" in names:
+        raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
+    if not found and "config.json" in names:
+        # A run that began from another's checkpoint and has none of its own yet begins from there again.
+        begun_from = read_config(folder / "config.json")["launches"][-1]["checkpoint"]
+        if begun_from and not Path(begun_from).exists():
+            raise UserError(
+                f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {remedy}"
+            )
+        found = read_path(Path(begun_from), check=check) if begun_from else None
+    return folder, found
+
+
+def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
+    """Return the run that this recipe was launched in last, whatever its name."""
+    launched = []
+    for name in names_in(runs_dir):
+        path = runs_dir / name / "config.json"
+        try:
+            config, time_ns = read_config(path), path.stat().st_mtime_ns  # written at each launch
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (UserError, PermissionError) as error:
+            print(f"warning: skipped a run in the search for the newest one: {error}", file=sys.stderr, flush=True)
+            continue
+        last = {**config, **config["launches"][-1]}
+        if last["recipe"] == recipe:
+            launched.append((datetime.fromisoformat(last["time"]), time_ns, path.parent))
+    return max(launched)[2] if launched else None
+
+
+def read_path(
+    path: Path, flag: str = "--resume", others: str = "auto, ", check: ShardCheck | None = None
+) -> tuple[Path, Content]:
+    """Return the checkpoint at a path, or the newest good one of the run at that path.
+
+    `check`: as for read_checkpoint().
+
+    Raises:
+        UserError: there is none, or it is bad; it names the flag, and the others that it takes beside a path.
+    """
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
+    if is_folder:
+        folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
+        found = read_newest(CheckpointFolder(folder), False, check)
+        if not found:
+            raise UserError(f"{flag} {path}: no checkpoints in {folder}")
+        return found
+    try:
+        return path, read_checkpoint(path, check)
+    except BadCheckpointError as error:
+        raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None

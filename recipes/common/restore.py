@@ -1,0 +1,58 @@
+"""Go on from a checkpoint: what a job takes over of its content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipes.common.checkpoint.checkpoint import Position
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.optim import load_optimizer_state
+
+
+def restore(job: Job, content: dict[str, Any]) -> None:
+    """Go on from a checkpoint's content; raises UserError if its model or optimizer has another shape."""
+    try:
+        job.model.load_state_dict(content["model"])
+        load_optimizer_state(job.optimizer, content["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the checkpoint does not fit this run: {reason[:200]}") from None
+    if content["scaler"]:
+        job.scaler.load_state_dict(content["scaler"])
+    job.position = position_of(content, job.steps_per_epoch, job.total_steps)
+    if text := changes_of(content.get("data", {}), job.data.fingerprints):
+        job.say(text)
+    job.throughput.add_earlier(**content.get("timed", {}))
+    job.guard.skipped = content.get("skipped_steps", 0)
+
+
+def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
+    """Return where a checkpoint stands, for a run that may be longer than the one that wrote it."""
+    values = content["position"]
+    if "test_accuracy" in values:  # of version 0.1.0, which had no other tasks
+        values = {
+            **{name: values[name] for name in ("step", "epoch")},
+            "averages": {"test_accuracy": values["test_accuracy"]},
+            "best_score": values["best_accuracy"],
+        }
+    position = Position(**values)
+    if position.step < total_steps:
+        # A run that --max-steps ended within an epoch counted it as done; a longer run completes it.
+        position.epoch = min(position.epoch, position.step // steps_per_epoch)
+        # Of data that have shrunk, the epochs that it has more steps than are done.
+        position.epoch = max(position.epoch, -(-position.step // steps_per_epoch) - 1)
+    return position
+
+
+def changes_of(before: dict[str, str], now: dict[str, str]) -> str:
+    """Return a warning if the data are not those of the checkpoint, else ""; those of old versions do not say."""
+    changed = [
+        f"{half} is {now[half]} (was {text})" for half, text in before.items() if now.get(half, text) != text
+    ]
+    if not changed:
+        return ""
+    return (
+        f"warning: the data have changed since the checkpoint was written: {', '.join(changed)}; from here on the "
+        "order of samples is another one, and earlier evaluations do not compare"
+    )

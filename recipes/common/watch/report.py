@@ -1,0 +1,160 @@
+"""The report of a hang: what each rank that answers says, put together by one of them.
+
+watch.py loads it when a rank has waited for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from recipes.common.watch import sentences
+from recipes.common.watch.notes import Notes
+
+GATHER_S = 2.0
+"""How long ranks may take to say where they stand, once one has called."""
+
+COLLECT_S = 2.0
+"""How long one of them may take to put that together."""
+
+MANY = 64
+"""Up to so many ranks, all of them look for the others' reports."""
+
+COLLECTORS = 3
+"""Of more ranks, so many do, those that call first: a thousand asking for a thousand would choke the store."""
+
+
+def describe_rank(note: dict[str, Any], error: BaseException | None, watchers: Iterable[threading.Thread]) -> str:
+    """Return this rank's report: its note as a line of JSON, a sentence, and the stacks of its threads.
+
+    `error` is what the main thread has met; the stacks of `watchers` and of the thread that asks say nothing.
+    """
+    lines = [json.dumps(note), sentences.where_it_stands(note), ""]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    left_out = {threading.get_ident(), *(thread.ident for thread in watchers)} - {main}
+    for ident, frame in sys._current_frames().items():
+        if ident not in left_out:
+            if ident == main and error is not None:
+                stack = traceback.format_exception(error)
+            else:
+                stack = traceback.format_stack(frame)
+            lines.append(f"thread {names.get(ident, ident)}:\n{''.join(stack)}")
+    return "\n".join(lines)
+
+
+class Report:
+    """One rank's part in the report.
+
+    Args:
+        rank: of this process.
+        world_size: the number of ranks.
+        place: the folder that gets the report.
+        notes: what ranks share; without a store, the folder is.
+        last_notes: where other ranks stood, as far as this one knows.
+        recent_s: what lies longer in the folder is of an earlier launch.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, place: Path, notes: Notes, last_notes: dict[int, str], recent_s: float
+    ) -> None:
+        self.rank, self.world_size, self.place = rank, world_size, place
+        self.notes, self.last_notes, self.recent_s = notes, last_notes, recent_s
+        self.path = place / "hang-report.txt"
+
+    def make(self, text: str, linger_s: float) -> None:
+        """Show this rank's part to the others, and return once the report is there, or its time is up.
+
+        The rank that has put it together stays for a while, as the store may go with it.
+        """
+        self.notes.put(f"report/{self.rank}", text)
+        self.notes.put("hung", str(self.rank))  # calls the other ranks
+        with contextlib.suppress(OSError):
+            (self.place / "hang").mkdir(parents=True, exist_ok=True)
+            _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
+        if not self.is_collector():
+            _wait(GATHER_S + COLLECT_S, self._is_done)
+            return
+        reports = self.gather() or {self.rank: text}  # neither a store nor a disk
+        if self.rank != min(reports):
+            _wait(COLLECT_S, self._is_done)
+        if not self._is_done() and self.notes.count("collectors", otherwise=1) == 1:
+            self._collect(reports)
+            if self.notes.store:
+                self.notes.put("done", str(self.rank))
+                time.sleep(linger_s)
+
+    def is_collector(self) -> bool:
+        """Whether this rank looks for the reports of the others; of many, those that come first."""
+        if self.world_size <= MANY:
+            return True
+        if number := self.notes.count("callers", otherwise=0):
+            return number <= COLLECTORS
+        for i in range(COLLECTORS):  # without a store, of those that share a disk
+            try:
+                (self.place / "hang" / f"collector-{i}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            except OSError:
+                return True
+            return True
+        return False
+
+    def gather(self) -> dict[int, str]:
+        """Wait for the reports of all ranks, for a while; return those that came, by rank."""
+        reports: dict[int, str] = {}
+        began_at = time.time()
+
+        def have_all() -> bool:
+            for rank in set(range(self.world_size)) - set(reports):
+                path = self.place / "hang" / f"rank-{rank}.txt"
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime > began_at - self.recent_s:
+                        reports[rank] = path.read_text()
+            if missing := sorted(set(range(self.world_size)) - set(reports)):
+                reports.update(self.notes.read("report", missing))
+            return len(reports) == self.world_size
+
+        _wait(GATHER_S, have_all)
+        return reports
+
+    def _is_done(self) -> bool:
+        return self.path.exists() or self.notes.has("done")
+
+    def _collect(self, reports: dict[int, str]) -> None:
+        """Write hang-report.txt and say in one line who is missing."""
+        silent = sorted(set(range(self.world_size)) - set(reports))
+        texts = {**self.last_notes, **self.notes.read("note", silent)}
+        last = {rank: json.loads(text) for rank, text in texts.items()}
+        found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
+        summary = sentences.summarize(found, last, self.world_size)
+        table = [sentences.where_it_stands(found[rank]) for rank in sorted(found)]
+        table += [f"rank {rank} did not answer; {sentences.last_place(last.get(rank))}" for rank in silent]
+        stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
+        where = f"stacks of the others: {self.path}"
+        try:
+            _write(self.path, "\n".join([summary, "", *table, "", *stacks]))
+        except OSError as error:
+            where = f"cannot write {self.path}: {error.strerror}"
+        print(f"error: {summary}; {where}", file=sys.stderr, flush=True)
+
+
+def _wait(seconds: float, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole or absent for whoever waits for it."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(path)

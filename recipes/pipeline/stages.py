@@ -1,0 +1,165 @@
+"""The two ways to run a model in parts: a stage in each rank, or all parts in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import EVAL_BATCH_SIZE, Data
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC
+from recipes.pipeline.grid import Grid, PipelineOptions
+from recipes.pipeline.partition import Part, PartModule, row_major
+
+# One line reports a lost neighbour (entry.py); torch would log the whole interleaved schedule besides.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The loss of outputs and targets, scaled as its gradients need it."""
+
+
+def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
+    """Return a part of the model with gradients that are averaged over the replicas."""
+    # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
+    # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
+    return DistributedDataParallel(
+        module,  # no device_ids: a part lies where it lies, in-process even on several devices
+        process_group=world.mesh.get_group("dp"),
+        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+    )
+
+
+def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, int]:
+    """Return the samples of a replica's pass in training and in evaluation: a multiple of the microbatches."""
+    count, share = args.num_microbatches, math.ceil(len(data.test) / world.replicas)
+    per_pass = args.global_batch_size // world.replicas // args.accumulate_steps
+    return per_pass, count * math.ceil(min(EVAL_BATCH_SIZE, share) / count)
+
+
+class RankPipeline:
+    """--split ranks: this process's stage of a pipeline, driven by one of torch's schedules.
+
+    Each stage sends a microbatch's activations to the next one and its gradient to the one before. Of
+    m + p - 1 time slots a stage of p works in m: the bubble is (p - 1) / (m + p - 1) of its time.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: list[Part], args: PipelineOptions, data: Data, world: Grid, loss: Loss
+    ) -> None:
+        self.args, self.world = args, world
+        self.places = [f"stage {number % world.stages}" for number in range(len(parts))]
+        self.numbers = range(world.stage, len(parts), world.stages)
+        self.modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
+        self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in self.modules]
+        self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
+        batch_size, eval_batch_size = batch_sizes(args, data, world)
+        self.stages, self.schedule = self.connect(batch_size, loss)
+        # Pipeline: evaluation has its own buffers, and no loss: the schedule then only runs forward.
+        _, self.forward_schedule = self.connect(eval_batch_size, None)
+
+    def connect(self, batch_size: int, loss: Loss | None) -> tuple[list[PipelineStage], Any]:
+        """Return this process's stages for batches of a size, and the schedule that drives them."""
+        size = batch_size // self.args.num_microbatches
+
+        def like(number: int) -> Tensor:
+            """Return a tensor of the shape that crosses in front of part `number`, without memory."""
+            shape, dtype = self.shapes[number]
+            needs_grad = loss is not None and number > 0
+            return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=needs_grad)
+
+        # Pipeline: shapes known beforehand spare the stages a first exchange of them, and a pass to find them out.
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                num_stages=len(self.places),
+                device=self.world.device,
+                input_args=like(number),
+                output_args=like(number + 1),
+                group=self.world.mesh.get_group("pp"),
+            )
+            for number, module in zip(self.numbers, self.modules, strict=True)
+        ]
+        # Pipeline: the loss is divided by the global batch already; the schedule must not divide it again.
+        held = stages if self.args.schedule == "interleaved" else stages[0]
+        make = SCHEDULES[self.args.schedule]
+        return stages, make(held, self.args.num_microbatches, loss_fn=loss, scale_grads=False)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
+        """Run one pass of all stages; return the loss, which is 0 on all but the last stage."""
+        for stage, module, ddp in zip(self.stages, self.modules, self.ddp, strict=True):
+            # DDP: gradients are exchanged only in the last of the accumulated passes; the others go past DDP.
+            stage.submod = ddp if exchange else module
+        losses: list[Tensor] = []
+        # Pipeline: inputs go in at the first stage, activations and their gradients cross between neighbours
+        # (a microbatch's output_shape each way), and targets meet the output at the last stage.
+        self.schedule.step(*self.given(inputs), target=targets, losses=losses)
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
+
+    def output(self, inputs: Tensor) -> Tensor | None:
+        """Run one forward pass of all stages; return the model's output on the last one."""
+        return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
+
+    def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what this process hands to a schedule: the inputs on the first stage."""
+        return (row_major(inputs),) if self.world.stage == 0 else ()
+
+
+class SplitModel(nn.Module):
+    """The parts of a model on devices of one process."""
+
+    def __init__(self, parts: list[PartModule], num_microbatches: int) -> None:
+        super().__init__()
+        self.parts, self.num_microbatches = nn.ModuleList(parts), num_microbatches
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map inputs on the first device to the model's output on the last."""
+        outputs = []
+        # Pipeline: kernels are queued, not waited for: while one device works on a microbatch, the device before
+        # it has begun the next one.
+        for data in inputs.tensor_split(self.num_microbatches):
+            for part in self.parts:
+                data = part(data.to(cast(PartModule, part).device, non_blocking=True))
+            outputs.append(data)
+        return torch.cat(outputs)
+
+
+class InProcessPipeline:
+    """--split in-process: each process has the whole model, its parts on devices of their own."""
+
+    def __init__(
+        self, model: nn.Module, parts: list[Part], args: PipelineOptions, data: Data, world: Grid, loss: Loss
+    ) -> None:
+        self.world, self.loss, first = world, loss, world.device.index
+        # Pipeline: part i lies on this process's i-th device; on a CPU, which has no index, all on the same one.
+        devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(len(parts))]
+        self.places = [str(device) for device in devices]
+        self.modules = [PartModule(model, part, args, device) for part, device in zip(parts, devices, strict=True)]
+        self.split = SplitModel(self.modules, args.num_microbatches)
+        self.ddp = wrap(self.split, world)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
+        """Run one pass; return the loss."""
+        # DDP: gradients are exchanged only in the last of the accumulated passes.
+        with contextlib.nullcontext() if exchange else self.ddp.no_sync():
+            loss = self.loss(self.ddp(inputs), targets)
+            loss.backward()
+        return loss.detach().to(self.world.device)
+
+    def output(self, inputs: Tensor) -> Tensor | None:
+        """Run one forward pass; return the model's output."""
+        return cast(Tensor, self.split(inputs)).to(self.world.device)
