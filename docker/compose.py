@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +43,26 @@ END_GRACE_S = 60
 
 
 @dataclass(frozen=True)
-class Folders:
-    """Folders of this machine that are mounted into the containers, and the run's folder."""
+class Job:
+    """What the containers get of this machine, and the options with the containers' names of it."""
 
     runs: Path
     data: Path
     run: Path
+    """The run's folder."""
+    options: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
     cache: Path | None = None
 
 
-def take_modules(options: list[str]) -> dict[str, Any]:
-    """Return what each node's service has so that options such as --model mine:net find the caller's modules.
-
-    The recipes themselves are the image's: its folder comes before PYTHONPATH.
-    """
-    if not any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
-        return {}
-    return {
-        "environment": {"PYTHONPATH": "/code"},
-        "volumes": [{"type": "bind", "source": os.getcwd(), "target": "/code", "read_only": True}],
-    }
+def bind(source: Path | str, target: str) -> dict[str, Any]:
+    """Return a volume: a folder of this machine by its name in the containers."""
+    return {"type": "bind", "source": str(source), "target": target}
 
 
-def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
-    """Return the folders that the options name, and the options with the containers' names of these."""
+def take_recipe(recipe: str, options: list[str]) -> Job:
+    """Return the job of a recipe, with the folders that its options name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     # Those of a --config file, too: what is added here overrides them in the containers.
     parser.add_argument("--runs-dir", type=Path, default=option("--runs-dir", "runs", options))
@@ -80,32 +75,25 @@ def take_folders(recipe: str, options: list[str]) -> tuple[Folders, list[str]]:
         raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
     url = url_of(own.data_dir) if own.data_dir else None
     data_dir = Path("data") if url or not own.data_dir else own.data_dir
+    cache = own.cache_dir and own.cache_dir.resolve()
+    environment: dict[str, str] = {}
+    volumes = [bind(cache, "/cache")] if cache else []
+    if any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
+        # The caller's modules. The recipes are the image's: its folder comes before PYTHONPATH.
+        environment = {"PYTHONPATH": "/code"}
+        volumes.append({**bind(os.getcwd(), "/code"), "read_only": True})
+    if recipe != "probe":  # which keeps no record
+        rest += ["--name", name, "--runs-dir", "/runs"]
+        # Text without a folder is the standard library's, in the container as elsewhere.
+        if own.data_dir is not None or option("--data", "", options) != "text":
+            rest += ["--data-dir", url or "/data"]
+        rest += ["--cache-dir", "/cache"] if cache else []
     runs = own.runs_dir.resolve()
-    folders = Folders(runs, data_dir.resolve(), runs / name, own.cache_dir and own.cache_dir.resolve())
-    if recipe == "probe":  # it keeps no record
-        return folders, rest
-    # Text without a folder is the standard library's, in the container as elsewhere.
-    is_installed = own.data_dir is None and option("--data", "", options) == "text"
-    data = [] if is_installed else ["--data-dir", url or "/data"]
-    cache = ["--cache-dir", "/cache"] if folders.cache else []
-    return folders, [*rest, "--name", name, "--runs-dir", "/runs", *data, *cache]
+    return Job(runs, data_dir.resolve(), runs / name, rest, environment, volumes, cache)
 
 
-def bind_cache(own: dict[str, Any], cache: Path | None) -> dict[str, Any]:
-    """Make the folder of --cache-dir; return what each node's service has, and that folder."""
-    if not cache:
-        return own
-    if not cache.exists():
-        make_run_folder(cache)
-    volume = {"type": "bind", "source": str(cache), "target": "/cache"}
-    return {**own, "volumes": [*own.get("volumes", []), volume]}
-
-
-def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
-    """Return the folders of a script's run, and what each node's service has beside a recipe's.
-
-    The script's folder and its working directory have their own paths in the containers, too.
-    """
+def take_script(name: str, options: list[str]) -> Job:
+    """Return the job of a script: its folder and its working directory have their own paths in the containers."""
     own = script.job_environment(name)
     run = Path(own["RUN_DIR"])
     folders = dict.fromkeys((own["WORKDIR"], str(Path(own["SCRIPT"]).parent)))
@@ -114,14 +102,11 @@ def take_script(name: str) -> tuple[Folders, dict[str, Any]]:
             "SCRIPT, WORKDIR: /tmp is another folder in containers; move the script to a folder below it"
         )
     environment = {**own, "RUN_DIR": f"/runs/{run.name}"}
-    return Folders(run.parent, ROOT / "data", run), {
-        "environment": environment,
-        "volumes": [{"type": "bind", "source": folder, "target": folder} for folder in folders],
-    }
+    return Job(run.parent, ROOT / "data", run, options, environment, [bind(path, path) for path in folders])
 
 
-def make_run_folder(folder: Path) -> None:
-    """Make a folder such as the run's, where the containers' user can write even when the caller is root."""
+def make_writable(folder: Path) -> None:
+    """Make a folder where the containers' user can write even when the caller is root."""
     make_folder(folder)
     if os.geteuid() == 0:
         uid, gid = map(int, TRAINER.split(":"))
@@ -158,21 +143,19 @@ def check_image(docker: str, image: str, recipe: str) -> None:
         )
 
 
-def override(nodes: int, shares: list[list[str]], own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return what is added to docker/compose.yaml: more nodes, each one's GPUs, and what `own` adds to all."""
+def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
+    """Return what is added to docker/compose.yaml: more nodes, each one's GPUs, and what the job adds to all."""
     services: dict[str, dict[str, Any]] = {}
     for node in range(nodes):
-        service: dict[str, Any] = copy.deepcopy(own or {})
+        environment = {**job.environment, "NODE_RANK": str(node)}
+        service = {"hostname": f"node{node}", "environment": environment, "volumes": job.volumes}
         if node > 1:
             service["extends"] = {"file": str(FILE), "service": "node1"}
-            service["hostname"] = f"node{node}"
-            service.setdefault("environment", {})["NODE_RANK"] = str(node)
         if shares[node]:
             device = {"driver": "nvidia", "device_ids": shares[node], "capabilities": ["gpu"]}
             service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
             service["ulimits"] = {"memlock": -1}
-        if service:
-            services[f"node{node}"] = service
+        services[f"node{node}"] = service
     return {"services": services}
 
 
@@ -222,13 +205,11 @@ def main(argv: list[str]) -> int:
     image = os.environ.get("IMAGE") or f"cluster-recipes/{image_name}:latest"
     check_image(docker, image, recipe)
     compose = find_compose(docker)
-    if script.is_set():
-        (folders, own), options = take_script(args.name), args.options
-    else:
-        (folders, options), own = take_folders(recipe, args.options), take_modules(args.options)
-    make_run_folder(folders.run)
-    own = bind_cache(own, folders.cache)
-    make_folder(folders.data)
+    job = take_script(args.name, args.options) if script.is_set() else take_recipe(recipe, args.options)
+    make_writable(job.run)
+    if job.cache and not job.cache.exists():
+        make_writable(job.cache)
+    make_folder(job.data)
 
     cores = count_cores()
     environment = {
@@ -237,25 +218,24 @@ def main(argv: list[str]) -> int:
         "COMPOSE_PROJECT_NAME": f"cluster-recipes-{uuid.uuid4().hex[:8]}",
         "IMAGE": image,
         "RECIPE": recipe,
-        "OPTIONS": shlex.join(options),
+        "OPTIONS": shlex.join(job.options),
         "NNODES": str(nodes),
         "NPROC_PER_NODE": str(processes),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
-        "RUNS": str(folders.runs),
-        "DATA": str(folders.data),
+        "RUNS": str(job.runs),
+        "DATA": str(job.data),
         "CONTAINER_USER": TRAINER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }
-    job = LocalJob()
-    job.listen()
+    containers = LocalJob()
+    containers.listen()
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
         more = Path(scratch, "nodes.json")
-        added = override(nodes, shares, own)
-        more.write_text(json.dumps(added).replace("$", "$$"))  # Compose expands $NAME, and $$ to $
-        compose += ["--file", str(FILE), *(["--file", str(more)] if added["services"] else [])]
+        more.write_text(json.dumps(override(nodes, shares, job)).replace("$", "$$"))  # Compose expands $NAME
+        compose += ["--file", str(FILE), "--file", str(more)]
         with taken_down(compose, environment):
-            status = run_nodes(docker, compose, environment, nodes, job)
+            status = run_nodes(docker, compose, environment, nodes, containers)
     with contextlib.suppress(OSError):  # nothing is in the folder of a run that was refused
-        folders.run.rmdir()
+        job.run.rmdir()
     return status
 
 

@@ -27,7 +27,7 @@ from scripts.launch.command import command as refusing
 VENV_PYTHON = ".venv/bin/python"
 
 NUMBERS = (
-    *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "REHEARSE"),
+    *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED"),
     *("GLOBAL_BATCH", "STOP_AFTER"),
 )
 """Variables that are whole numbers; the programs know their bounds."""
@@ -118,7 +118,7 @@ def run() -> Command:
 
 
 def plan() -> Command:
-    """Return the planner; with CHECK its comparison with runs, with REHEARSE=1024 one rank of so many."""
+    """Return the planner; with CHECK its comparison with runs."""
     if value("CHECK") not in ("", "0", "1", "mlperf"):
         raise UserError(
             f"CHECK is 1 (real runs on this machine) or mlperf (published runs), got {value('CHECK')!r}"
@@ -126,9 +126,7 @@ def plan() -> Command:
     if value("CHECK") == "mlperf":
         return module("scripts.plan.published", args())
     if is_on("CHECK"):
-        return module("scripts.bench.plan", [*flags("ROUNDS"), *args()])
-    if value("REHEARSE"):
-        return module("scripts.plan.thousand", [*flags("RECIPE", world_size="REHEARSE"), "--", *args()])
+        return module("scripts.bench.namespaces", ["plan", *flags("ROUNDS"), *args()])
     return module("scripts.plan", [recipe(), *flags("NODES", "GPUS", "FABRIC", "MODEL"), *args()])
 
 
@@ -148,27 +146,30 @@ def k8s() -> Command:
     return module("k8s.apply", [recipe(), *own, "--", *args()])
 
 
+def required(*names: str, example: str) -> list[str]:
+    """Return the values of variables, raise UserError for one that is empty."""
+    for name in names:
+        if not value(name):
+            raise UserError(f"{name} is empty; {example}")
+    return [value(name) for name in names]
+
+
 def k8s_delete() -> Command:
     """Return the command that deletes a job from Kubernetes."""
-    if not value("NAME"):
-        raise UserError("NAME is empty; name the job: make k8s-delete NAME=mine")
+    required("NAME", example="name the job: make k8s-delete NAME=mine")
     return module("k8s.apply", flags("NAMESPACE", delete="NAME"))
 
 
 def shards() -> Command:
     """Return the command that packs an image folder."""
-    for name in ("DATA_DIR", "OUT"):
-        if not value(name):
-            raise UserError(f"{name} is empty; make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards")
-    return module("scripts.dev.shards", [*args(), value("DATA_DIR"), value("OUT")])
+    example = "make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards"
+    return module("scripts.dev.shards", [*args(), *required("DATA_DIR", "OUT", example=example)])
 
 
 def export() -> Command:
     """Return the command that writes a checkpoint's weights to one file."""
-    for name in ("RUN", "OUT"):
-        if not value(name):
-            raise UserError(f"{name} is empty; make export RUN=runs/ddp-001 OUT=model.pt")
-    return module("scripts.dev.export", [*args(), "--", value("RUN"), value("OUT")])
+    example = "make export RUN=runs/ddp-001 OUT=model.pt"
+    return module("scripts.dev.export", [*args(), "--", *required("RUN", "OUT", example=example)])
 
 
 def compare() -> Command:

@@ -27,8 +27,10 @@ if [[ -n ${SCRIPT:-} ]]; then
     export SCRIPT WORKDIR RUNS_DIR
 fi
 cd "$root" || exit 1
-# Else srun exports only the variables named by sbatch --export, and uses the CPU binding of an enclosing srun.
+# Else srun exports only the variables named by sbatch --export, and uses the CPU binding of an enclosing srun, ...
 unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
+# ... and how that distributes its tasks. Without one, SLURM_DISTRIBUTION is what the user gave to sbatch.
+if [[ -n ${SLURM_SRUN_COMM_PORT:-} ]]; then unset SLURM_DISTRIBUTION; fi
 
 refuse() {
     echo "error: $1" >&2
@@ -88,9 +90,11 @@ begin_job() {
     fi
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
+        go_on="to resume: NAME=$name RESUME=auto SCRIPT=$SCRIPT sbatch ..."
     else
         refuse_in_config "$(option --config "" "$@")"
         run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
+        go_on="to resume: sbatch ... --name $(basename "$run_dir") --resume auto"
     fi
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
@@ -273,36 +277,27 @@ run_step() {
     if [[ $step == srun && $first =~ ": Exited with exit code "([0-9]+)$ ]]; then status=${BASH_REMATCH[1]}; fi
 }
 
-# Print a random word that only the nodes of this job know, as the job id is public.
-secret() {
-    od -An -N16 -tx1 /dev/urandom | tr -d ' \n'
-}
-
 # Make the job elastic: serve its store here, so that it survives the loss of other nodes, and let srun continue after a loss.
 make_elastic() {
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT
     export RDZV_ID=$job.$restarts ENDED_FILE=$logs/.ended
-    local store status is_ready=$logs/.store tries=3 bound=$((SECONDS + ${RDZV_TIMEOUT_S:-300}))
+    local store is_ready=$logs/.store bound=$((SECONDS + ${RDZV_TIMEOUT_S:-300}))
+    RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
     rm -f "$is_ready" "$ENDED_FILE"
-    while :; do
-        exec_python -m scripts.launch.elastic "$MASTER_PORT" "" "$is_ready" &
-        store=$!
-        while [[ ! -e $is_ready ]] && kill -0 "$store" 2>/dev/null && ((SECONDS < bound)); do sleep 0.2; done
-        if [[ -e $is_ready ]]; then break; fi
+    exec_python -m scripts.launch.elastic "$MASTER_PORT" "" "$is_ready" &
+    store=$!
+    # shellcheck disable=SC2064 # expand the process id now
+    trap "kill -KILL $store 2>/dev/null" EXIT # KILL: at TERM, srun (pyxis) prints a message
+    while [[ ! -e $is_ready ]] && kill -0 "$store" 2>/dev/null && ((SECONDS < bound)); do sleep 0.2; done
+    if [[ ! -e $is_ready ]]; then
         kill -KILL "$store" 2>/dev/null
         status=0
         wait "$store" || status=$?
-        if ((status != 75 || --tries == 0)); then
-            echo "error: job $job: its store did not start on $MASTER_ADDR:$MASTER_PORT (status $status)" >&2
-            exit 1
-        fi
-        MASTER_PORT=$(free_port) # another process took the port
-        echo "job $job: its store takes port $MASTER_PORT"
-    done
-    RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
-    # shellcheck disable=SC2064 # expand the process id now
-    trap "kill -KILL $store 2>/dev/null" EXIT # KILL: at TERM, srun (pyxis) prints a message
-    disown
+        if ((status == 75)); then requeue "another process took port $MASTER_PORT"; fi
+        echo "error: job $job: its store did not start on $RDZV_ENDPOINT (status $status)" >&2
+        exit 1
+    fi
+    disown "$store"
     srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
 }
 
@@ -329,8 +324,6 @@ stop_step() {
 end_job() {
     if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # even if a node was lost
     if is_complete; then exit 0; fi
-    go_on="to resume: sbatch ... --name $(basename "$run_dir") --resume auto"
-    if [[ -n ${SCRIPT:-} ]]; then go_on="to resume: NAME=$(basename "$run_dir") RESUME=auto SCRIPT=$SCRIPT sbatch ..."; fi
     start_again
     local log
     for log in "$logs"/*.txt; do

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from recipes.common.errors import UserError
 from scripts.launch.local import free_port, node_environment
 from scripts.launch.processes import rank_environment, run_side_by_side
@@ -147,11 +149,8 @@ class Network:
         return [ended.output for ended in done]
 
     def sent_bytes(self, node: int) -> int:
-        """Return what a node has sent by its link so far, as its interface counts it."""
-        command = self.inside(node, ["cat", "/proc/net/dev"])
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        [line] = [line for line in text.splitlines() if line.strip().startswith("eth0:")]
-        return int(line.split(":")[1].split()[8])
+        """Return what a node has sent by its link so far, as the link's end at the bridge counts it."""
+        return int(psutil.net_io_counters(pernic=True, nowrap=False)[f"v{node}"].bytes_recv)
 
     def restore(self, node: int) -> None:
         """Undo everything that was done to a node's link."""
@@ -167,17 +166,17 @@ class Network:
 
 def can_lose() -> bool:
     """Whether packets can be dropped at random: by netem, or by the packet filter."""
-    tests = (
-        "ip link set lo up && tc qdisc add dev lo root netem loss 5%",
-        "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP",
-    )
-    return any(
-        subprocess.run(["unshare", "--net", "sh", "-c", test], capture_output=True).returncode == 0
-        for test in tests
+    return is_possible("tc qdisc add dev lo root netem loss 5%") or is_possible(
+        "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP"
     )
 
 
 def can_narrow() -> bool:
     """Whether a link's rate can be limited."""
-    test = "tc qdisc add dev lo root tbf rate 10mbit burst 32kb latency 100ms"
-    return subprocess.run(["unshare", "--net", "sh", "-c", test], capture_output=True).returncode == 0
+    return is_possible("tc qdisc add dev lo root tbf rate 10mbit burst 32kb latency 100ms")
+
+
+def is_possible(command: str) -> bool:
+    """Whether a command succeeds in a new network namespace."""
+    words = ["unshare", "--net", "sh", "-c", f"ip link set lo up && {command}"]
+    return subprocess.run(words, capture_output=True).returncode == 0

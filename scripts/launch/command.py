@@ -10,9 +10,11 @@ import ast
 import contextlib
 import functools
 import itertools
+import os
 import re
 import signal
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,12 +70,17 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         try:
-            return main(list(sys.argv[1:] if argv is None else argv)) or 0
+            status = main(list(sys.argv[1:] if argv is None else argv)) or 0
+            sys.stdout.flush()
+            return status
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.status
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+        except BrokenPipeError:  # who reads the output has seen enough, as in `make list | head -1`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
 
     return run
 
@@ -143,6 +150,16 @@ def make_folder(folder: Path) -> None:
     """Make a folder and those above it; raises UserError where that cannot be."""
     with as_user_error("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for the files of a job's processes; raises UserError where none can be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="cluster-recipes-")
+    except OSError as error:
+        raise UserError(
+            f"cannot make a temporary folder: {error.strerror}; free some space, or set TMPDIR"
+        ) from None
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:

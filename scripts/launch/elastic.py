@@ -1,10 +1,9 @@
-"""Elastic jobs: torchrun's c10d rendezvous, set and extended so that a lost node is noticed within 8 s.
+"""Elastic jobs: torchrun's c10d rendezvous and agent, extended so that a lost node is noticed within 8 s.
 
     python -m scripts.launch.elastic 29500              # the job's store, in a process that outlives the nodes
     python -m scripts.launch.elastic 29500 127.0.0.1    # at one address instead of all
 
-torchrun restarts the ranks of all nodes when a rank fails or a node joins. `install()` adds what it lacks, by a
-handler in torch's registry of rendezvous handlers and a subclass of its agent:
+torchrun restarts the ranks of all nodes when a rank fails or a node joins. Handler and Agent add what it lacks:
 - A node that is silent, or was cut off, restarts the others (pytorch#111646: torchrun waits for a rank to fail),
   and ends its own ranks.
 - Before a node joins, ranks write a checkpoint, for up to CHECKPOINT_S; ranks that lost a peer end at once.
@@ -19,44 +18,50 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta, tzinfo
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
-from torch.distributed import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousError,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousTimeoutError,
     dynamic_rendezvous,
-    rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-from torch.distributed.launcher import api as launcher
 
-from recipes.common.errors import UserError, port_taken
+from recipes.common.errors import MissingNodeError, MissingStoreError, UserError, port_taken
+from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
-from scripts.launch import script
+from scripts.launch import script, torch_agent
 from scripts.launch.command import command
 from scripts.launch.echo import listen
-from scripts.launch.rejoin import HAS_RETURNED, UnsavedStopError, how_to_go_on, say
-
-BACKEND = "elastic"
-"""The name of the handler in torch's registry."""
+from scripts.launch.ranks import SAVING, STOPPED_BY, announce, blame, cause_of_failure, is_stopped, rank_command
+from scripts.launch.rejoin import (
+    HAS_RETURNED,
+    LOST_STATUS,
+    UnsavedStopError,
+    how_to_go_on,
+    options_of_later_rounds,
+    say,
+)
+from scripts.launch.torch_agent import failures_of, worker_spec
 
 BEAT_S = 1
 """How often a node shows that it is alive."""
@@ -133,24 +138,6 @@ class JobClock(datetime):
 # ---- the rendezvous
 
 
-class Backend(C10dRendezvousBackend):
-    """torchrun's c10d backend, which counts the answers of the store."""
-
-    answers = 0
-
-    def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the rendezvous' state."""
-        state = super().get_state()
-        self.answers += 1
-        return state
-
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Set the rendezvous' state."""
-        result = super().set_state(state, token)
-        self.answers += 1
-        return result
-
-
 class Timeouts(RendezvousTimeout):
     """torchrun's bounds, with a longer last call in the first round, to which nodes start at different times."""
 
@@ -186,13 +173,8 @@ class Handler(DynamicRendezvousHandler):
     has_result = False
     """Whether this node's ranks have finished, or failed for the last time."""
     is_over = False
-    backend: Backend
     _begun_s = 0.0
     _newcomers_since_s = 0.0
-
-    def get_backend(self) -> str:
-        """Return the handler's name."""
-        return BACKEND
 
     @property
     def notes(self) -> Store:
@@ -256,7 +238,7 @@ class Handler(DynamicRendezvousHandler):
     def announce_finish(self) -> None:
         """Note that this node's ranks have finished, so that its end is no loss."""
         self.notes.set(self._finished(self._this_node), "1")
-        self.notes.add(self._finished(), 1)
+        self.notes.set(self._finished(), "1")
         self.has_announced_finish = True
 
     def has_finished(self) -> bool:
@@ -266,14 +248,13 @@ class Handler(DynamicRendezvousHandler):
             UnfinishedError: those of another node cannot any more, and none that can is at work.
         """
         self.num_nodes_waiting()
-        is_closed = self._state_holder.state.closed  # read before the count: the first who sees it complete closes
-        finished = self.notes.add(self._finished(), 0)
-        if finished >= len(self.members):
+        is_closed = self._state_holder.state.closed  # read before the keys: the first who sees all of them closes
+        unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
+        if not unfinished:
             return True
-        if not (is_closed or finished + len(self.left) >= len(self.members)):
+        if not is_closed and not self.left.issuperset(unfinished):
             return False
         self.notes.compare_set("status", "", "1")
-        unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
         raise UnfinishedError(
             f"ranks of this node have finished, but not those of {names_of(unfinished)}; {how_to_go_on()}"
         )
@@ -318,6 +299,10 @@ class Handler(DynamicRendezvousHandler):
         self._stop_heartbeats()
         self._op_executor.run(dynamic_rendezvous._RendezvousExitOp(), time.monotonic() + STORE_SILENCE_S)
 
+    def job_status(self) -> int:
+        """Return the exit status of a job that has ended without this node."""
+        return int(self.notes.get("status")) if self.notes.check(["status"]) else 0
+
     def shutdown(self) -> bool:
         """Close the rendezvous for all nodes if the job has ended; leave it if only this node has."""
         self.is_over = True
@@ -328,11 +313,12 @@ class Handler(DynamicRendezvousHandler):
 
     def watch_store(self, give_up: Callable[[], object]) -> None:
         """Call give_up() once the store has not answered for STORE_SILENCE_S; count beats, which a pause stops."""
-        seen, misses = -1, 0
+        seen, misses = 0.0, 0
         while not self.is_over:
             time.sleep(BEAT_S)
-            misses = misses + 1 if seen == self.backend.answers else 0
-            seen = self.backend.answers
+            answered = self._state_holder._last_sync_time  # type: ignore[attr-defined]
+            misses = misses + 1 if seen == answered else 0
+            seen = answered
             if misses >= STORE_SILENCE_S and not self.is_over:
                 give_up()
                 return
@@ -345,73 +331,46 @@ def connect(endpoint: str) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def create_handler(parameters: RendezvousParameters) -> Handler:
-    """Create the handler; torch's registry calls this."""
-    store = connect(parameters.endpoint)
+def create_handler(
+    endpoint: str, job: str, min_nodes: int, max_nodes: int, address: str, timeout_s: int
+) -> Handler:
+    """Return a node's rendezvous with the others of the job, at most timeout_s long; address is this node's."""
+    store = connect(endpoint)
     JobClock.offset_s = float(store.get("clock")) - time.monotonic()
-    timeouts = Timeouts(join=timedelta(seconds=parameters.get_as_int("timeout", 300) or 300))
-    backend = Backend(connect(parameters.endpoint), parameters.run_id)
+    timeouts = Timeouts(join=timedelta(seconds=timeout_s))
     handler = Handler.from_backend(
-        parameters.run_id,
+        job,
         store,
-        backend,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
+        C10dRendezvousBackend(connect(endpoint), job),
+        min_nodes,
+        max_nodes,
+        address,
         timeouts,
         keep_alive_interval=BEAT_S,
         keep_alive_max_attempt=SILENT_BEATS,
     )
     assert isinstance(handler, Handler)
-    handler.backend = backend
     timeouts.is_first = lambda: handler._state_holder.state.round == 0
     return handler
-
-
-def status_of_job(endpoint: str, job_id: str) -> int:
-    """Return the exit status of a job that has ended without this node."""
-    notes = PrefixStore(f"{job_id}/notes", connect(endpoint))
-    return int(notes.get("status")) if notes.check(["status"]) else 0
 
 
 # ---- the agent
 
 
-@dataclass(frozen=True)
-class Job:
-    """What torchrun does not know of the job."""
-
-    later_arguments: Callable[[], tuple[str, ...]]
-    """Returns the arguments of ranks in rounds after the first."""
-    cause: Callable[[dict[int, int], dict[int, int]], str]
-    """Says which of a node's failed ranks is to blame, from their statuses and process ids."""
-    is_stopped: Callable[[dict[int, int]], bool]
-    """Whether the stop signal has ended failed ranks of these statuses, as where a script does not handle it."""
-    stopped_by: set[int]
-    """The stop signals that came to this node."""
-    announce: list[Callable[[], bool]]
-    """What is called before such a signal is passed on."""
-    give_up: Callable[[], object]
-    """Ends this process at once: the store does not answer."""
-    saving: threading.Event = field(default_factory=threading.Event)
-    """Set while ranks may write a checkpoint before a node joins."""
-    failures: list[dict[int, int]] = field(default_factory=list)
-    """Statuses and process ids of the ranks of this node that have failed in the newest round."""
-
-
-class Agent(LocalElasticAgent):
+class Agent(torch_agent.Agent):
     """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
 
     has_run = False
     """Whether ranks of this node have run, so that a stop between two rounds may lose what they had done."""
+    failures: tuple[dict[int, int], dict[int, int]] | None = None
+    """Statuses and process ids of the ranks of this node that have failed in the newest round."""
 
-    def __init__(self, job: Job, **parameters: Any) -> None:
-        super().__init__(**{**parameters, "exit_barrier_timeout": EXIT_BARRIER_S})
-        self.job = job
-        self.handler: Handler = parameters["spec"].rdzv_handler
+    def __init__(
+        self, spec: WorkerSpec, logs: str, handler: Handler, later_arguments: Callable[[], list[str]]
+    ) -> None:
+        super().__init__(spec, DefaultLogsSpecs(logs), exit_barrier_timeout=EXIT_BARRIER_S)
+        self.handler, self.later_arguments = handler, later_arguments
         self.has_run = bool(os.environ.get(HAS_RETURNED))
-        job.announce.append(self.handler.announce_stop)
-        threading.Thread(target=self.handler.watch_store, args=(job.give_up,), daemon=True).start()
 
     def run(self, role: str = "default") -> RunResult:
         """Run the node's ranks to the end of the job."""
@@ -422,18 +381,18 @@ class Agent(LocalElasticAgent):
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self.job.stopped_by:  # while the nodes met
+        if STOPPED_BY:  # while the nodes met
             self._leave(has_checkpoint=self.handler.has_saved or not self.has_run)
         self.handler.has_saved, self.has_run = False, True
-        self.job.failures.clear()
+        self.failures = None
         if self.handler.round > 0:
-            worker_group.spec.args = self.job.later_arguments()
+            worker_group.spec.args = tuple(self.later_arguments())
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED:
-            if self.job.stopped_by:
+            if STOPPED_BY:
                 self._leave(has_checkpoint=True)
             self.handler.has_stopped = self.handler.has_saved = self.handler.is_stopping()
             if self.handler.has_stopped:
@@ -441,18 +400,17 @@ class Agent(LocalElasticAgent):
             self.handler.has_result = True
             self.handler.announce_finish()
         elif result.state == WorkerState.FAILED:
-            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            pids = {rank: failure.pid for rank, failure in result.failures.items()}
-            if self.job.stopped_by:
-                self._leave(has_checkpoint=self.job.is_stopped(statuses))
+            statuses, pids = failures_of(result)
+            if STOPPED_BY:
+                self._leave(has_checkpoint=is_stopped(statuses))
             if script.is_set() and self.handler.is_stopping():
                 # Ranks that do not handle the signal end by it, and the others for want of them: no failure. One
                 # that could not write its checkpoint looks the same, so its end is told.
                 if ended := {rank: status for rank, status in statuses.items() if status > 0}:
-                    say(f"{self.job.cause(ended, pids)}; it was stopping, so no restart is counted")
+                    say(f"{cause_of_failure(ended, pids)}; it was stopping, so no restart is counted")
                 self.handler.has_stopped = True
                 return RunResult(state=WorkerState.HEALTHY)
-            self.job.failures[:] = [statuses, pids]
+            self.failures = statuses, pids
             is_refusal = USAGE_STATUS in statuses.values() and self.handler.is_refusal()
             if is_refusal:
                 self._remaining_restarts = 0
@@ -464,7 +422,7 @@ class Agent(LocalElasticAgent):
                 restart = f"restart {count} of at most {worker_group.spec.max_restarts}"
                 if self.handler.is_ending():
                     restart = "no restart, since ranks of another node have finished"
-                say(f"{self.job.cause(statuses, pids)}; {restart}")
+                say(f"{cause_of_failure(statuses, pids)}; {restart}")
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -473,12 +431,12 @@ class Agent(LocalElasticAgent):
                 say(f"lost {names_of(self.handler.lost)}: silent for {BEAT_S * SILENT_BEATS} s")
             elif not self.handler.left or self.handler.is_stopping():
                 result = self._ask_for_checkpoint(worker_group)
-                statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                statuses, _ = failures_of(result)
                 has_ended = result.state == WorkerState.SUCCEEDED
-                if self.job.stopped_by and (has_ended or self.job.is_stopped(statuses)):
+                if STOPPED_BY and (has_ended or is_stopped(statuses)):
                     self._leave(has_checkpoint=True)
                 self.handler.has_saved = has_ended
-            if self.job.stopped_by:
+            if STOPPED_BY:
                 self._leave(has_checkpoint=False)
         super()._stop_workers(worker_group)
 
@@ -497,13 +455,13 @@ class Agent(LocalElasticAgent):
             raise UnsavedStopError(
                 f"stopped after this node's ranks had ended without a checkpoint, as said above; {how_to_go_on()}"
             )
-        raise SignalException("this node leaves the job", signal.Signals(min(self.job.stopped_by)))
+        raise SignalException("this node leaves the job", signal.Signals(min(STOPPED_BY)))
 
     def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> RunResult:
         """Let the ranks write a checkpoint and end, unless they lose a peer meanwhile; return how they are."""
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
-        self.job.saving.set()
+        SAVING.set()
         for worker in psutil.Process().children():
             worker.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + CHECKPOINT_S
@@ -512,44 +470,96 @@ class Agent(LocalElasticAgent):
             self.handler.num_nodes_waiting()
             is_running = result.state == WorkerState.HEALTHY
             if not is_running or self.handler.has_lost() or time.monotonic() > deadline:
-                self.job.saving.clear()
+                SAVING.clear()
                 return result
             time.sleep(0.1)
 
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
-    (
-        DynamicRendezvousHandler,
-        ("from_backend", "next_rendezvous", "num_nodes_waiting", "shutdown", "_stop_heartbeats"),
-    ),
+    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
-    (launcher, ("LocalElasticAgent",)),
 )
 """What of torch the classes above extend and use, and what install() replaces."""
 
-NEEDED_FIELDS = ("_this_node", "_store", "_state_holder", "_op_executor")
-"""What they use of a DynamicRendezvousHandler."""
+NEEDED_FIELDS = (
+    (DynamicRendezvousHandler, ("_this_node", "_store", "_state_holder", "_op_executor")),
+    (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
+)
 
 
-def missing_parts() -> list[str]:
-    """Return what this version of torch lacks of it."""
-    missing = [f"{owner.__name__}.{name}" for owner, names in NEEDED for name in names if not hasattr(owner, name)]
-    fields = DynamicRendezvousHandler.__annotations__
-    return missing + [f"DynamicRendezvousHandler.{name}" for name in NEEDED_FIELDS if name not in fields]
-
-
-def install(job: Job) -> None:
-    """Let torchrun, in this process, use the handler and the agent of this file."""
+def install() -> None:
+    """Let torch's rendezvous, in this process, use the job's clock; raise UserError where torch is another one."""
+    missing = [name for owner, names in NEEDED for name in names if not hasattr(owner, name)]
+    missing += [name for owner, names in NEEDED_FIELDS for name in names if name not in owner.__annotations__]
+    if missing:
+        raise UserError(
+            f"torch {torch.__version__} has no {missing[0]}, which elastic jobs need; "
+            "unset MIN_NODES, or use the torch of requirements/"
+        )
     dynamic_rendezvous.datetime = JobClock  # type: ignore[misc]
     # It names the caller in each note of a heartbeat, and for that looks at source files: a disk may stall.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
-    rendezvous_handler_registry.register(BACKEND, create_handler)
-    launcher.LocalElasticAgent = partial(Agent, job)  # type: ignore[misc, assignment]
     # Else survivors that lose rank 0's node keep the address of its store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["PORT_IS_CHOSEN"] = "1"  # torchrun chooses a port for each round
+    os.environ["PORT_IS_CHOSEN"] = "1"  # torch chooses a port for each round
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from node ranks, without a further exchange
+
+
+def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
+    """Let torchrun's agent start the node's ranks again as nodes come and go; return this node's exit status."""
+    install()
+    endpoint = os.environ.get("RDZV_ENDPOINT") or f"{node.master_addr}:{node.master_port}"
+    min_nodes, max_restarts = read_number("MIN_NODES", 1, 1), read_number("MAX_RESTARTS", 3, 0)
+    job = os.environ.get("RDZV_ID") or "none"
+    address = wait_for_head(node, endpoint)
+
+    def give_up() -> None:
+        say(f"no answer from the store at {endpoint}")
+        shutil.rmtree(logs, ignore_errors=True)
+        os._exit(LOST_STATUS)
+
+    try:
+        handler = create_handler(endpoint, job, min_nodes, node.nnodes, address, node.rdzv_timeout_s)
+        spec = worker_spec(node, recipe, options, handler, max_restarts, local_addr=address)
+        agent = Agent(spec, logs, handler, lambda: rank_command(recipe, options_of_later_rounds(options))[1:])
+        announce.append(handler.announce_stop)
+        threading.Thread(target=handler.watch_store, args=(give_up,), daemon=True).start()
+        try:
+            result = agent.run()
+        finally:
+            handler.shutdown()
+    except SignalException:
+        return 0  # a checkpoint is written
+    except RendezvousClosedError:
+        status = handler.job_status()
+        if script.is_set() and agent.failures:
+            # On other nodes they had ended by then: there is no further round.
+            status = own_status(blame(*agent.failures)) or status
+        say(f"the job has ended without this node, with status {status}")
+        return status
+    except RendezvousTimeoutError:
+        raise MissingNodeError(
+            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; {how_to_go_on()}"
+        ) from None
+    except (RendezvousError, DistError, OSError) as error:
+        say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
+        return LOST_STATUS
+    if not result.is_failed():
+        return 0
+    status = blame(*failures_of(result))
+    if status != USAGE_STATUS and max_restarts:
+        say(f"that was restart {max_restarts} of at most {max_restarts} (MAX_RESTARTS)")
+    return own_status(status)
+
+
+def own_status(status: int) -> int:
+    """Return an elastic node's status from that of its ranks.
+
+    Above 128, and LOST_STATUS, mean that the agent itself was killed or has lost the store, and runs again; the
+    status of MissingStoreError means that it has not found it.
+    """
+    return 1 if status > 128 or status in (LOST_STATUS, MissingStoreError.status) else status
 
 
 @command

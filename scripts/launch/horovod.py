@@ -20,7 +20,8 @@ from contextlib import contextmanager
 
 from recipes.common.errors import UserError, port_taken
 from recipes.common.process.node import Node, check_head
-from scripts.launch.agent import main, rank_command, run_processes
+from scripts.launch.agent import main
+from scripts.launch.ranks import rank_command, run_processes
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,6 +43,7 @@ from scripts.launch.command import (
     count,
     parse,
     recipes,
+    temporary_folder,
 )
 from scripts.launch.cores import count_cores
 from scripts.launch.processes import end_groups, start_process
@@ -230,8 +230,6 @@ class LocalJob:
                 print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
             return 0
-        if is_refused:
-            return USAGE_STATUS
         for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
             if spoken in statuses.values():
                 return spoken
@@ -384,7 +382,7 @@ def run_job(
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
     job.listen()
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:  # killed nodes leave files there
+    with temporary_folder() as scratch:  # killed nodes leave files there
         for node in range(nodes):
             environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
             prefix = []

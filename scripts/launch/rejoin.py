@@ -92,35 +92,23 @@ def check(options: list[str]) -> int:
     return read_number("MAX_RESTARTS", 3, at_least=0)
 
 
-class OwnStore:
-    """The store of a job whose node 0 serves it."""
-
-    def __init__(self) -> None:
-        is_needed = not os.environ.get("RDZV_ENDPOINT") and read_number("NODE_RANK", 0, at_least=0) == 0
-        self.command = (
-            [sys.executable, "-m", "scripts.launch.elastic", str(read_master(1)[1])] if is_needed else []
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-        if is_needed:
-            check_port(read_master(1)[1])
-
-    def start(self) -> None:
-        """Start it, unless it runs."""
-        if self.command and (self.process is None or self.process.poll() is not None):
-            self.process = start_process(self.command, os.environ)
-
-    def end(self) -> None:
-        """End it once the others have read how the job ended."""
-        if self.process:
-            time.sleep(LINGER_S)
-            self.process.kill()
+def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
+    """Return the process of the job's store, started unless it runs; None where this node serves none."""
+    if os.environ.get("RDZV_ENDPOINT") or read_number("NODE_RANK", 0, at_least=0) > 0:
+        return None
+    port = read_master(1)[1]
+    if store is None:
+        check_port(port)
+    elif store.poll() is None:
+        return store
+    return start_process([sys.executable, "-m", "scripts.launch.elastic", str(port)], os.environ)
 
 
 def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
     """Run the agent until the job has ended; return this node's exit status."""
-    store = OwnStore()
+    store: subprocess.Popen[bytes] | None = None
     for restart in range(max_restarts + 1):
-        store.start()
+        store = start_store(store)
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
         status, was_stopped = run([*agent, *options], {**os.environ, **variables})
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # was_stopped has those that have come
@@ -144,7 +132,9 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
             status = error.status
             break
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    store.end()
+    if store:
+        time.sleep(LINGER_S)
+        store.kill()
     return status
 
 

@@ -183,9 +183,8 @@ def main(argv: Sequence[str]) -> None:
     make_folder(run_dir)
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
     del os.environ["SCRIPT"]  # a launcher that the script itself calls starts something else
-    os.environ["PYTHONUNBUFFERED"] = (
-        os.environ.get("PYTHONUNBUFFERED") or "1"
-    )  # or what it printed before a signal ended it would be lost
+    # Else what it printed before a signal ended it would be lost.
+    os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
     # The launcher kept them blocked. One that came meanwhile ends this process now, before it has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     become([str(script), *fill_in(options)])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
-from recipes.common.options import read_config, read_number
+from recipes.common.options import read_number
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
@@ -42,8 +42,12 @@ def option(name: str, default: str, words: Sequence[str]) -> str:
 
 def words_in(path: str) -> dict[str, str]:
     """Return the flags of a recipe's configuration file; nothing that the recipe itself refuses."""
+    if not path:
+        return {}
     try:
-        content = read_config(Path(path)) if path else {}
+        from recipes.common.config_file import read_config
+
+        content = read_config(Path(path))
     except ImportError:
         raise UserError(f"--config {path}: {sys.executable} has no PyYAML to read it by; install it") from None
     except UserError:

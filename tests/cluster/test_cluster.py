@@ -60,7 +60,7 @@ def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):
     assert up.returncode == 0, up.stderr
     try:
         (tmp_path / "train.py").write_text("import os, socket; print(os.environ['RANK'], socket.gethostname())")
-        for file in ("ddp.sbatch", "ddp-srun.sbatch", "ddp-elastic.sbatch"):
+        for file in ("ddp-srun.sbatch", "ddp-elastic.sbatch"):
             job = cluster.submit(tmp_path, file, SCRIPT="train.py", PYTHON=sys.executable)
             assert job.wait() == "COMPLETED", job.text
             assert {"0 rack7-n1", "1 rack7-n1"} <= set(job.text.splitlines()), "the head's ranks are in its output"

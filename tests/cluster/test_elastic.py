@@ -20,7 +20,7 @@ def world_sizes(job):
 def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path):
     flags = ("--nodes=3", "--gpus-per-node=1")
     env = {"PYTHON": sys.executable, "MIN_NODES": "2", "MAX_RESTARTS": "3", "SLOW_UNTIL": str(tmp_path / "end")}
-    words = ("--log-every", "1", "--checkpoint-every", "20", "--device", "cpu", "--max-steps", "2000")
+    words = ("--log-every", "1", "--checkpoint-every", "20", "--device", "cpu", "--max-steps", "1200")
     words += ("--data", "tests.slow_data:slower_images", "--workers", "0", "--epochs", "1000")
     words += ("--global-batch-size", "16")
     job = cluster.submit(tmp_path, "ddp-elastic.sbatch", *words, flags=flags, **env)
@@ -44,25 +44,3 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
         cluster.script("restart", "n3")
     is_idle = lambda: cluster.run("sinfo", "-h", "-n", "n3", "-p", "main", "-o", "%T").strip() == "idle"  # noqa: E731
     wait_until(is_idle, TIMEOUT_S, "n3 idle again")
-
-
-SCRIPT = """
-import os, time
-print("round", os.environ["WORLD_SIZE"], os.environ["RESUME"], flush=True)
-if os.environ["WORLD_SIZE"] == "3":
-    time.sleep(600)
-"""
-
-
-def test_a_script_ends_the_job_without_a_node_that_slurm_has_lost(cluster, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    env = {"PYTHON": sys.executable, "MIN_NODES": "2", "SCRIPT": "train.py"}
-    job = cluster.submit(tmp_path, "ddp-elastic.sbatch", flags=("--nodes=3", "--gpus-per-node=1"), **env)
-    job.wait_for_text("round 3 none")
-    try:
-        for process in [*cluster.processes("slurmd -D -N n3"), *cluster.processes("scripts.launch.rejoin", "n3")]:
-            process.kill()
-        assert job.wait() == "COMPLETED", job.text
-        assert "round 2 auto" in job.text
-    finally:
-        cluster.script("restart", "n3")

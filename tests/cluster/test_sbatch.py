@@ -1,6 +1,5 @@
 """The sbatch files on a real Slurm: the numbers of single, the right map of ranks, and an end in every case."""
 
-import functools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import pytest
 
 from tests.cluster.cluster import GPU_FAULT
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.images import make_images
 from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights
 
 pytestmark = pytest.mark.slow
@@ -36,8 +34,6 @@ FILES = {
     "horovod-mpirun": ("horovod.sbatch", {"START": "mpirun"}),
     "apex": ("apex.sbatch", {}),
     "fsdp": ("fsdp.sbatch", {}),
-    "tensor": ("tensor.sbatch", {}),
-    "pipeline": ("pipeline.sbatch", {}),
 }
 
 OPTIONS = {"apex": ("--opt-level", "O0")} | dict.fromkeys(
@@ -76,11 +72,16 @@ def single(tmp_path_factory):
     return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
 
 
-ONE_PER_NODE = ("tensor", "pipeline", "horovod-gloo", "horovod-mpirun")
+ONE_PER_NODE = ("horovod-gloo", "horovod-mpirun")
 """Where several ranks of a node start elsewhere: by ddp.sbatch, in test_horovod.py and test_mpirun.py."""
 
 BESIDE = ("apex", "fsdp")
-"""They start as ddp does, too: both at once, on the same nodes."""
+"""They start as ddp does, too: both at once, on the same nodes. So do tensor and pipeline."""
+
+
+def test_files_of_the_other_recipes_are_links_to_ddps():
+    links = {path.stem: str(path.readlink()) for path in (ROOT / "slurm").glob("*.sbatch") if path.is_symlink()}
+    assert links == dict.fromkeys(("apex", "fsdp", "pipeline", "spawn", "tensor"), "ddp.sbatch")
 
 
 class TestNumbers:
@@ -125,13 +126,12 @@ class TestNumbers:
         assert_world_size(world_size, cluster, tmp_path, f"{file}.sbatch", flags)
 
     def test_the_doctors_job_maps_the_nodes(self, cluster, tmp_path):
-        flags = ("--nodes=3",)
-        job = cluster.submit(tmp_path, "doctor.sbatch", flags=flags, PYTHON=sys.executable)
-        assert job.complete().startswith("doctor: all is well on 3 nodes")
+        job = cluster.submit(tmp_path, "doctor.sbatch", PYTHON=sys.executable)
+        assert job.complete().startswith("doctor: all is well on 2 nodes")
         found = json.loads((job.run / "doctor.json").read_text())["probe"]
-        assert (found["world_size"], found["sum"]) == (6, 21)
+        assert (found["world_size"], found["sum"]) == (4, 10)
         assert [(row["rank"], row["local_rank"], row["host"]) for row in found["ranks"]] == [
-            (rank, rank % 2, f"n{rank // 2 + 1}") for rank in range(6)
+            (rank, rank % 2, f"n{rank // 2 + 1}") for rank in range(4)
         ]
         assert re.search(r"^node 0 \(n1\): 10\.77\.0\.1 by eth0 .*no GPU", job.text, re.MULTILINE)
 
@@ -143,30 +143,16 @@ class TestNumbers:
         assert "error: node 1 (n2): network: GLOO_SOCKET_IFNAME=eth7 is no interface of this node" in job.text
 
 
+LONG = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
+LONG += ("--epochs", "30", "--checkpoint-every", "5", "--deterministic", "--seed", "2")
+"""240 steps of 0.2 s, in which the cores are free, until the file of SLOW_UNTIL is there."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return a function: the weights after a recipe's run on so many nodes that nothing has disturbed."""
-
-    @functools.cache
-    def weights_of(recipe, nodes, *words):
-        folder = tmp_path_factory.mktemp("undisturbed")
-        return weights(train(recipe, folder, nodes, *words, nodes=nodes))
-
-    return weights_of
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    """Return options of a run on images."""
-    folder = make_images(tmp_path_factory.mktemp("images"))
-    words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32")
-    return (*words, "--global-batch-size", "8", "--epochs", "30", *OFTEN)
-
-
-OFTEN = ("--checkpoint-every", "5", "--deterministic", "--seed", "2")
-LONG = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
-LONG += ("--epochs", "30", *OFTEN)
-"""240 steps of 0.2 s, in which the cores are free, until the file of SLOW_UNTIL is there."""
+    """Return the weights after a LONG run of two ranks that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return weights(train("ddp", folder, 2, *LONG, nodes=2, SLOW_UNTIL=str(folder)))
 
 
 def near_the_limit(cluster, job):
@@ -202,28 +188,25 @@ class TestRequeue:
         cluster.run("scontrol", "requeue", job.number)
         wait_until(lambda: job.text.count("resumed from") == 2, TIMEOUT_S, lambda: job.text)
         end.touch()
-        self.check_end(job, undisturbed("ddp", 2, *LONG), restarts=2)
+        self.check_end(job, undisturbed, restarts=2)
 
-    def test_near_the_time_limit_and_with_workers(self, cluster, tmp_path, undisturbed, images):
-        """Slurm sends the signal to processes that decode images, too: they outlive it."""
-        job = submit(cluster, tmp_path, "ddp", *images, "--workers", "1")
-        job.wait_for_text("epoch 2 ")
-        near_the_limit(cluster, job)
-        self.check_stopped(job, undisturbed("ddp", 2, *images, "--workers", "0"))
-
-    def test_near_the_time_limit_where_a_recipe_starts_its_ranks(self, cluster, tmp_path, undisturbed):
-        env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(tmp_path / "end")}
-        flags = ("--nodes=1", "--gpus-per-node=2")
-        job = cluster.submit(tmp_path, "spawn.sbatch", *LONG, flags=flags, **env)
+    @pytest.mark.parametrize(
+        ("file", "flags"),
+        [
+            ("ddp.sbatch", ("--gpus-per-node=1",)),
+            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2")),  # its ranks are ddp's, to the last bit
+        ],
+    )
+    def test_near_the_time_limit(self, cluster, tmp_path, undisturbed, file, flags):
+        """test_images.py sends the signal to processes that decode images, too, as Slurm does."""
+        end = tmp_path / "end"
+        env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(end)}
+        job = cluster.submit(tmp_path, file, *LONG, flags=flags, **env)
         job.wait_for_text("epoch 2 ")
         near_the_limit(cluster, job)
         job.wait_for_text("resumed from")
-        (tmp_path / "end").touch()
-        self.check_stopped(job, undisturbed("ddp", 2, *LONG))  # spawn's ranks are ddp's, to the last bit
-
-    def check_stopped(self, job, expected):
-        """Assert that a signal ended the first start with a checkpoint, and the job as it should."""
-        self.check_end(job, expected)
+        end.touch()
+        self.check_end(job, undisturbed)
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
         logs = [path.read_text() for path in (job.run / "slurm").glob("*.txt")]
@@ -312,21 +295,14 @@ class TestEnds:
         assert re.search(r"^error: job \d+ ended with status \d+; all nodes' logs are in ", job.text, re.MULTILINE)
 
     @pytest.mark.parametrize(
-        ("options", "env", "words"),
+        ("options", "words"),
         [
-            (("--lr", "x"), {}, "--lr"),
-            (("--data", "imagefolder", "--data-dir", "/nowhere"), {}, "cannot read /nowhere/train"),
-            ((), {"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in"),
-            ((), {"FABRIC": "efb"}, "FABRIC expects auto, ib, roce, efa or tcp, got 'efb'"),
-            ((), {"START": "ssh"}, "START expects pmix, gloo or mpirun, got 'ssh'"),
-            ((), {"CONTAINER_IMAGE": "ddp.sqsh"}, "CONTAINER_IMAGE is set, but srun has no --container-image"),
+            (("--lr", "x"), "--lr"),
+            (("--data", "imagefolder", "--data-dir", "/nowhere"), "cannot read /nowhere/train"),
         ],
     )
-    def test_a_refusal_is_one_line_and_status_2(self, cluster, tmp_path, options, env, words):
-        file = "horovod.sbatch" if "START" in env else "ddp.sbatch"
-        job = cluster.submit(
-            tmp_path, file, *options, flags=("--gpus-per-node=1",), **{"PYTHON": sys.executable, **env}
-        )
+    def test_a_refusal_is_one_line_and_status_2(self, cluster, tmp_path, options, words):
+        job = submit(cluster, tmp_path, "ddp", *options)
         assert job.wait() == "FAILED"
         assert job.field("ExitCode") == "2:0"
         refusals = {line for line in job.text.splitlines() if line.startswith("error: ") and words in line}

@@ -280,15 +280,21 @@ def test_by_hand_records_go_where_the_container_may_write():
         assert service["pull_policy"] == "never"
 
 
-def test_more_nodes_and_their_gpus():
-    assert compose.override(2, [[], []]) == {"services": {}}
-    services = compose.override(3, [["0", "1"], ["2", "3"], ["4", "5"]])["services"]
+def job(folder, **own):
+    """Return a job of a run in a folder."""
+    return compose.Job(folder, folder / "data", folder / "mine", [], **own)
+
+
+def test_more_nodes_and_their_gpus(tmp_path):
+    services = compose.override(3, [["0", "1"], ["2", "3"], ["4", "5"]], job(tmp_path))["services"]
     for node, gpus in (("node0", ["0", "1"]), ("node1", ["2", "3"]), ("node2", ["4", "5"])):
         [device] = services[node]["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
     assert services["node2"]["extends"] == {"file": str(ROOT / "docker/compose.yaml"), "service": "node1"}
     assert services["node2"]["environment"] == {"NODE_RANK": "2"}
+    assert services["node2"]["hostname"] == "node2"
     assert "extends" not in services["node0"]
+    assert "deploy" not in compose.override(1, [[]], job(tmp_path))["services"]["node0"]
 
 
 def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
@@ -297,58 +303,50 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCRIPT", "code/train.py")
     monkeypatch.setenv("RUNS_DIR", "mine")
-    folders, own = compose.take_script("")
-    assert (folders.runs, folders.run) == (tmp_path / "mine", tmp_path / "mine/train-001")
+    own = compose.take_script("", ["--lr", "1"])
+    assert (own.runs, own.run, own.options) == (tmp_path / "mine", tmp_path / "mine/train-001", ["--lr", "1"])
     paths = {"SCRIPT": f"{tmp_path}/code/train.py", "WORKDIR": str(tmp_path), "RUN_DIR": "/runs/train-001"}
     services = compose.override(3, [[], [], []], own)["services"]
     for number in range(3):
         environment = services[f"node{number}"]["environment"]
-        assert environment == {**paths, "RESUME": "none", **({"NODE_RANK": "2"} if number == 2 else {})}
+        assert environment == {**paths, "RESUME": "none", "NODE_RANK": str(number)}
         seen = [(volume["source"], volume["target"]) for volume in services[f"node{number}"]["volumes"]]
         assert seen == [(str(tmp_path), str(tmp_path)), (f"{tmp_path}/code", f"{tmp_path}/code")]
 
 
 def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert compose.take_modules(["--model", "vit-tiny", "--data=digits", "--epochs", "2"]) == {}
+    own = compose.take_recipe("ddp", ["--model", "vit-tiny", "--data=digits", "--epochs", "2"])
+    assert (own.environment, own.volumes) == ({}, [])
     (tmp_path / "mine.yaml").write_text("model: mine:net\n")
     given = (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"])
     for options in (*given, ["--config", "mine.yaml"]):
-        own = compose.take_modules(options)
-        assert own["environment"] == {"PYTHONPATH": "/code"}
-        [volume] = own["volumes"]
+        own = compose.take_recipe("ddp", options)
+        assert own.environment == {"PYTHONPATH": "/code"}
+        [volume] = own.volumes
         assert volume == {"type": "bind", "source": str(tmp_path), "target": "/code", "read_only": True}
 
 
 def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/ddp-001").mkdir(parents=True)
-    options = ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"]
-    folders, words = compose.take_folders("ddp", options)
-    assert words == ["--epochs", "3", "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
-    assert (folders.runs, folders.data, folders.run) == (
-        tmp_path / "mine",
-        Path("/mnt/images"),
-        tmp_path / "mine/ddp-002",
-    )
-    assert compose.take_folders("probe", ["--device", "cpu"])[1] == ["--device", "cpu"]
+    own = compose.take_recipe("ddp", ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"])
+    assert own.options == ["--epochs", "3", "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
+    assert (own.runs, own.data, own.run) == (tmp_path / "mine", Path("/mnt/images"), tmp_path / "mine/ddp-002")
+    assert compose.take_recipe("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
 
 
 def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
     """The containers' root is read-only, and their /tmp is memory."""
     monkeypatch.chdir(tmp_path)
     options = ["--data-dir", "https://host/x", "--cache-dir", "kept", "--data", "shards"]
-    folders, words = compose.take_folders("ddp", options)
-    assert words[:2] == ["--data", "shards"]
-    assert words[-4:] == ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
-    assert folders.cache == tmp_path / "kept"
-    modules = compose.take_modules(["--model", "mine:net"])
-    for own, others in (({}, []), (modules, modules["volumes"])):
-        more = compose.bind_cache(own, folders.cache)
-        volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}
-        assert more == {**own, "volumes": [*others, volume]}
-    assert (tmp_path / "kept").is_dir()
-    assert compose.bind_cache(modules, None) == modules
+    volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}
+    own = compose.take_recipe("ddp", options)
+    assert own.options[:2] == ["--data", "shards"]
+    assert own.options[-4:] == ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
+    assert (own.cache, own.volumes) == (tmp_path / "kept", [volume])
+    own = compose.take_recipe("ddp", [*options, "--model", "mine:net"])
+    assert [volume["target"] for volume in own.volumes] == ["/cache", "/code"]
 
 
 def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, monkeypatch):
@@ -356,19 +354,20 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
     config = tmp_path / "mine.yaml"
     flags, remote = ["--config", "mine.yaml"], ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
     config.write_text("data: shards\ndata_dir: https://host/x\ncache_dir: kept\n")
-    folders, words = compose.take_folders("ddp", flags)
-    assert words == [*flags, "--name", "ddp-001", "--runs-dir", "/runs", *remote]
-    assert (folders.data, folders.cache) == (tmp_path / "data", tmp_path / "kept")
+    own = compose.take_recipe("ddp", flags)
+    assert own.options == [*flags, "--name", "ddp-001", "--runs-dir", "/runs", *remote]
+    assert (own.data, own.cache) == (tmp_path / "data", tmp_path / "kept")
     config.write_text("data_dir: images\nruns_dir: mine\nname: first\n")
-    folders, words = compose.take_folders("ddp", flags)
-    assert words == [*flags, "--name", "first", "--runs-dir", "/runs", "--data-dir", "/data"]
-    assert (folders.data, folders.run) == (tmp_path / "images", tmp_path / "mine/first")
+    own = compose.take_recipe("ddp", flags)
+    assert own.options == [*flags, "--name", "first", "--runs-dir", "/runs", "--data-dir", "/data"]
+    assert (own.data, own.run) == (tmp_path / "images", tmp_path / "mine/first")
     config.write_text("data: text\n")
-    assert compose.take_folders("ddp", flags)[1] == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
-    assert compose.take_folders("ddp", [*flags, "--data", "digits"])[1][-2:] == ["--data-dir", "/data"]
+    assert compose.take_recipe("ddp", flags).options == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
+    assert compose.take_recipe("ddp", [*flags, "--data", "digits"]).options[-2:] == ["--data-dir", "/data"]
     config.write_text("runs_dir: {}\ncache_dir: null\nname: true\ndata_dir: [a, b]\n")  # the recipe refuses these
-    folders, words = compose.take_folders("ddp", flags)
-    assert folders == compose.Folders(tmp_path / "runs", tmp_path / "data", tmp_path / "runs/ddp-004")
+    own = compose.take_recipe("ddp", flags)
+    assert (own.runs, own.data, own.cache) == (tmp_path / "runs", tmp_path / "data", None)
+    assert own.run == tmp_path / "runs/ddp-004"
 
 
 def docker_that(folder, script):

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,36 +15,13 @@ import pytest
 from scripts import make
 from tests.support import ROOT, run_command
 
-VARIABLES = (
-    *("RECIPE", "NODES", "NPROC_PER_NODE", "NAME", "ARGS", "RECIPES", "WITH", "MIN_NODES", "MAX_RESTARTS", "GPUS"),
-    *(
-        "PARTITION",
-        "TIME",
-        "MEM",
-        "CPUS",
-        "CONSTRAINT",
-        "ACCOUNT",
-        "QOS",
-        "SWEEP",
-        "LOCAL",
-        "KIND",
-        "IMAGE",
-        "FABRIC",
-    ),
-    *(
-        "NAMESPACE",
-        "RENDER",
-        "PARTS",
-        "BACKENDS",
-        "FAULTS",
-        "ROUNDS",
-        "SEED",
-        "MODEL",
-        "CHECK",
-        "REHEARSE",
-        "PYTHON",
-        *("SCRIPT", "GLOBAL_BATCH", "WORLD_SIZES", "RESUME", "STOP_AFTER", "LAUNCH", "LOSS", "RUN", "OUT"),
-    ),
+VARIABLES = re.findall(
+    r"\w+",
+    """
+RECIPE NODES NPROC_PER_NODE NAME ARGS RECIPES WITH MIN_NODES MAX_RESTARTS GPUS PARTITION TIME MEM CPUS CONSTRAINT
+ACCOUNT QOS SWEEP LOCAL KIND IMAGE FABRIC NAMESPACE RENDER PARTS BACKENDS FAULTS ROUNDS SEED MODEL CHECK
+PYTHON SCRIPT GLOBAL_BATCH WORLD_SIZES RESUME STOP_AFTER LAUNCH LOSS RUN OUT
+""",
 )
 
 PYTHON_THAT_DUMPS_ITS_ENVIRONMENT = """#!/usr/bin/env bash
@@ -58,36 +37,23 @@ def _no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("way", ["command line", "environment"])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`touch MARKER`",
-        "$(touch MARKER)",
-        "$(shell touch MARKER)",
-        "$$(touch MARKER)",
-        "${eval $(shell touch MARKER)}",
-        '2"; touch MARKER; "',
-        "2'; touch MARKER; '",
-        "2; touch MARKER",
-        "2 && touch MARKER #",
-        "a\nb\ttouch MARKER",
-        "it's",
-        '"',
-        "$5 ${HOME} $HOME 100%",
-        "back\\slash \\",
-        "-- --flag",
-        "two  spaces ",
-    ],
+TEXTS = (
+    *("`touch MARKER`", "$(touch MARKER)", "$(shell touch MARKER)", "$$(touch MARKER)"),
+    *("${eval $(shell touch MARKER)}", '2"; touch MARKER; "', "2'; touch MARKER; '", "2; touch MARKER"),
+    *("2 && touch MARKER #", "a\nb\ttouch MARKER", "it's", '"', "$5 ${HOME} $HOME 100%", "back\\slash \\"),
+    *("-- --flag", "two  spaces "),
 )
-def test_what_is_typed_is_data(tmp_path, text, way):
+
+
+@pytest.mark.parametrize("way", ["command line", "environment"])
+def test_what_is_typed_is_data(tmp_path, way):
+    """Each text in a variable that make knows, and in one that it does not."""
     marker, python = tmp_path / "marker", tmp_path / "python"
-    text = text.replace("MARKER", str(marker))
+    texts = [text.replace("MARKER", str(marker)) for text in TEXTS]
     python.write_text(PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
     python.chmod(0o755)
-    typed = dict.fromkeys(("RECIPE", "NODES", "NAME", "ARGS", "WITH", "FAULTS", "UNKNOWN"), text) | {
-        "PYTHON": str(python)
-    }
+    unknown = {f"UNKNOWN_{i}": text for i, text in enumerate(texts)}
+    typed = dict(zip(VARIABLES, texts, strict=False)) | unknown | {"PYTHON": str(python)}
     if way == "environment":
         result = run_command("make", "run", **typed)
     else:
@@ -103,146 +69,113 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
 
 
 @pytest.mark.parametrize(
-    ("target", "variables", "argv"),
+    ("target", "variables", "command"),
     [
-        ("run", {"RECIPE": "ddp"}, (*RUN, "ddp", "--")),
+        ("run", "RECIPE=ddp", "scripts.launch.local ddp --"),
         (
             "run",
-            {"RECIPE": "ddp", "NODES": "2", "NPROC_PER_NODE": "4", "NAME": "--list", "ARGS": "--epochs 3"},
-            (*RUN, "ddp", "--nodes=2", "--nproc-per-node=4", "--", "--name=--list", "--epochs", "3"),
-        ),
-        (
-            "run",
-            {"SCRIPT": "train.py", "NODES": "2", "NAME": "mine", "ARGS": "--lr 0.1 --out {run_dir}"},
-            (*RUN, "ddp", "--nodes=2", "--name=mine", "--", "--lr", "0.1", "--out", "{run_dir}"),
-        ),
-        ("run", {"SCRIPT": "train.py", "RECIPE": "spawn"}, (*RUN, "spawn", "--")),
-        (
-            "run",
-            {"RECIPE": "ddp", "NODES": "2", "MIN_NODES": "1", "MAX_RESTARTS": "2"},
-            (*RUN, "ddp", "--nodes=2", "--min-nodes=1", "--max-restarts=2", "--"),
+            "RECIPE=ddp NODES=2 NPROC_PER_NODE=4 NAME=--list ARGS='--epochs 3'",
+            "scripts.launch.local ddp --nodes=2 --nproc-per-node=4 -- --name=--list --epochs 3",
         ),
         (
             "run",
-            {"RECIPE": "ddp", "WITH": "docker", "NODES": "2", "ARGS": "--lr 0.1"},
-            (sys.executable, "-m", "docker.compose", "ddp", "--nodes=2", "--", "--lr", "0.1"),
+            "SCRIPT=train.py NODES=2 NAME=mine ARGS='--lr 0.1 --out {run_dir}'",
+            "scripts.launch.local ddp --nodes=2 --name=mine -- --lr 0.1 --out {run_dir}",
         ),
+        ("run", "SCRIPT=train.py RECIPE=spawn", "scripts.launch.local spawn --"),
         (
             "run",
-            {"RECIPE": "ddp", "ARGS": "--data-dir 'two words' --name=\"it's\"\n--x $HOME `a` $(b) ~/data x~/y"},
-            (
-                *(*RUN, "ddp", "--", "--data-dir", "two words", "--name=it's", "--x", "$HOME", "`a`", "$(b)"),
-                *(str(Path.home() / "data"), "x~/y"),
-            ),
+            "RECIPE=ddp NODES=2 MIN_NODES=1 MAX_RESTARTS=2",
+            "scripts.launch.local ddp --nodes=2 --min-nodes=1 --max-restarts=2 --",
         ),
-        ("list", {}, (sys.executable, "-m", "scripts.launch.local", "--list")),
-        (
-            "new",
-            {"NAME": "mine", "FROM": "ddp"},
-            (sys.executable, "-m", "scripts.dev.new", "--name=mine", "--from=ddp"),
-        ),
-        ("shards", {"DATA_DIR": "a b", "OUT": "c"}, (*RUN[:2], "scripts.dev.shards", "a b", "c")),
-        ("export", {"RUN": "a b", "OUT": "-c"}, (*RUN[:2], "scripts.dev.export", "--", "a b", "-c")),
-        ("doctor", {"ARGS": "--quick"}, (*RUN[:2], "scripts.doctor", "--nodes=1", "--quick")),
-        ("image", {"RECIPE": "apex"}, ("docker/image.sh", "build", "apex")),
-        ("push", {"RECIPE": "apex"}, ("docker/image.sh", "push", "apex")),
-        ("horovod", {}, ("scripts/horovod/build.sh",)),
-        ("report", {}, (*RUN[:2], "scripts.bench.report")),
-        ("slurm-up", {}, ("scripts/lab/slurm_cluster.sh", "up", "2")),
-        ("slurm-up", {"NODES": "3"}, ("scripts/lab/slurm_cluster.sh", "up", "3")),
-        ("test", {"ARGS": "-k 'a or b' -x"}, ("scripts/dev/test.sh", "quick", "-k", "a or b", "-x")),
-        ("test-all", {}, ("scripts/dev/test.sh", "all")),
-        ("submit", {"RECIPE": "ddp", "LOCAL": "0"}, (*RUN[:2], "slurm.submit", "ddp", "--")),
+        ("run", "RECIPE=ddp WITH=docker NODES=2 ARGS='--lr 0.1'", "HOST docker.compose ddp --nodes=2 -- --lr 0.1"),
+        ("list", "", "HOST scripts.launch.local --list"),
+        ("new", "NAME=mine FROM=ddp", "HOST scripts.dev.new --name=mine --from=ddp"),
+        ("shards", "DATA_DIR='a b' OUT=c", "scripts.dev.shards 'a b' c"),
+        ("export", "RUN='a b' OUT=-c", "scripts.dev.export -- 'a b' -c"),
+        ("doctor", "ARGS=--quick", "scripts.doctor --nodes=1 --quick"),
+        ("image", "RECIPE=apex", "./docker/image.sh build apex"),
+        ("push", "RECIPE=apex", "./docker/image.sh push apex"),
+        ("horovod", "", "./scripts/horovod/build.sh"),
+        ("report", "", "scripts.bench.report"),
+        ("slurm-up", "", "./scripts/lab/slurm_cluster.sh up 2"),
+        ("slurm-up", "NODES=3", "./scripts/lab/slurm_cluster.sh up 3"),
+        ("test", "ARGS=\"-k 'a or b' -x\"", "./scripts/dev/test.sh quick -k 'a or b' -x"),
+        ("test-all", "", "./scripts/dev/test.sh all"),
+        ("submit", "RECIPE=ddp LOCAL=0", "slurm.submit ddp --"),
         (
             "submit",
-            {
-                **{"RECIPE": "ddp", "NODES": "2", "GPUS": "8", "CPUS": "12", "MEM": "64GB", "TIME": "2:00:00"},
-                **{
-                    "PARTITION": "gpu",
-                    "CONSTRAINT": "a&b",
-                    "ACCOUNT": "c",
-                    "QOS": "d",
-                    "NAME": "mine",
-                    "LOCAL": "1",
-                },
-                **{"SWEEP": "lr=0.1,0.2 seed=1,2", "NPROC_PER_NODE": "4", "ARGS": "--epochs 3"},
-            },
-            (
-                *(*RUN[:2], "slurm.submit", "ddp", "--nodes=2", "--nproc-per-node=4", "--partition=gpu"),
-                *("--time=2:00:00", "--mem=64GB", "--constraint=a&b", "--account=c", "--qos=d", "--name=mine"),
-                *("--sweep=lr=0.1,0.2 seed=1,2", "--gpus-per-node=8", "--cpus-per-task=12", "--local", "--"),
-                *("--epochs", "3"),
-            ),
+            "RECIPE=ddp NODES=2 GPUS=8 CPUS=12 MEM=64GB TIME=2:00:00 PARTITION=gpu CONSTRAINT='a&b' ACCOUNT=c "
+            "QOS=d NAME=mine LOCAL=1 SWEEP='lr=0.1,0.2 seed=1,2' NPROC_PER_NODE=4 ARGS='--epochs 3'",
+            "slurm.submit ddp --nodes=2 --nproc-per-node=4 --partition=gpu --time=2:00:00 --mem=64GB "
+            "'--constraint=a&b' --account=c --qos=d --name=mine '--sweep=lr=0.1,0.2 seed=1,2' --gpus-per-node=8 "
+            "--cpus-per-task=12 --local -- --epochs 3",
         ),
         (
             "compare",
-            {"RECIPES": "single ddp", "NODES": "2", "ARGS": "--epochs 1"},
-            (*RUN[:2], "scripts.bench.compare", "single", "ddp", "--nodes=2", "--", "--epochs", "1"),
+            "RECIPES='single ddp' NODES=2 ARGS='--epochs 1'",
+            "scripts.bench.compare single ddp --nodes=2 -- --epochs 1",
         ),
         (
             "same",
-            {
-                "SCRIPT": "my train.py",
-                "GLOBAL_BATCH": "48",
-                "RESUME": "auto",
-                "ARGS": "-b {local_batch}",
-            },
-            (
-                *(*RUN[:2], "scripts.same", "my train.py", "--global-batch=48", "--resume=auto"),
-                *("--", "-b", "{local_batch}"),
-            ),
+            "SCRIPT='my train.py' GLOBAL_BATCH=48 RESUME=auto ARGS='-b {local_batch}'",
+            "scripts.same 'my train.py' --global-batch=48 --resume=auto -- -b {local_batch}",
         ),
         (
             "drill",
-            {"FAULTS": "kill-rank truncate", "ROUNDS": "5", "SEED": "3", "NODES": "4"},
-            (*RUN[:2], "scripts.drill", "kill-rank", "truncate", "--nodes=4", "--rounds=5", "--seed=3"),
+            "FAULTS='kill-rank truncate' ROUNDS=5 SEED=3 NODES=4",
+            "scripts.drill kill-rank truncate --nodes=4 --rounds=5 --seed=3",
         ),
-        ("drill", {}, (*RUN[:2], "scripts.drill")),
-        ("bench", {"PARTS": "wire", "ROUNDS": "7"}, (*RUN[:2], "scripts.bench", "wire", "--rounds=7")),
+        ("drill", "", "scripts.drill"),
+        ("bench", "PARTS=wire ROUNDS=7", "scripts.bench wire --rounds=7"),
         (
             "commbench",
-            {"BACKENDS": "gloo mpi", "NODES": "2", "ARGS": "--link-gbit 10"},
-            (*RUN[:2], "scripts.bench.commbench", "gloo", "mpi", "--nodes=2", "--link-gbit", "10"),
+            "BACKENDS='gloo mpi' NODES=2 ARGS='--link-gbit 10'",
+            "scripts.bench.commbench gloo mpi --nodes=2 --link-gbit 10",
         ),
         (
             "plan",
-            {"RECIPE": "ddp", "MODEL": "resnet50", "NODES": "512", "GPUS": "8", "FABRIC": "ib-400"},
-            (
-                *(*RUN[:2], "scripts.plan", "ddp", "--nodes=512", "--gpus=8", "--fabric=ib-400"),
-                "--model=resnet50",
-            ),
+            "RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400",
+            "scripts.plan ddp --nodes=512 --gpus=8 --fabric=ib-400 --model=resnet50",
         ),
-        ("plan", {"CHECK": "1", "ROUNDS": "2"}, (*RUN[:2], "scripts.bench.plan", "--rounds=2")),
-        ("plan", {"CHECK": "mlperf"}, (*RUN[:2], "scripts.plan.published")),
-        (
-            "plan",
-            {"REHEARSE": "1024", "RECIPE": "ddp", "ARGS": "--zero"},
-            (*RUN[:2], "scripts.plan.thousand", "--recipe=ddp", "--world-size=1024", "--", "--zero"),
-        ),
+        ("plan", "CHECK=1 ROUNDS=2", "scripts.bench.namespaces plan --rounds=2"),
+        ("plan", "CHECK=mlperf", "scripts.plan.published"),
         (
             "k8s",
-            {"RECIPE": "ddp", "KIND": "jobset", "GPUS": "0", "IMAGE": "r/ddp:1", "NAME": "a", "RENDER": "1"},
-            (
-                *(*RUN[:2], "k8s.apply", "ddp", "--nodes=1", "--kind=jobset", "--gpus=0", "--image=r/ddp:1"),
-                *("--name=a", "--render", "--"),
-            ),
+            "RECIPE=ddp KIND=jobset GPUS=0 IMAGE=r/ddp:1 NAME=a RENDER=1",
+            "k8s.apply ddp --nodes=1 --kind=jobset --gpus=0 --image=r/ddp:1 --name=a --render --",
         ),
-        (
-            "k8s",
-            {"RECIPE": "ddp", "COMPONENTS": "kueue rdma"},
-            (*RUN[:2], "k8s.apply", "ddp", "--nodes=1", "--components=kueue rdma", "--"),
-        ),
-        (
-            "k8s-delete",
-            {"NAME": "--all", "NAMESPACE": "b"},
-            (*RUN[:2], "k8s.apply", "--namespace=b", "--delete=--all"),
-        ),
+        ("k8s", "RECIPE=ddp COMPONENTS='kueue rdma'", "k8s.apply ddp --nodes=1 '--components=kueue rdma' --"),
+        ("k8s-delete", "NAME=--all NAMESPACE=b", "k8s.apply --namespace=b --delete=--all"),
     ],
 )
-def test_the_command_of_a_target(monkeypatch, target, variables, argv):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert make.TARGETS[target]().argv == list(argv)
+def test_the_command_of_a_target(monkeypatch, target, variables, command):
+    """A module in .venv; HOST: by this Python; ./: a script."""
+    for word in shlex.split(variables):
+        monkeypatch.setenv(*word.split("=", 1))
+    first, *words = shlex.split(command)
+    if first == "HOST":
+        start = [sys.executable, "-m"]
+    else:
+        start = [first.removeprefix("./")] if first.startswith("./") else [".venv/bin/python", "-m", first]
+    assert make.TARGETS[target]().argv == [*start, *words]
+
+
+def test_args_are_words_as_a_shell_quotes_them_and_nothing_is_expanded(monkeypatch):
+    monkeypatch.setenv("RECIPE", "ddp")
+    monkeypatch.setenv("ARGS", "--data-dir 'two words' --name=\"it's\"\n--x $HOME `a` $(b) ~/data x~/y")
+    words = [
+        "--data-dir",
+        "two words",
+        "--name=it's",
+        "--x",
+        "$HOME",
+        "`a`",
+        "$(b)",
+        f"{Path.home()}/data",
+        "x~/y",
+    ]
+    assert make.TARGETS["run"]().argv == [*RUN, "ddp", "--", *words]
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
 from recipes.common.errors import PortTakenError, UserError
-from scripts.launch import agent, elastic, rejoin
+from recipes.common.process.node import Node
+from scripts.launch import elastic, local, ranks, rejoin, torch_agent
 from scripts.launch.local import free_port
-from tests.support import run_command, wait_until
+from tests.support import wait_until
 
 BEAT_S = 0.1
 
@@ -45,15 +44,11 @@ def store(monkeypatch):
         monkeypatch.setattr(elastic, name, 0.2)
     delay = dynamic_rendezvous._delay
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: delay(0.02))
-    for owner, name in (
-        (dynamic_rendezvous, "datetime"),
-        (dynamic_rendezvous, "get_method_name"),
-        (elastic.launcher, "LocalElasticAgent"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # install() changes them for this test alone
+    for name in ("datetime", "get_method_name"):  # install() changes them for this test alone
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
     for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "PORT_IS_CHOSEN"):
         monkeypatch.setenv(name, "")
-    elastic.install(elastic.Job(tuple, agent.cause_of_failure, agent.is_stopped, set(), [], lambda: None))
+    elastic.install()
     port = free_port()
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     server.set("clock", repr(time.monotonic()))
@@ -68,10 +63,7 @@ def nodes(store):
 
     def make(count, min_nodes=2, max_nodes=3, timeout_s=20):
         for _ in range(count):
-            parameters = RendezvousParameters(
-                elastic.BACKEND, store, "job", min_nodes, max_nodes, local_addr="127.0.0.1", timeout=timeout_s
-            )
-            handler = elastic.create_handler(parameters)
+            handler = elastic.create_handler(store, "job", min_nodes, max_nodes, "127.0.0.1", timeout_s)
             handler._state_holder._cache_duration = 0
             made.append(handler)
         return made[-count:]
@@ -175,8 +167,8 @@ def test_a_beat_touches_no_disk(nodes, monkeypatch):
     monkeypatch.setattr(os, "stat", stat)
     [a] = nodes(1, min_nodes=1, max_nodes=1)
     join(a)
-    seen = a.backend.answers
-    wait_until(lambda: a.backend.answers >= seen + 6, 10, "some beats")
+    beats = set()
+    wait_until(lambda: beats.add(a._state_holder._last_sync_time) or len(beats) > 6, 10, "some beats")
     assert touched == []
 
 
@@ -229,8 +221,7 @@ def test_a_job_that_has_ended_says_how(nodes, store):
     b._stop_heartbeats()
     with pytest.raises(RendezvousClosedError):
         b.next_rendezvous()
-    assert elastic.status_of_job(store, "job") == 2
-    assert elastic.status_of_job(store, "another") == 0
+    assert a.job_status() == 2
 
 
 class FakeHandler:
@@ -274,7 +265,9 @@ def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])  # those of pytest are no ranks
     one = elastic.Agent.__new__(elastic.Agent)
     one.handler, one._remaining_restarts = handler, restarts
-    one.job = elastic.Job(tuple, agent.cause_of_failure, agent.is_stopped, set(stopped_by), [], lambda: None)
+    stopped = set(stopped_by)
+    for owner in (elastic, ranks):
+        monkeypatch.setattr(owner, "STOPPED_BY", stopped)
     return one, lambda: one._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))
 
 
@@ -337,14 +330,13 @@ def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys)
     assert monitor().state == WorkerState.HEALTHY
     assert one.handler.has_stopped
     assert not one.handler.has_saved, "so that a stop signal before the next round does not end with status 0"
-    assert one.job.failures == []
+    assert one.failures is None
     line = capsys.readouterr().err
     assert line.startswith("elastic: rank 0 (pid 7 on "), "it may be a checkpoint that could not be written"
     assert line.endswith(
         "ended with status 1; its own error is above; it was stopping, so no restart is counted\n"
     )
     assert monitored(monkeypatch, failed(r0=1), FakeHandler())[1]().state == WorkerState.FAILED
-    monkeypatch.setattr(agent, "STOPPED_BY", {signal.SIGTERM})
     _, monitor = monitored(monkeypatch, failed(r0=1, r1=-15), FakeHandler(), stopped_by=[signal.SIGTERM])
     with pytest.raises(SignalException):
         monitor()
@@ -390,7 +382,7 @@ def test_a_node_that_is_lost_after_another_has_finished_fails_the_job(nodes, sto
         with pytest.raises(UserError, match=r"but not those of 127.0.0.1 \(pid \d+\); .* RESUME=auto") as caught:
             wait_until(handler.has_finished, 10, "the end")
         assert caught.value.status == 1
-    assert elastic.status_of_job(store, "job") == 1
+    assert a.job_status() == 1
 
 
 def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_job(nodes, store, monkeypatch):
@@ -409,7 +401,7 @@ def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_jo
         a.shutdown()
         with pytest.raises(RendezvousClosedError):
             next_round.result()
-    assert elastic.status_of_job(store, "job") == 1
+    assert a.job_status() == 1
 
 
 def test_no_round_begins_once_a_node_has_finished_and_gone(nodes, store, monkeypatch):
@@ -427,7 +419,7 @@ def test_no_round_begins_once_a_node_has_finished_and_gone(nodes, store, monkeyp
     [c] = nodes(1, min_nodes=1)
     with pytest.raises(RendezvousClosedError):
         c.next_rendezvous()
-    assert elastic.status_of_job(store, "job") == 1
+    assert a.job_status() == 1
 
 
 def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
@@ -456,12 +448,12 @@ def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
 def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, status):
     """The main thread says the same as the one that takes the signals, whichever ends this process."""
     one, _ = monitored(monkeypatch, None, FakeHandler(), stopped_by=[signal.SIGTERM])
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    monkeypatch.setattr(torch_agent.Agent, "_start_workers", lambda self, group: {})
     group = SimpleNamespace(spec=SimpleNamespace(args=()))
     one.has_run, one.handler.has_saved = has_run, has_saved
     with pytest.raises(UserError if status else SignalException):
         one._start_workers(group)
-    one.job.stopped_by.clear()
+    elastic.STOPPED_BY.clear()
     one._start_workers(group)
     assert (one.has_run, one.handler.has_saved) == (True, False), "from now on there is something to lose"
 
@@ -488,10 +480,10 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(agent, "STOPPED_BY", set())
-    monkeypatch.setattr(agent, "announce", [lambda: has_ended_well])
+    monkeypatch.setattr(ranks, "STOPPED_BY", set())
+    monkeypatch.setattr(ranks, "announce", [lambda: has_ended_well])
     with pytest.raises(SystemExit) as caught:
-        agent.pass_signals_on(str(logs))
+        ranks.pass_signals_on(str(logs))
     assert caught.value.code == status
     output = "".join(capfd.readouterr())
     assert output == said + ("to resume: the same command with --resume auto\n" if status else "")
@@ -520,14 +512,14 @@ def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, ca
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(agent, "NOTICE_S", 0)
-    monkeypatch.setenv(agent.HAS_RETURNED, "1")
+    monkeypatch.setattr(ranks, "NOTICE_S", 0)
+    monkeypatch.setenv(ranks.HAS_RETURNED, "1")
     for announce in ([], [lambda: False]):
-        monkeypatch.setattr(agent, "STOPPED_BY", set())
-        monkeypatch.setattr(agent, "announce", announce)
+        monkeypatch.setattr(ranks, "STOPPED_BY", set())
+        monkeypatch.setattr(ranks, "announce", announce)
         (tmp_path / "logs").mkdir()
         with pytest.raises(SystemExit) as caught:
-            agent.pass_signals_on(str(tmp_path / "logs"))
+            ranks.pass_signals_on(str(tmp_path / "logs"))
         assert caught.value.code == 1
         assert capfd.readouterr().err.startswith("error: stopped by SIGTERM while no ranks ran: ")
 
@@ -556,20 +548,13 @@ def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypat
     rank.wait()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(LocalElasticAgent, "_stop_workers"), (dynamic_rendezvous, "datetime")]
-)
-def test_another_torch_is_noticed(monkeypatch, owner, name):
-    assert elastic.missing_parts() == []
-    monkeypatch.delattr(owner, name)
-    if not hasattr(owner, name):  # or it is inherited
-        assert elastic.missing_parts() == [f"{owner.__name__}.{name}"]
-
-
-@pytest.mark.parametrize("name", ["_this_node", "_op_executor"])
-def test_another_rendezvous_is_noticed(monkeypatch, name):
-    monkeypatch.delitem(dynamic_rendezvous.DynamicRendezvousHandler.__annotations__, name)
-    assert elastic.missing_parts() == [f"DynamicRendezvousHandler.{name}"]
+def test_another_torch_is_refused(store, monkeypatch):
+    monkeypatch.delitem(dynamic_rendezvous.DynamicRendezvousHandler.__annotations__, "_op_executor")
+    with pytest.raises(UserError, match="has no _op_executor, which elastic jobs need; unset MIN_NODES"):
+        elastic.install()
+    monkeypatch.delattr(dynamic_rendezvous, "get_method_name")
+    with pytest.raises(UserError, match="has no get_method_name, "):
+        elastic.install()
 
 
 @pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (68, 1), (2, 2)])
@@ -577,23 +562,26 @@ def test_another_rendezvous_is_noticed(monkeypatch, name):
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
     """Above 128, and 69, mean that the agent was killed or lost the store, and let the node come back."""
     monkeypatch.setenv("SCRIPT", "train.py")
-    for name in ("RESUME", agent.LAUNCHER_PID):
-        monkeypatch.setenv(name, "")  # run_elastic() sets them for this test alone
-    jobs, failure = [], SimpleNamespace(exitcode=ended, pid=7)
+    handler = FakeHandler()
+    handler.job_status, handler.shutdown = lambda: int(ended == 2), lambda: None
+    handler.watch_store = lambda give_up: None
 
-    def end(arguments):
-        if not is_closed:
-            raise ChildFailedError("train.py", {0: failure})
-        jobs[0].failures[:] = [{0: ended}, {0: 7}]
-        raise RendezvousClosedError  # the ranks of another node have finished
+    class Agent:
+        failures = {0: ended}, {0: 7}
 
-    monkeypatch.setattr(torchrun, "run", end)
-    monkeypatch.setattr(elastic, "install", jobs.append)
-    monkeypatch.setattr(elastic, "status_of_job", lambda endpoint, job_id: int(ended == 2))
-    monkeypatch.setattr(agent, "wait_for_head", lambda node, endpoint: "127.0.0.1")
-    monkeypatch.setattr(ChildFailedError, "format_msg", lambda self: "")
-    node = agent.Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
-    assert agent.run_elastic(node, "ddp", [], "logs", []) == status
+        def run(self):
+            if is_closed:
+                raise RendezvousClosedError  # the ranks of another node have finished
+            return failed(r0=ended)
+
+    monkeypatch.setattr(elastic, "install", lambda: None)
+    monkeypatch.setattr(elastic, "announce", [])
+    monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
+    monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
+    monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
+    monkeypatch.setattr(elastic, "Agent", lambda *_: Agent())
+    node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
+    assert elastic.run(node, "ddp", [], "logs") == status
 
 
 AGENT = """
@@ -722,18 +710,17 @@ def test_a_store_whose_port_is_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (("MIN_NODES=3",), "MIN_NODES 3 is more than NODES 2"),
-        (("MIN_NODES=x",), "MIN_NODES expects a whole number of at least 0, got 'x'"),
-        (("MIN_NODES=1", "MAX_RESTARTS=1001"), "MAX_RESTARTS expects a whole number from 0 to 1000"),
-        (("MAX_RESTARTS=1",), "MAX_RESTARTS belongs to an elastic job"),
-        (("MIN_NODES=1", "RECIPE=single"), "single cannot be elastic; unset MIN_NODES"),
-        (("MIN_NODES=1", "RECIPE=horovod"), "horovod cannot be elastic; unset MIN_NODES"),
+        ("ddp --min-nodes=3", "MIN_NODES 3 is more than NODES 2"),
+        ("ddp --min-nodes=x", "MIN_NODES expects a whole number from 1 to 1024, got 'x'"),
+        ("ddp --min-nodes=1 --max-restarts=1001", "MAX_RESTARTS expects a whole number from 0 to 1000"),
+        ("ddp --max-restarts=1", "MAX_RESTARTS belongs to an elastic job"),
+        ("single --min-nodes=1", "single cannot be elastic; unset MIN_NODES"),
+        ("horovod --min-nodes=1", "horovod cannot be elastic; unset MIN_NODES"),
     ],
 )
-def test_make_run_refuses(words, refusal):
-    result = run_command("make", "run", "RECIPE=ddp", "NODES=2", *words)
-    assert result.status == 2
-    assert f"error: {refusal}" in result.stderr
+def test_the_launcher_refuses(capsys, words, refusal):
+    assert local.main([*words.split(), "--nodes=2"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {refusal}")
 
 
 def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):

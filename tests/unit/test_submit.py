@@ -1,9 +1,10 @@
 """What slurm/submit.py decides before anything is queued: names, limits, refusals, and the sbatch file itself."""
 
 import argparse
+import contextlib
 import itertools
 import json
-import os
+import multiprocessing
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.process.signals import Stop
 from scripts.launch.fabric import fabric_environment
 from slurm import submit, training
 from slurm.training import Training
@@ -285,116 +285,78 @@ def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
 
 class TestARank:
     @pytest.fixture
-    def run(self, tmp_path, monkeypatch):
-        """Return a function that runs a job as rank 0; it returns the exit status, and what rank 0 leaves."""
-        monkeypatch.setenv("RANK", "0")
+    def rank(self, tmp_path, monkeypatch):
+        """Return a function: run rank 0, whose process ends so; it returns the status and what it leaves."""
+        monkeypatch.setenv("SLURM_PROCID", "0")
         monkeypatch.setenv("STATUS_FILE", str(tmp_path / "7_status"))
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-        monkeypatch.setattr(training, "set_environment", lambda: None)
-        monkeypatch.setattr(
-            training, "exit_status", lambda main: main() or 0
-        )  # which ignores signals from then on
-        monkeypatch.chdir(ROOT)
+        self.words, self.env = [], {}
 
-        def start(job):
-            status = 0
-            try:
-                job()
-            except SystemExit as error:
-                status = error.code
+        def run(job, ended=0, received=()):
+            def end(command, env):
+                self.words, self.env = command[4:], env
+                return ended, list(received)
+
+            monkeypatch.setattr(training, "run", end)
             path = tmp_path / "7_status"
-            return status, path.read_text() if path.exists() else None
+            path.unlink(missing_ok=True)
+            with pytest.raises(SystemExit) if ended else contextlib.nullcontext() as caught:
+                job()
+            return caught.value.code if ended else 0, path.read_text() if path.exists() else None
 
-        return start
+        return run
 
-    @pytest.fixture
-    def recipe(self, monkeypatch):
-        """A recipe that only keeps its options; `received` is the signal that it gets."""
-        recipe = SimpleNamespace(argv=None, received=None)
+    def test_rank_0_leaves_how_it_has_ended(self, rank, monkeypatch, tmp_path):
+        job = Training("ddp", [], tmp_path)
+        assert rank(job) == (0, "0 \n")
+        assert rank(job, received=[signal.SIGUSR1]) == (0, "0 USR1\n")
+        assert rank(job, received=[signal.SIGTERM]) == (0, "0 TERM\n")
+        assert rank(job, 2) == (2, "2 \n")
+        monkeypatch.setenv("SLURM_PROCID", "1")
+        assert rank(job) == (0, None)
 
-        def main(argv):
-            recipe.argv = argv
-            monkeypatch.setattr(Stop, "received", recipe.received)
-
-        monkeypatch.setattr(training.importlib, "import_module", lambda _: SimpleNamespace(main=main))
-        return recipe
-
-    @pytest.mark.parametrize(
-        ("received", "left"), [(None, "0 \n"), (signal.SIGUSR1, "0 USR1\n"), (signal.SIGTERM, "0 TERM\n")], ids=str
-    )
-    def test_rank_0_leaves_how_it_has_ended(self, run, recipe, monkeypatch, tmp_path, received, left):
-        recipe.received = received
-        assert run(Training("ddp", [], tmp_path)) == (0, left)
-        (tmp_path / "7_status").unlink()
-        monkeypatch.setenv("RANK", "1")
-        assert run(Training("ddp", [], tmp_path)) == (0, None)
-
-    def test_a_refusal_is_left_and_ends_the_rank(self, run, monkeypatch, tmp_path):
-        monkeypatch.setattr(training, "exit_status", lambda main: 2)
-        assert run(Training("ddp", [], tmp_path)) == (2, "2 \n")
-
-    def test_a_start_after_the_first_goes_on_with_the_own_record(self, run, recipe, monkeypatch, tmp_path):
+    def test_a_start_after_the_first_goes_on_with_the_own_record(self, rank, monkeypatch, tmp_path):
+        job, first = Training("ddp", ["--epochs", "3"], tmp_path), ["recipes.ddp.train", "--epochs", "3"]
         (tmp_path / "config.json").write_text("{}")
-        job = Training("ddp", ["--epochs", "3"], tmp_path)
-        run(job)
-        assert recipe.argv == ["--epochs", "3"]
+        rank(job)
+        assert self.words == ["scripts.launch.hold_signals", *first]
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        run(job)
-        assert recipe.argv == ["--epochs", "3", "--resume", "auto"]
+        rank(job)
+        assert self.words[1:] == [*first, "--resume", "auto"]
         (tmp_path / "config.json").unlink()  # the first start had not come so far
-        run(job)
-        assert recipe.argv == ["--epochs", "3"]
+        rank(job)
+        assert self.words[1:] == first
 
-    @pytest.mark.parametrize(
-        ("source", "status", "left"),
-        [
-            ("", 0, "0 \n"),
-            ("raise SystemExit(3)", 3, "3 \n"),
-            ("os.kill(os.getpid(), signal.SIGKILL)", 137, "137 \n"),
-            ("os.kill(os.getppid(), signal.SIGUSR1); signal.pause()", 0, "0 USR1\n"),
-            ("os.kill(os.getppid(), signal.SIGTERM); signal.pause()", 0, "0 TERM\n"),
-        ],
-    )
-    def test_a_script_in_its_place(self, run, tmp_path, monkeypatch, source, status, left):
-        (tmp_path / "train.py").write_text(f"import os, signal; print(os.environ['RESUME']); {source}")
-        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path / "own"), "WORKDIR": "/"}
-        assert run(Training("ddp", [], tmp_path, {**script, "RESUME": "none"})) == (status, left)
-
-    def test_a_script_is_told_to_resume(self, run, tmp_path, monkeypatch):
+    def test_a_script_in_its_place(self, rank, monkeypatch, tmp_path):
+        job = Training("ddp", ["--lr", "1"], tmp_path, {"SCRIPT": "/train.py", "RESUME": "none"})
+        assert rank(job, 137) == (137, "137 \n")
+        assert (self.words, self.env["RESUME"]) == (["scripts.launch.script", "/train.py", "--lr", "1"], "none")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        (tmp_path / "train.py").write_text("import os; exit(7 * (os.environ['RESUME'] == 'auto'))")
-        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path / "own"), "RESUME": "none"}
-        assert run(Training("ddp", [], tmp_path, script)) == (7, "7 \n")
+        assert rank(job) == (0, "0 \n")
+        assert self.env["RESUME"] == "auto"
+
+    def test_a_script_that_a_signal_has_ended_has_not_failed(self, monkeypatch, tmp_path):
+        """The signal comes to submitit's process; the rank learns who it is, and by which network."""
+        (tmp_path / "train.py").write_text(
+            'import os, signal; seen = open(os.environ["RUN_DIR"] + "/seen", "w")\n'
+            "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME RESUME'.split()\n"
+            "print(*map(os.environ.get, names), file=seen, flush=True)\n"
+            "os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
+        )
+        script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path), "RESUME": "none"}
+        slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}
+        status_file = tmp_path / "7_status"
+        for name, value in (slurm | {"STATUS_FILE": str(status_file), "MASTER_ADDR": "127.0.0.1"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(ROOT)
+        job = multiprocessing.get_context("spawn").Process(target=Training("ddp", [], tmp_path, script))
+        job.start()
+        job.join(60)
+        assert (job.exitcode, status_file.read_text()) == (0, "0 USR1\n")
+        assert (tmp_path / "seen").read_text() == "0 0 1 1 lo none\n"
 
 
-def test_rank_0_is_where_the_jobs_script_says(monkeypatch):
-    """By an address where Slurm's name of the node does not resolve, which is all that submitit knows."""
-    import submitit
-
-    class Environment:
-        master_addr = "n1"
-
-        def export(self, **options):
-            os.environ["MASTER_ADDR"] = self.master_addr
-
-    monkeypatch.setattr(submitit.helpers, "TorchDistributedEnvironment", Environment)
-    monkeypatch.setattr(training, "fabric_environment", lambda **_: ({}, ""))
-    monkeypatch.setenv("MASTER_ADDR", "10.7.0.1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    training.set_environment()
-    assert os.environ["MASTER_ADDR"] == "10.7.0.1"
-
-
-def test_the_network_is_that_of_fabric_sh(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("FABRIC", raising=False)
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    environment, said = fabric_environment(FABRIC="tcp", TASK_PROCESSES="1")
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert environment["NCCL_IB_DISABLE"] == "1"
-    assert environment["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
-    assert "fabric tcp" in said
+def test_fabric_sh_is_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("FABRIC", "carrier-pigeon")
     with pytest.raises(UserError, match="carrier-pigeon"):
         fabric_environment(FABRIC="tcp")

@@ -1,0 +1,153 @@
+"""A node's ranks, whatever starts them: their command, the stop signals they get, how they end, whom to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from recipes.common.process.node import cause_of, status_of
+from recipes.common.process.parent import LAUNCHER_PID
+from recipes.common.process.signals import STOP_SIGNALS
+from scripts.launch import script
+from scripts.launch.processes import end_groups, wait_for
+from scripts.launch.rejoin import HAS_RETURNED, unsaved_stop
+
+END_SIGNAL = signal.SIGUSR2
+"""Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
+
+END_GRACE_S = 2
+"""How long they may take to end by it, before KILL."""
+
+ERROR_GRACE_S = 2.0
+"""How long the other processes may take to print what they met, once one has failed."""
+
+STOP_GRACE_S = 30.0
+"""How long they may still write a checkpoint, once a stop signal has ended one that does not handle it."""
+
+NOTICE_S = 1.0
+"""How long a stop signal waits, where no ranks run, for the agent to have noticed how they have ended."""
+
+STOPPED_BY: set[int] = set()
+"""The stop signals that this agent has passed on."""
+
+SAVING = threading.Event()
+"""Set while ranks of an elastic job may write a checkpoint before a node joins."""
+
+announce: list[Callable[[], bool]] = []
+"""What an elastic job calls before a stop signal is passed on; it returns whether ranks have ended well."""
+
+
+def rank_command(recipe: str, options: list[str]) -> list[str]:
+    """Return the command of a rank that ends with this agent."""
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    if script.is_set():
+        return [sys.executable, "-m", "scripts.launch.script", os.environ["SCRIPT"], *options]
+    return [sys.executable, "-m", "scripts.launch.hold_signals", f"recipes.{recipe}.train", *options]
+
+
+def pass_signals_on(logs: str) -> None:
+    """Send each stop signal to the processes that this agent has started.
+
+    It runs in a thread that takes the signals which the main thread keeps blocked. Blocked signals wait, and
+    a new process inherits the mask: a recipe that is still importing gets the signal once it has its handlers.
+    """
+    import psutil
+
+    sent = set()
+    while True:
+        received = signal.Signals(signal.sigwait(STOP_SIGNALS))
+        if announce and STOPPED_BY:
+            continue  # launchers repeat it, and an elastic job's node is on its way out
+        STOPPED_BY.add(received)
+        for tell in announce:
+            tell()
+        workers = psutil.Process().children()
+        try:
+            # Something lies there once processes have started; those of an elastic job may have ended.
+            have_run = bool(os.listdir(logs))
+        except FileNotFoundError:  # all is over
+            return
+        if not workers and (announce or not have_run):
+            status = 0
+            if not (have_run or os.environ.get(HAS_RETURNED)):
+                print(f"stopped by {received.name} before any process had started", flush=True)
+            elif not have_ended_well():
+                error = unsaved_stop(received)
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                status = error.status
+            shutil.rmtree(logs, ignore_errors=True)
+            os._exit(status)
+        # Launchers repeat a signal; a script may save in its handler, which a second one would interrupt.
+        for worker in workers:
+            if (worker, received) not in sent:
+                sent.add((worker, received))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.send_signal(received)
+
+
+def have_ended_well() -> bool:
+    """Whether ranks of an elastic job's node, of which none runs, have finished or written a checkpoint."""
+    if not announce:
+        return False  # no rendezvous yet: those of an earlier agent were lost with it
+    if all(tell() for tell in announce):
+        return True
+    time.sleep(NOTICE_S)
+    return all(tell() for tell in announce)
+
+
+def run_processes(command: list[str], environments: dict[int, dict[str, str]], logs: str) -> int:
+    """Start a process for each rank with its environment, wait for all; return the node's exit status.
+
+    Once one has failed, the others are ended after a moment.
+    """
+    open(os.path.join(logs, "started"), "w").close()
+    processes = {
+        rank: subprocess.Popen(command, env=environment, start_new_session=True)
+        for rank, environment in environments.items()
+    }
+    running = list(processes.values())
+    wait_for(running, math.inf, until_failure=True)
+    grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else ERROR_GRACE_S
+    for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_GRACE_S)):
+        if not wait_for(running, wait_s):
+            for process in running:
+                if process.poll() is None:  # one that is stopped takes no signal but KILL
+                    os.killpg(process.pid, number)
+    wait_for(running, END_GRACE_S)
+    end_groups([process.pid for process in running])
+    failed = {rank: process for rank, process in processes.items() if process.returncode}
+    if not failed:
+        return 0
+    return blame({rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()})
+
+
+def own_failures(statuses: dict[int, int]) -> dict[int, int]:
+    """Return the statuses of ranks without those that the agent has ended, unless there are no others."""
+    return {rank: status for rank, status in statuses.items() if status != -END_SIGNAL} or statuses
+
+
+def cause_of_failure(statuses: dict[int, int], pids: dict[int, int]) -> str:
+    """Return which of a node's ranks failed first, and how."""
+    return cause_of(own_failures(statuses), pids)
+
+
+def is_stopped(statuses: dict[int, int]) -> bool:
+    """Whether ranks have ended by the stop signal itself; say so."""
+    for number in STOP_SIGNALS if STOPPED_BY else ():
+        if -number in statuses.values():
+            print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
+            return True
+    return False
+
+
+def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
+    """Return the exit status of a node from its failed ranks, without those that the agent has ended."""
+    return 0 if is_stopped(statuses) else status_of(own_failures(statuses), pids)

@@ -1,0 +1,172 @@
+"""torchrun's agent of a node: it starts ranks as torchrun does, and ends them at once when one has failed.
+
+scripts/launch/agent.py calls it, and scripts/launch/elastic.py extends it. Source: torch.distributed.launcher.api.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from recipes.common.errors import MissingNodeError, UserError, port_taken
+from recipes.common.process.node import Node, check_head
+from scripts.launch import script
+from scripts.launch.processes import end_groups, wait_for
+from scripts.launch.ranks import END_GRACE_S, END_SIGNAL, SAVING, STOP_GRACE_S, STOPPED_BY, blame, rank_command
+from scripts.launch.stopped_status import option
+
+REFUSAL_GRACE_S = 2.0
+"""How long node 0 leaves the others to read why all of them end."""
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of a node, whose ranks end by END_SIGNAL, and after END_GRACE_S by KILL.
+
+    torchrun would send TERM, which recipes take for "write a checkpoint" and which a process that waits in a
+    collective does not obey, and would wait 30 s. A process that is stopped takes no signal but KILL.
+    """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None
+        context.close = partial(end_ranks, context, context.close)  # type: ignore[method-assign]
+        return pids
+
+
+def end_ranks(
+    context: PContext, close: Callable[[signal.Signals, int], None], death_sig: object = None, timeout: int = 30
+) -> None:
+    """End the ranks of a node, in place of torch's close(death_sig, timeout)."""
+    ranks = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+    if script.is_set() and (STOPPED_BY or SAVING.is_set()):
+        wait_for(ranks, STOP_GRACE_S)
+    close(END_SIGNAL, END_GRACE_S)
+    end_groups([rank.pid for rank in ranks])
+
+
+def failures_of(result: RunResult) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the exit statuses and process ids of a node's failed ranks."""
+    failures = result.failures.items()
+    return {rank: f.exitcode for rank, f in failures}, {rank: f.pid for rank, f in failures}
+
+
+def choose_numa_options(node: Node, options: list[str]) -> Any:
+    """Return what binds each rank to the cores near its GPU (torchrun --numa-binding node), None if it cannot.
+
+    It needs numactl, as many GPUs as ranks, and a torch that has it. Where Slurm or a container gives a job cores
+    of another NUMA node than its GPU's, the rank runs unbound: --numa-binding itself would end the job.
+    """
+    is_for_gpus = option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
+    if not is_for_gpus or not shutil.which("numactl"):
+        return None
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    except (ImportError, AttributeError, TypeError):
+        print(
+            f"warning: torch {torch.__version__} binds no ranks to the cores near their GPUs "
+            "as this launcher expects",
+            file=sys.stderr,
+        )
+        return None
+
+
+def worker_spec(
+    node: Node, recipe: str, options: list[str], handler: RendezvousHandler, max_restarts: int, **place: Any
+) -> WorkerSpec:
+    """Return what torchrun's agent is to start on a node."""
+    command = rank_command(recipe, options)
+    return WorkerSpec(
+        "default",
+        node.nproc_per_node,
+        handler,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        max_restarts=max_restarts,
+        numa_options=choose_numa_options(node, options),
+        **place,
+    )
+
+
+def meet_nodes(node: Node, job: str) -> Store:
+    """Meet the other nodes in the store that node 0 keeps; return it.
+
+    Each node puts its name under its node rank. torchrun, which then uses the same store, would not notice that
+    two nodes have the same rank, and would wait for the missing one until its bound.
+
+    Raises:
+        UserError: the port is taken, or two nodes have the same rank or differ in NNODES.
+        MissingNodeError: a node does not come within the bound.
+    """
+    is_head = node.node_rank == 0
+    bound = timedelta(seconds=node.rdzv_timeout_s)
+    connect = partial(TCPStore, node.master_addr, node.master_port, wait_for_workers=False, multi_tenant=True)
+    try:
+        store = connect(is_master=is_head, timeout=bound)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise port_taken(node.master_port) from None
+        raise
+    names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
+    rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]
+    size = names.compare_set("nnodes", "", str(node.nnodes)).decode()
+    if size != str(node.nnodes):
+        names.set("refusal", f"NNODES is {size} on one node and {node.nnodes} on node {rank}; give all the same")
+    names.set(rank, own)
+    deadline = time.monotonic() + node.rdzv_timeout_s
+    while True:
+        are_all_there = names.check(ranks)
+        # A node that was started again may find its old name there; the other way round, two nodes live.
+        if (other := names.get(rank).decode()) != own and not names.check(["refusal"]):
+            names.set("refusal", f"NODE_RANK {rank} is that of two nodes, {own} and {other}; number them from 0")
+        if names.check(["refusal"]):
+            time.sleep(REFUSAL_GRACE_S if is_head else 0)  # the store goes with node 0
+            raise UserError(names.get("refusal").decode())
+        if are_all_there:
+            return store
+        if time.monotonic() > deadline:
+            missing = ", ".join(rank for rank in ranks if not names.check([rank]))
+            raise MissingNodeError(
+                f"node {rank} waited {node.rdzv_timeout_s} s for node {missing} of {node.nnodes} at "
+                f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?"
+            )
+        time.sleep(0.1)
+
+
+def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
+    """Let torchrun's agent start the node's ranks; return the job's exit status on this node."""
+    check_head(node)
+    job = os.environ.get("RDZV_ID") or "none"  # apart from what another job of the same name left
+    place: dict[str, Any] = {"master_addr": node.master_addr, "master_port": node.master_port}
+    try:
+        store = meet_nodes(node, job)
+        handler = StaticTCPRendezvous(
+            **place, rank=node.node_rank, world_size=node.nnodes, run_id=job, timeout=node.rdzv_timeout_s
+        )
+        spec = worker_spec(node, recipe, options, handler, max_restarts=0, **place)
+        result = Agent(spec, DefaultLogsSpecs(logs)).run()
+        del store  # on node 0 it is the server of all
+    except DistError as error:
+        raise MissingNodeError(
+            f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
+            f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
+        ) from None
+    return blame(*failures_of(result)) if result.is_failed() else 0
