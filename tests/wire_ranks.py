@@ -19,7 +19,7 @@ VARIANTS = {
     "scratch": ("scratch",),
 }
 WORDS = ("--data", "synthetic", "--image-size", "96", "--num-samples", "1000", "--global-batch-size", "4")
-WORDS += ("--max-steps", "13", "--log-every", "1000", "--lr", "0.001", "--device", "cpu", "--no-tensorboard")
+WORDS += ("--max-steps", "41", "--log-every", "1000", "--lr", "0.001", "--device", "cpu", "--no-tensorboard")
 
 
 def be_a_rank(folder, ports):

@@ -1,1 +1,1 @@
-"""The rehearsal, make plan: what a job will cost on a cluster of any size, before anybody pays for it."""
+"""make plan: what a job will cost on a cluster of any size, before anybody pays for it."""

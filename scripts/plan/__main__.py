@@ -1,10 +1,9 @@
-"""Rehearse a job: its step time, traffic, memory, failures, hours and cost on 1 to NODES nodes.
+"""Plan a job: its step time, traffic, memory, failures, hours and cost on 1 to NODES nodes.
 
     make plan RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
     make plan RECIPE=ddp MODEL=resnet50 NODES=64 FABRIC=tcp-100 ARGS="--compute-ms 120 --grad-compression fp16"
     make plan CHECK=1                                 hold predictions to real runs on this machine, as root
     make plan CHECK=mlperf                            hold predictions to published runs of 64 and 2,528 GPUs
-    make plan REHEARSE=1024                           run the recipe's own code at that world size in one process
 
 Takes its own options and those of the recipe, which mean the same here. Prints a table over node counts; writes
 runs/plan-001/: plan.json, table.md, plan.png. docs/plan.md says how it computes, and how far to believe it.
@@ -16,7 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.errors import UserError, as_user_error, nearest
+from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import (
     Options,
     check_batch,
@@ -36,24 +35,14 @@ from recipes.common.options import (
     positive_int,
     whole_number,
 )
-from recipes.common.process.signals import vote_interval
 from recipes.common.world.places import place_of
-from scripts.launch.command import (
-    ONE_PROCESS,
-    ROOT,
-    Column,
-    CommandParser,
-    check_recipe,
-    command,
-    next_folder,
-    table,
-)
+from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.launch.stopped_status import option
 from scripts.plan import model
-from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, Fabric, network
+from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_link
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
-RECIPES = (*ONE_PROCESS, "ddp", "spawn", "apex", "horovod", "fsdp", "tensor", "scratch")
+RECIPES = ("single", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor")
 """Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
 
 UNKNOWN = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel", "sync_batchnorm")
@@ -95,22 +84,13 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
         ("--gpus", positive_int, 8, "G", "GPUs of a node, a rank each"),
         ("--fabric", one_of(*FABRICS), None, "NAME", f"between nodes: {', '.join(FABRICS)}"),
         ("--alpha-us", non_negative_float, None, "US", "a hop's latency instead"),
-        ("--gbit", positive_float, None, "GBIT", "a port's rate instead"),
-        ("--ports", positive_int, None, "N", "of a node (the fabric's usual number)"),
-        ("--efficiency", positive_float, None, "X", "share of the rate that arrives"),
+        ("--gbit", positive_float, None, "GBIT", "what arrives at a node instead"),
         ("--intra", one_of(*INTRA), "nvlink", "NAME", f"in a node: {', '.join(INTRA)}"),
-        ("--algorithm", one_of("auto", *model.ALGORITHMS), "auto", "NAME", f"auto, {', '.join(model.ALGORITHMS)}"),
     ],
     "what a rank computes": [
         ("--local-batch-size", positive_int, 128, "N", "samples of a rank and step; what --compute-ms is for"),
         ("--compute-ms", positive_float, None, "MS", "of a step in one pass, without exchange, known"),
-        (
-            "--fixed-ms",
-            non_negative_float,
-            0.0,
-            "MS",
-            "of --compute-ms: what each pass takes, however few its samples",
-        ),
+        ("--fixed-ms", non_negative_float, 0.0, "MS", "of it: what each pass takes, however few its samples"),
         ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
         ("--utilisation", positive_float, 0.15, "X", "of the GPU's peak"),
     ],
@@ -150,15 +130,15 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
             group.add_argument(flag, type=convert, default=default, metavar=metavar, help=text)
     args, words = parser.parse_known_args(list(argv))
     recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
+    ranks = args.nodes * args.gpus
     both = "--compute-ms and --measure both say how long a step computes; give one"
     fixed = "--fixed-ms is a part of --compute-ms; give both, and no more of it than that"
     refuse(
         (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
-        (args.nodes > 1 and recipe in ONE_PROCESS, f"RECIPE {recipe} is for one node; use NODES=1, or RECIPE=ddp"),
-        (recipe == "single" and args.gpus > 1, "RECIPE single has one process; use GPUS=1, or RECIPE=ddp"),
+        (recipe == "single" and ranks > 1, "RECIPE single has one process; use NODES=1 GPUS=1, or RECIPE=ddp"),
         (args.compute_ms and args.measure, both),
         (args.fixed_ms > (args.compute_ms or 0.0), fixed),
-        (max(args.utilisation, args.efficiency or 0) > 1, "--utilisation and --efficiency are shares, at most 1"),
+        (args.utilisation > 1, "--utilisation is a share, at most 1"),
         (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
     )
     if not args.gbit:
@@ -166,13 +146,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     args.is_fixed_batch = bool(option("--global-batch-size", "", words))
     if not option("--data", "", words):
         words = ["--data", "imagefolder", *words]
-    try:
-        options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
-    except UserError as error:
-        match = re.match(r"unknown option (\S+?);", str(error))
-        if match and (hint := nearest(match[1], parser.flags(), cutoff=0.7)):
-            raise UserError(f"unknown option {match[1]}{hint}; --help lists all") from None
-        raise
+    options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
     if getattr(options, "opt_level", "O0") != "O0":  # apex's, which says it in place of --amp
         options = replace(options, amp="fp16")
     check_layout(args, method_of(args, options), options)
@@ -182,12 +156,12 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
 def check_layout(args: Namespace, method: model.Method, options: Options) -> None:
     """Raise UserError where GPUs make up no replicas, or where the plan does not know an option."""
     size, replicas, gpus, ranks = method.tensor_parallel, method.replicas, args.gpus, args.nodes * args.gpus
-    few = f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"
     whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
+    unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
     refuse(
         (size > 1 and args.measure, whole),
-        (size > ranks, few),
+        (size > ranks, f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"),
         (replicas > ranks, f"--replicas {replicas}: NODES={args.nodes} have {ranks} ranks"),
         (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
@@ -196,10 +170,10 @@ def check_layout(args: Namespace, method: model.Method, options: Options) -> Non
 
 def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
     """Return a cluster of so many nodes."""
-    fabric = FABRICS[args.fabric] if args.fabric else Fabric(args.alpha_us, args.gbit, False, 1.0)
-    given = {"alpha_us": args.alpha_us, "gbit": args.gbit, "share": args.efficiency}
-    fabric = replace(fabric, **{name: value for name, value in given.items() if value is not None})
-    return model.Cluster(nodes, args.gpus, network(fabric, args.gpus, args.ports), INTRA[args.intra])
+    link = node_link(args.fabric, args.gpus) if args.fabric else model.Link(0.0, 0.0)
+    alpha_s = link.alpha_s if args.alpha_us is None else args.alpha_us * 1e-6
+    rate = args.gbit * 1e9 / 8 if args.gbit else link.bytes_per_s
+    return model.Cluster(nodes, args.gpus, model.Link(alpha_s, rate), INTRA[args.intra])
 
 
 def method_of(args: Namespace, options: Options) -> model.Method:
@@ -249,7 +223,7 @@ def plan_row(
     compute = replace(compute, optimizer_s=compute.optimizer_s / (ranks if method.zero else shards))
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
-    control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in (*ONE_PROCESS, "horovod") else 0.0
+    control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in ("single", "horovod") else 0.0
     method = replace(method, sums=workload.sums_bytes(method, local))
     own, even = (
         compute.scaled(size / args.local_batch_size, options.accumulate_steps)
@@ -261,10 +235,6 @@ def plan_row(
     failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps * found.step_s)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, method, local, ranks)
-    sent = {
-        "sent_in_replica_bytes": model.ring_bytes(sum(method.sums), method.tensor_parallel),
-        "sent_to_replicas_bytes": model.ring_bytes(workload.parameter_bytes, parts),
-    }
     return {
         "nodes": nodes,
         "ranks": ranks,
@@ -279,7 +249,9 @@ def plan_row(
         "cost": hours * ranks * args.price,
         "memory_bytes": memory,
         "memory_sum_bytes": sum(memory.values()),
-    } | (sent if method.sums else {})
+        "sent_in_replica_bytes": model.ring_bytes(sum(method.sums), method.tensor_parallel),
+        "sent_to_replicas_bytes": model.ring_bytes(workload.parameter_bytes, parts) if method.sums else 0,
+    }
 
 
 def failure_figures(
@@ -325,7 +297,7 @@ def failure_figures(
 
 def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
     """Return what to make of the global batch and the learning rate at the largest number of nodes."""
-    batch, ranks = row["global_batch_size"], row["ranks"]
+    batch = row["global_batch_size"]
     epoch_steps = kind.num_samples // batch
     texts = [
         f"global batch {batch:,}: {epoch_steps:,} steps an epoch. Linear scaling: --lr R --scale-lr, where R is "
@@ -339,13 +311,6 @@ def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
             f"warning: on ImageNet, ResNet-50 keeps its accuracy by linear scaling up to about {LINEAR_LIMIT:,}"
             f"{where}. Other data and models have other limits (https://arxiv.org/abs/1811.03600)"
         )
-    if row["limit"] == "vote":
-        texts.append(
-            f"note: the vote on stopping, 4 bytes around a gloo ring of {ranks:,} ranks in every "
-            f"{vote_interval(ranks)} steps, takes longer than the step beside which it goes on"
-        )
-    if epoch_steps < 20:
-        texts.append(f"warning: {epoch_steps} steps an epoch are too few for schedules in epochs")
     return texts
 
 
@@ -374,9 +339,7 @@ def checkpoint_line(row: Row, options: Options) -> str:
         f"checkpoint of {whole:,.1f} MB: steps wait {waits_s:.3g} s for it, it is written in {write_s:.3g} s and "
         f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it"
     )
-    if options.sharded_checkpoints:
-        return f"{text}, and writes {own:,.1f} MB; without --sharded-checkpoints it would gather all"
-    return text
+    return text + f", and writes {own:,.1f} MB" * options.sharded_checkpoints
 
 
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
@@ -407,12 +370,9 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         checkpoint_line(last, options),
         *advice(last, args, kind),
     ]
-    if "sent_in_replica_bytes" in last:
+    if last["sent_in_replica_bytes"]:
         inside, outside = (last[f"sent_{where}_bytes"] / 1e6 for where in ("in_replica", "to_replicas"))
-        lines.append(
-            f"a rank sends {inside:,.2f} MB within its replica in a step, "
-            f"and {outside:,.2f} MB to the other replicas"
-        )
+        lines.append(f"a rank sends {inside:,.2f} MB in a step within its replica, {outside:,.2f} MB to others")
     if left_out := [nodes for nodes, row in found.items() if not row]:
         lines.append(f"note: left out {left_out} nodes: the batch, the data or the replicas do not go round there")
     plan = {
@@ -460,8 +420,7 @@ def main(argv: list[str]) -> None:
         (folder / "table.md").write_text(f"{text}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
         plot(plan["rows"], f"{plan['recipe']} {plan['model']}, {plan['fabric']['name']}", folder / "plan.png")
     print("\n".join([*lines, "", text, ""]))
-    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    print(f"wrote {shown}/plan.json, table.md and plan.png")
+    print(f"wrote {os.path.relpath(folder)}/plan.json, table.md and plan.png")
 
 
 if __name__ == "__main__":

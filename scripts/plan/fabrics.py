@@ -6,7 +6,7 @@ assumption (a hop of a small all-reduce over gloo took 60 to 70 us between two p
 us, an assumption between the two.
 Rates are the makers': NDR, HDR and EDR InfiniBand, EFA of p4d (400 Gbit/s) and p5 (3,200 Gbit/s) instances.
 The share of it that arrives: 1,448 bytes of each 1,538 on a wire with packets of 1,500 bytes for TCP; 0.9 for
-RDMA is an assumption, --efficiency another one.
+RDMA is an assumption.
 """
 
 from __future__ import annotations
@@ -19,26 +19,14 @@ TCP_SHARE = 1448 / 1538
 RDMA_SHARE = 0.9
 
 
-@dataclass(frozen=True)
-class Fabric:
-    """A network between nodes."""
-
-    alpha_us: float
-    gbit: float  # of a port, each way
-    per_gpu: bool  # whether each GPU usually has a port of its own; else a node has one
-    share: float  # of the rate, that arrives
-
-
 FABRICS = {
-    "ib-400": Fabric(14.0, 400, True, RDMA_SHARE),  # InfiniBand NDR
-    "ib-200": Fabric(14.0, 200, True, RDMA_SHARE),  # InfiniBand HDR
-    "ib-100": Fabric(14.0, 100, False, RDMA_SHARE),  # InfiniBand EDR
-    "efa-400": Fabric(30.0, 400, False, RDMA_SHARE),  # EFA of p4d instances
-    "efa-3200": Fabric(30.0, 3200, False, RDMA_SHARE),  # EFA of p5 instances
-    # RDMA and TCP over Ethernet
-    **{f"roce-{gbit}": Fabric(14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},
-    **{f"tcp-{gbit}": Fabric(50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},
+    **{f"ib-{gbit}": (14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},  # NDR, HDR, EDR
+    **{f"efa-{gbit}": (30.0, gbit, False, RDMA_SHARE) for gbit in (400, 3200)},  # of p4d and p5 instances
+    **{f"roce-{gbit}": (14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},  # RDMA over Ethernet
+    **{f"tcp-{gbit}": (50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},
 }
+"""Between nodes: a hop's latency in us, a port's Gbit/s each way, whether each GPU has a port of its own (else a
+node has one), and the share of the rate that arrives."""
 
 CONTROL_ALPHA_US = 50.0
 """A hop of the vote on stopping, which goes over TCP by gloo on every fabric."""
@@ -71,7 +59,7 @@ GPUS = {
 }
 
 
-def network(fabric: Fabric, gpus: int, ports: int | None) -> Link:
+def node_link(fabric: str, gpus: int) -> Link:
     """Return the link of a node: all its ports together."""
-    count = ports or (gpus if fabric.per_gpu else 1)
-    return Link(fabric.alpha_us * 1e-6, count * fabric.gbit * 1e9 / 8 * fabric.share)
+    alpha_us, gbit, per_gpu, share = FABRICS[fabric]
+    return Link(alpha_us * 1e-6, (gpus if per_gpu else 1) * gbit * 1e9 / 8 * share)

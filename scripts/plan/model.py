@@ -29,9 +29,6 @@ BLOCK_BYTES = 25 * 2**20
 FORWARD_SHARE = 1 / 3
 """Of forward and backward: backward computes the gradients of inputs and weights, twice forward's arithmetic."""
 
-ALGORITHMS = ("ring", "tree", "hierarchical")
-
-
 # ---- the network
 
 
@@ -41,10 +38,6 @@ class Link:
 
     alpha_s: float
     bytes_per_s: float
-
-    def share(self, parts: int) -> Link:
-        """Return what one of several users of the link has of it."""
-        return Link(self.alpha_s, self.bytes_per_s / parts)
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,9 @@ class Cluster:
         """Return a group of `size` neighbouring ranks, and the ranks that have the same place in each group."""
         gpus = min(self.gpus, size)
         nodes = max(1, size // gpus)
+        shared = replace(self.network, bytes_per_s=self.network.bytes_per_s / gpus)
         across = replace(self, nodes=self.nodes // nodes, gpus=self.gpus // gpus, groups=gpus)
-        return replace(self, nodes=nodes, gpus=gpus), replace(across, network=self.network.share(gpus))
+        return replace(self, nodes=nodes, gpus=gpus), replace(across, network=shared)
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
@@ -89,13 +83,11 @@ def add_up(exchanges: Sequence[Exchange]) -> Exchange:
 
 
 def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: float = 1.0) -> Exchange:
-    """Return an all-reduce by one of ALGORITHMS; an all-gather or a reduce-scatter is half of one.
+    """Return an all-reduce by ring, tree or auto; an all-gather or a reduce-scatter is half of one.
 
     ring: one through all GPUs, node by node; it enters and leaves each node once.
     tree: up and down two binary trees of nodes, a chain of GPUs in each; each half of the bytes goes through its
     own tree, so that all links are busy.
-    hierarchical: reduce-scatter in each node, rings between the nodes, all-gather in each node; of g GPUs each
-    exchanges 1/g of the bytes with its like on other nodes: a node's link carries what it does in a ring of nodes.
     auto: the faster of ring and tree, which NCCL takes.
     """
     if algorithm == "auto":
@@ -103,11 +95,9 @@ def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: f
     sent = cluster.groups * ring_bytes(nbytes, cluster.ranks if algorithm == "ring" else cluster.nodes)
     sent *= cluster.nodes > 1  # of the tree an average over nodes
     if not cluster.intra:  # each GPU is a node of its own
-        cluster = replace(cluster, nodes=cluster.ranks, gpus=1, network=cluster.network.share(cluster.gpus))
+        rate = cluster.network.bytes_per_s / cluster.gpus
+        cluster = replace(cluster, nodes=cluster.ranks, gpus=1, network=Link(cluster.network.alpha_s, rate))
     nodes, gpus, network, intra = cluster.nodes, cluster.gpus, cluster.network, cluster.intra or cluster.network
-    if algorithm == "hierarchical":
-        rings = (all_reduce(nbytes, one, "ring") for one in (replace(cluster, nodes=1), replace(cluster, gpus=1)))
-        return Exchange(part * sum(ring.seconds for ring in rings), part * sent)
     between, within, over_link = 2 * (nodes - 1), 2 * nodes * (gpus - 1), ring_bytes(nbytes, nodes * gpus)
     if algorithm == "tree":
         between, within, over_link = 2 * math.ceil(math.log2(nodes)), 2 * (gpus - 1), 2 * nbytes
@@ -146,15 +136,11 @@ class Message(NamedTuple):
 
 
 def ddp_messages(
-    gradients: Sequence[Gradient],
-    cap_bytes: float,
-    first_bytes: float | None = None,
-    factor: float = 1.0,
-    powersgd_rank: int = 0,
+    gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float | None = None, factor: float = 1.0
 ) -> list[Message]:
     """Return what DDP exchanges: buckets, filled in the order in which gradients come, closed once they are full.
 
-    The first one may have a size of its own. Half precision has the factor 0.5; powersgd sends several messages.
+    The first one may have a size of its own. Half precision has the factor 0.5.
     """
     buckets: list[list[Gradient]] = [[]]
     for gradient in gradients:
@@ -162,26 +148,7 @@ def ddp_messages(
         if buckets[-1] and sum(one.nbytes for one in buckets[-1]) >= limit:
             buckets.append([])
         buckets[-1].append(gradient)
-    if powersgd_rank:
-        return [message for bucket in buckets for message in powersgd_messages(bucket, powersgd_rank)]
     return [Message(bucket[-1].ready, factor * sum(one.nbytes for one in bucket)) for bucket in buckets]
-
-
-def powersgd_messages(bucket: Sequence[Gradient], rank: int) -> list[Message]:
-    """Return what PowerSGD exchanges of a bucket once it is full: what it leaves whole, then both factors.
-
-    A gradient of n x m numbers travels as (n + m) x rank where that is less than half of it.
-    """
-    whole = left = right = 0
-    for gradient in bucket:
-        rows = gradient.shape[0] if gradient.shape else 1
-        columns = gradient.numel // rows
-        if len(gradient.shape) > 1 and 2 * (rows + columns) * rank < rows * columns:
-            left += rows * rank * gradient.itemsize
-            right += columns * rank * gradient.itemsize
-        else:
-            whole += gradient.nbytes
-    return [Message(bucket[-1].ready, nbytes) for nbytes in (whole, left, right) if nbytes]
 
 
 # ---- a step
@@ -252,20 +219,21 @@ class Method:
     """How a recipe shares out the model and exchanges gradients; what follows `sums` are its options."""
 
     recipe: str
-    algorithm: str = "auto"
     sums: tuple[float, ...] = ()  # bytes of the all-reduces that tensor's layers wait for, the first half forward
     device: str = "auto"
     amp: str = "none"
     accumulate_steps: int = 1
     grad_compression: str = "none"
-    powersgd_rank: int = 4
     bucket_cap_mb: float | None = None
     zero: bool = False
     replicas: int = 1
     reshard_after_forward: bool = True
     tensor_parallel: int = 1
-    allreduce: str = "ring"
-    piece_kib: int = 1024
+
+    @property
+    def algorithm(self) -> str:
+        """Of all-reduces: gloo's, or the one that NCCL chooses."""
+        return "ring" if self.device == "cpu" else "auto"
 
     @property
     def bucket_bytes(self) -> tuple[float, float | None]:
@@ -326,11 +294,8 @@ def _exchange(
 ) -> tuple[float, list[Exchange]]:
     """Return when a recipe's exchanges are done, and each by itself."""
     computed_s = compute.forward_s + compute.backward_s
-    if cluster.ranks == 1 or method.recipe == "single":
+    if cluster.ranks == 1:
         return computed_s, []
-    if method.recipe in ("dataparallel", "scratch"):  # begin when backward is done
-        exchange = _by_hand(sum(one.nbytes for one in gradients), cluster, method)
-        return computed_s + exchange.seconds, [exchange]
     if method.recipe == "fsdp":
         return _by_shards(gradients, compute, cluster, method)
     # Of tensor, layers wait for sums within a replica; beside backward, replicas do what other recipes' ranks do.
@@ -342,14 +307,12 @@ def _exchange(
     before_s = computed_s + forward_s + backward_s - last_s
     busy = replace(compute, forward_s=before_s, backward_s=last_s)
     factor = 0.5 if method.grad_compression in ("fp16", "bf16") else 1.0
-    is_powersgd, lag_s, fuse_bytes = method.grad_compression == "powersgd", 0.0, 0.0
-    sent = messages = ddp_messages(gradients, *method.bucket_bytes, factor, method.powersgd_rank * is_powersgd)
+    lag_s = fuse_bytes = 0.0
+    sent = messages = ddp_messages(gradients, *method.bucket_bytes, factor)
     if method.recipe == "horovod":  # sends what has come up since it last looked
         lag_s, fuse_bytes = CYCLE_S, FUSION_BYTES
         sent, messages = (ddp_messages(gradients, cap, factor=factor) for cap in (FUSION_BYTES, 0))
     exchanges = [all_reduce(message.nbytes, across, method.algorithm) for message in sent]
-    if is_powersgd and method.device == "cpu":  # over gloo, backward waits for each bucket
-        return computed_s + add_up(exchanges).seconds, exchanges
 
     def cost(nbytes: float, link: Link = across.network) -> float:
         return lag_s + all_reduce(nbytes, replace(across, network=link), method.algorithm).seconds
@@ -379,25 +342,6 @@ def _by_shards(
     backward_s += max(pass_s, again_s + add_up([*scatters, copies]).seconds)
     end_s = gathers[-1].seconds + forward_s + backward_s + scatters[-1].seconds
     return end_s, [*passes * (gathers + again), *scatters, copies]
-
-
-def _by_hand(whole: float, cluster: Cluster, method: Method) -> Exchange:
-    """Return the exchange of dataparallel or scratch."""
-    intra, piece_bytes = cluster.intra or cluster.network, method.piece_kib * 1024
-    if method.recipe == "dataparallel":
-        # In each pass, the first GPU hands the weights out to each of the others and collects their gradients.
-        messages = 2 * method.accumulate_steps * (cluster.gpus - 1)
-        return Exchange(messages * (intra.alpha_s + whole / intra.bytes_per_s), 0.0)
-    if method.allreduce == "naive":
-        # All gradients go to rank 0 one after another, and the sum back to all: its node sends the most.
-        pieces, far = math.ceil(whole / piece_bytes), (cluster.nodes - 1) * cluster.gpus
-        links = (far, cluster.network), (cluster.gpus - 1, intra)
-        seconds = sum(ranks * (pieces * link.alpha_s + whole / link.bytes_per_s) for ranks, link in links)
-        return Exchange(2 * seconds, far * whole)
-    # A ring like any other, but each hop is several messages: pieces of a chunk, two at the least.
-    pieces = max(2, math.ceil(whole / cluster.ranks / piece_bytes))
-    seconds, sent = all_reduce(whole, cluster, "ring")
-    return Exchange(seconds + (pieces - 1) * all_reduce(0, cluster, "ring").seconds, sent)
 
 
 # ---- failures

@@ -17,7 +17,7 @@ import sys
 
 from recipes.common.errors import UserError
 from scripts.launch.command import Column, command, table
-from scripts.plan.fabrics import FABRICS, INTRA, network
+from scripts.plan.fabrics import INTRA, node_link
 from scripts.plan.model import Cluster, all_reduce, split_compute
 
 RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
@@ -36,26 +36,24 @@ COLUMNS = (
 
 def exchange_s(gpus: int) -> float:
     """Return the plan's time to exchange the gradients of ResNet-50's 25,557,032 parameters in fp16."""
-    cluster = Cluster(gpus // 8, 8, network(FABRICS["ib-400"], 8, None), INTRA["nvlink"])
-    return all_reduce(2 * 25_557_032, cluster).seconds
-
-
-COMPUTE_S = [batch / rate - exchange_s(gpus) for gpus, batch, rate in RUNS]
-"""What the exchange leaves of the published steps."""
+    return all_reduce(2 * 25_557_032, Cluster(gpus // 8, 8, node_link("ib-400", 8), INTRA["nvlink"])).seconds
 
 
 def fixed_s() -> float:
     """Return the part of a step's computing that does not depend on the batch, from the batches of two runs."""
     (_, large, _), (_, small, _) = RUNS[:2]
-    return COMPUTE_S[0] - large * (COMPUTE_S[0] - COMPUTE_S[1]) / (large - small)
+    large_s, small_s = (batch / rate - exchange_s(gpus) for gpus, batch, rate in RUNS[:2])
+    return large_s - large * (large_s - small_s) / (large - small)
 
 
 def rows() -> list[dict[str, float | None]]:
     """Return the table: each run, and what predictions from the first run and from the first two make of it."""
+    first_gpus, first_batch, first_rate = RUNS[0]
+    compute_s = first_batch / first_rate - exchange_s(first_gpus)
     found: list[dict[str, float | None]] = [dict(zip(("gpus", "batch", "rate"), run, strict=True)) for run in RUNS]
     for name, known, fixed in (("from_one", 1, 0.0), ("from_two", 2, fixed_s())):
         for i, (gpus, batch, rate) in enumerate(RUNS):
-            step_s = split_compute(COMPUTE_S[0], fixed).scaled(batch / RUNS[0][1]).total_s + exchange_s(gpus)
+            step_s = split_compute(compute_s, fixed).scaled(batch / first_batch).total_s + exchange_s(gpus)
             predicted = None if i < known else batch / step_s
             found[i] |= {name: predicted, f"{name}_error": predicted and predicted / rate - 1}
     return found

@@ -124,9 +124,8 @@ class Workload:
             "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
             "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
-            # The buckets of tensor and the flat buffer of scratch, beside the gradients.
-            "gradient_sums": whole if method.recipe in ("tensor", "scratch") and summed_by > 1 else 0,
-            "compression_error": whole if method.grad_compression == "powersgd" and ranks > 1 else 0,
+            # The buckets of tensor, beside the gradients.
+            "gradient_sums": whole if method.recipe == "tensor" and summed_by > 1 else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 

@@ -5,12 +5,22 @@ import sys
 
 import pytest
 
-from scripts.bench.wire import ring_bytes
+from recipes.ddp.train import options
+from scripts.plan.model import Cluster, Compute, Link, Method, ring_bytes, step
+from scripts.plan.workload import kind_of, look_at
 from tests import wire_ranks
 from tests.conftest import need_namespaces
 from tests.support import run_command
 
 pytestmark = pytest.mark.slow
+
+
+def planned_bytes(*words):
+    """Return what a node sends for a step by the plan."""
+    args = options([*wire_ranks.WORDS, *words])
+    gradients = look_at(args, kind_of(args, None, None)).gradients
+    method = Method("ddp", device="cpu", grad_compression=args.grad_compression)
+    return step(gradients, Compute(1.0, 2.0), Cluster(2, 1, Link(0.0, 1e9)), method).sent_bytes_per_node
 
 
 def test_bytes_of_a_step(tmp_path):
@@ -20,10 +30,13 @@ def test_bytes_of_a_step(tmp_path):
     assert done.status == 0, done.stdout + done.stderr
     # conv 6 x 3 x 25 + 6, conv 16 x 6 x 25 + 16, linear 16 x 22 x 22 -> 120 -> 84 -> 1,000
     parameters = 456 + 2_416 + (7_744 + 1) * 120 + 121 * 84 + 85 * 1_000
-    limit = ring_bytes(2, gradient_bytes=4 * parameters)
+    limit = ring_bytes(4 * parameters, 2)
+    assert planned_bytes() == 2 * planned_bytes("--grad-compression", "fp16") == limit
     results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in wire_ranks.VARIANTS}
     sent = {name: result["sent_bytes_per_step"] / limit for name, result in results.items()}
-    # The clock stops and starts within a step: a few packets of a run are not counted.
-    assert 0.98 < sent["ddp-fp32"] <= 1.01, sent
-    assert 0.49 < sent["ddp-fp16"] <= 0.505, sent
-    assert 0.98 < sent["scratch"] <= 1.01, sent
+    # The clock stops and starts within a step: what lies in a buffer of the socket then is not counted. How much the
+    # headers add depends on the machine: at most 66 bytes to every 1,448, in frames of 1,514.
+    framed = 1514 / 1448
+    assert 0.98 < sent["ddp-fp32"] <= framed, sent
+    assert 0.49 < sent["ddp-fp16"] <= framed / 2, sent
+    assert 0.98 < sent["scratch"] <= framed, sent

@@ -9,45 +9,36 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
 from scripts.bench import overlap, wire
-from scripts.bench.wire import (
-    GRADIENT_BYTES,
-    IMAGE_SIZE,
-    MODEL,
-    Measured,
-    Variant,
-    bytes_figure,
-    ring_bytes,
-    time_figure,
-)
+from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
+from scripts.plan.model import ring_bytes
 
 
 def test_the_gradients_are_those_of_the_model():
     words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE)]
     args = options([*words, "--num-samples", "1000", "--device", "cpu"])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
-    assert sum(parameter.nbytes for parameter in model.parameters()) == GRADIENT_BYTES
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
 
 
 def test_figures_by_hand():
     """Four nodes: 1.5 times 46.7 MB; in packets on 1 Gbit/s that takes 586 ms."""
-    limit = ring_bytes(4)
+    limit = ring_bytes(4 * PARAMETERS, 4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [1.001 * limit, 1.002 * limit, limit, limit]
-    seen = Measured("ddp-fp32", 4, sent, [0.6, 0.7, 0.65], [0.5, 0.6, 0.65])
-    variant = Variant("ddp-fp32", "ddp", goal="<= 1.01")
-    figure = bytes_figure(seen, variant)
+    seen = Measured(Variant("ddp-fp32", "ddp"), 4, sent, [0.6, 0.7, 0.65], [0.5, 0.6, 0.65])
+    figure = seen.bytes_figure()
     assert (round(figure.measured, 6), figure.low, round(figure.high, 6)) == (1.002, 1.0, 1.002)
     assert figure.is_met
     assert figure.note == "70.23 MB per node and step"
-    figure = time_figure(seen, variant)
+    figure = seen.time_figure()
     wire_s = limit * 1514 / 1448 * 8 / 1e9
     # The wire takes longer than the work in the first round, the work in the others.
     assert [round(value, 4) for value in figure.values] == [
         round(value, 4) for value in (0.6 / wire_s, 1, 0.7 / 0.6)
     ]
     assert figure.is_met
-    halves = Variant("ddp-fp16", "ddp", goal="<= 1.01", bytes_per_parameter=2)
-    figure = bytes_figure(Measured("ddp-fp16", 4, [limit / 2]), halves)
+    halves = Variant("ddp-fp16", "ddp", bytes_per_parameter=2)
+    figure = Measured(halves, 4, [limit / 2]).bytes_figure()
     assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)
 
 
@@ -86,7 +77,7 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
         with pytest.raises(RuntimeError, match="its steps ended before the links were narrow; raise NARROW"):
             wire.time_steps(variant, Net(), 2, tmp_path)
     else:
-        assert wire.time_steps(variant, Net(), 2, tmp_path) == (4 / 10, 4 / 5)
+        assert wire.time_steps(variant, Net(), 2, tmp_path) == (4 / 5, 4 / 10)
     assert (narrowed, path.exists()) == ([], False)
 
 

@@ -1,13 +1,8 @@
-"""Run the ddp recipe's own code at world sizes of a thousand and more, in one process, and see what grows.
-
-    make plan REHEARSE=1024
-    python -m scripts.plan.thousand --world-size 1024 -- --grad-compression fp16
+"""The ddp recipe's own code as rank 0 of a thousand and more, in one process, and what of it grows.
 
 torch's fake process group stands in for the network: collectives return at once, and what other ranks would send
 is this rank's own. Everything else is recipes/ddp/train.py as it is. The samples of a rank are the same at each
-world size, so that time, memory and collectives of a step have to be the same too. Each world size gets a process
-of its own. docs/plan.md says what the columns are, and what is known to grow.
-Exit status 0; 1: the recipe failed; 2: bad usage.
+world size, so that the collectives of a step have to be the same too. Each world size gets a process of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +13,7 @@ import io
 import itertools
 import multiprocessing
 import os
-import sys
 import tempfile
-import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -38,15 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recipes.common import loop
-from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import averages, peak_memory_bytes
-from recipes.common.options import one_of, positive_int
 from recipes.common.watch.watch import Watch
 from recipes.common.world import world
 from recipes.common.world.places import Place
 from recipes.ddp import train
-from scripts.launch.command import Column, CommandParser, command, parse, table
 from scripts.launch.processes import rank_environment
 
 LOCAL_BATCH = 2
@@ -57,8 +46,6 @@ VOTE = ("allreduce", 4)
 
 GPUS = 8
 """Ranks of a node."""
-
-MOST_RANKS = 16_384
 
 
 class Trace(TorchDispatchMode):
@@ -71,7 +58,7 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, int]] = Counter()
-        self.steps: list[tuple[float, Counter[tuple[str, int]]]] = []  # when each was done, what was seen by then
+        self.steps: list[Counter[tuple[str, int]]] = []  # what was seen by the end of each
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -87,7 +74,7 @@ class Trace(TorchDispatchMode):
 
     def a_step(self) -> Counter[tuple[str, int]]:
         """Return the collectives of a step, those of the first and the last ones and votes left out."""
-        steps = [after - before for (_, before), (_, after) in itertools.pairwise(self.steps[1:-1])]
+        steps = [after - before for before, after in itertools.pairwise(self.steps[1:-1])]
         for one in steps:
             one.pop(VOTE, None)
         assert all(one == steps[0] for one in steps), f"steps differ: {steps}"
@@ -110,7 +97,7 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
 
     def note_step(job: Job) -> None:
         count_step(job)
-        trace.steps.append((time.perf_counter(), trace.seen.copy()))
+        trace.steps.append(trace.seen.copy())
 
     with (
         patch.dict(os.environ, environment),
@@ -150,7 +137,6 @@ def rehearse(world_size: int, extra: Sequence[str]) -> dict[str, Any]:
         figures[f"{name}_bytes"] = sum(nbytes * number for (_, nbytes), number in kinds.items())
     return figures | {
         "step_kinds": sorted([name, nbytes, number] for (name, nbytes), number in step.items()),
-        "step_s": min(after - before for (before, _), (after, _) in itertools.pairwise(trace.steps[1:])),
         "peak_memory_bytes": peak_memory_bytes(torch.device("cpu")),
         "config_bytes": config_bytes,
         "printed_lines": len(said.getvalue().splitlines()),
@@ -161,49 +147,4 @@ def rehearse_all(world_sizes: Sequence[int], extra: Sequence[str]) -> list[dict[
     """Return what is seen at each world size, from a process of its own."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        return list(pool.map(functools.partial(rehearse, extra=extra), world_sizes))
-
-
-def parse_args(argv: Sequence[str]) -> Namespace:
-    """Return the options; what follows -- is the recipe's. Raises UserError."""
-    parser = CommandParser("python -m scripts.plan.thousand", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--world-size", type=positive_int, default=1024, metavar="N", help="the largest one")
-    parser.add_argument("--recipe", type=one_of("ddp"), default="ddp", help="ddp is the one that can be")
-    args = parse(parser, argv)
-    if args.world_size > MOST_RANKS:
-        raise UserError(f"REHEARSE: at most {MOST_RANKS} ranks, got {args.world_size}")
-    own = ("--name", "--runs-dir", "--resume", "--max-steps", "--epochs", "--global-batch-size", "--num-samples")
-    for word in args.options:
-        if word.split("=")[0] in own:
-            raise UserError(f"{word.split('=')[0]} is set by the rehearsal itself; leave it out of ARGS")
-    if train.options(args.options).zero:
-        raise UserError("--zero cannot be rehearsed: a checkpoint collects shards of ranks that are not there")
-    return args
-
-
-COLUMNS = (
-    Column("ranks", "world_size", "{:,}"),
-    Column("ms, the fastest step", "step_s", "{:.1f}", 1e3),
-    Column("peak memory, MB", "peak_memory_bytes", "{:,.0f}", 1e-6),
-    Column("collectives a step", "step_collectives"),
-    Column("bytes a step", "step_bytes", "{:,}"),
-    Column(f"votes, {STEPS} steps and an evaluation", "votes"),
-    Column("other collectives", "other_collectives"),
-    Column("other bytes", "other_bytes", "{:,}"),
-    Column("config.json, bytes", "config_bytes", "{:,}"),
-    Column("lines printed", "printed_lines"),
-)
-
-
-@command
-def main(argv: list[str]) -> None:
-    """Rehearse at 1, 64 and the largest world size; print what is seen."""
-    args = parse_args(argv)
-    found = rehearse_all(sorted({min(size, args.world_size) for size in (1, 64, MOST_RANKS)}), args.options)
-    print(table(COLUMNS, found))
-    kinds = ", ".join(f"{number} x {name} of {nbytes:,} bytes" for name, nbytes, number in found[-1]["step_kinds"])
-    print(f"a step of {found[-1]['world_size']:,} ranks: {kinds}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return list(pool.map(functools.partial(rehearse, extra=extra), world_sizes, timeout=120))
