@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import shutil
 import signal
@@ -26,6 +27,7 @@ USED_BYTES = 10_000
 
 CATCH_S = 60.0
 """For a checkpoint that is being written."""
+NOT_CAUGHT = "not planted: no checkpoint was caught while it was written"
 
 ERROR, STOPPED, RIDES, ROUNDS = "error", "stopped", "rides", "rounds"
 """The job ends with an error and is started again; it writes a checkpoint, ends with status 0 and is started
@@ -36,7 +38,6 @@ again; it goes on as if nothing had been; it goes on with the nodes that are lef
 class Fault:
     """A fault: plant(trial) breaks something in trial.job and returns what it broke, in words."""
 
-    name: str
     plant: Callable[[Trial], str]
     then: str
     needs: str = ""
@@ -46,8 +47,7 @@ class Fault:
     intervals: int = 1
     """As many checkpoint intervals may be lost."""
     recipe: str = "ddp"
-    options: tuple[str, ...] = ()
-    """Of its job, besides those of all."""
+    """Or fsdp with sharded checkpoints, whose ranks write a file each."""
 
     @property
     def model(self) -> str:
@@ -59,48 +59,58 @@ class Fault:
         return "vit-tiny" if self.then == ROUNDS else "lenet"
 
 
-class NotPlantedError(Exception):
-    """The job was not hit by the fault, so that it has survived nothing; the message says why."""
+class NotSurvivedError(Exception):
+    """The job did not do what it has to, or the fault did not hit it; the message says what."""
 
 
-def send_all(processes: Iterable[psutil.Process], number: signal.Signals, whom: str) -> None:
-    """Send a signal to processes; raises NotPlantedError where none of them is there any more."""
-    if not sum(send(process, number) for process in [*processes]):
-        raise NotPlantedError(f"{whom} had ended")
+def expect(holds: object, otherwise: str) -> None:
+    """Raise NotSurvivedError where what a job has to do, or a fault needs, does not hold."""
+    if not holds:
+        raise NotSurvivedError(otherwise)
 
 
-def kill_rank(trial: Trial) -> str:
-    """A rank is killed, as the kernel does when memory runs out."""
+def send(process: psutil.Process, number: signal.Signals) -> bool:
+    """Send a signal; return whether it went out, for a process may have ended."""
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return False
+    return True
+
+
+def send_all(processes: Iterable[psutil.Process], number: signal.Signals, whom: str) -> str:
+    """Send a signal to processes, and return whom it hit; raises NotSurvivedError where all of them have ended."""
+    expect(sum(send(process, number) for process in processes), f"not planted: {whom} had ended")
+    return whom
+
+
+def signal_rank(number: signal.Signals, trial: Trial) -> str:
+    """A rank is killed, as the kernel does when memory runs out, or hangs: it lives, and does nothing."""
     rank, process = trial.pick_rank()
-    send_all([process], signal.SIGKILL, f"rank {rank}")
-    return f"rank {rank}"
+    return send_all([process], number, f"rank {rank}")
 
 
-def kill_agent(trial: Trial) -> str:
-    """A node's agent is killed; the kernel ends its ranks with it."""
-    return kill_on_node(trial, "scripts.launch.agent")
-
-
-def kill_on_node(trial: Trial, module: str) -> str:
-    """Kill a node's processes of a module."""
+def kill_on_node(module: str, trial: Trial) -> str:
+    """A node's agent, or what keeps the node in an elastic job, is killed; the kernel ends all below it."""
     node = trial.pick_node()
     send_all(trial.job.of_node(node, f"-m {module}"), signal.SIGKILL, f"{module} of node {node}")
     return f"node {node}"
 
 
-def stop_rank(trial: Trial) -> str:
-    """A rank hangs: it lives, and does nothing."""
-    rank, process = trial.pick_rank()
-    send_all([process], signal.SIGSTOP, f"rank {rank}")
-    return f"rank {rank}"
+def stop_node(trial: Trial) -> str:
+    """All processes of a node hang, until the others have gone on."""
+    node = trial.pick_node()
+    stopped = trial.job.of_node(node)
+    trial.repairs.append(lambda: [send(process, signal.SIGCONT) for process in stopped])
+    return send_all(stopped, signal.SIGSTOP, f"node {node}")
 
 
 def pick_link(trial: Trial) -> int:
-    """Draw a node whose link the job uses, to be restored at the end; raises NotPlantedError where it does not."""
+    """Draw a node whose link the job uses, to be restored at the end; raises NotSurvivedError for one unused."""
     node = trial.pick_node()
     before = trial.network.sent_bytes(node)
-    if not trial.job.wait_for(lambda: trial.network.sent_bytes(node) > before + USED_BYTES, 5):
-        raise NotPlantedError(f"the job does not use the link of node {node}")
+    is_used = trial.job.wait_for(lambda: trial.network.sent_bytes(node) > before + USED_BYTES, 5)
+    expect(is_used, f"not planted: the job does not use the link of node {node}")
     trial.repairs.append(lambda: trial.network.restore(node))
     return node
 
@@ -111,8 +121,7 @@ def cut_10_s(trial: Trial) -> str:
     time.sleep(2)  # for the step that was under way
     step = trial.steps.last()
     time.sleep(8)
-    if trial.steps.last() != step:
-        raise NotPlantedError("the job went on without the link")
+    expect(trial.steps.last() == step, "not planted: the job went on without the link")
     trial.repair()
     return victim
 
@@ -141,12 +150,11 @@ def fill_disk(trial: Trial) -> str:
     """The disk is full at the next checkpoint: a small tmpfs, else a limit on the size of files."""
     if trial.is_small_disk:
         filler = trial.runs_dir / "filler"
-        with open(filler, "wb") as file:
-            file.write(bytes(max(0, shutil.disk_usage(trial.runs_dir).free - 4096)))
+        filler.write_bytes(bytes(max(0, shutil.disk_usage(trial.runs_dir).free - 4096)))
         trial.repairs.append(filler.unlink)
         return "tmpfs"
     size = max(path.stat().st_size for path in trial.run_dir.glob("checkpoints/*.pt"))
-    for process in trial.job.ranks():  # the record grows by less than a checkpoint holds
+    for process in trial.job.ranks().values():  # the record grows by less than a checkpoint holds
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size // 2, size // 2))
     return "RLIMIT_FSIZE"
 
@@ -155,20 +163,27 @@ def truncate(trial: Trial) -> str:
     """All is killed, and the newest checkpoint has lost its end."""
     trial.job.kill()
     newest = max(trial.run_dir.glob("checkpoints/step-*.pt"))
-    size = newest.stat().st_size
-    kept = trial.chance.randrange(size)
-    with open(newest, "r+b") as file:
-        file.truncate(kept)
-    return f"{newest.name}, {kept} of {size} bytes kept"
+    content = newest.read_bytes()
+    kept = trial.chance.randrange(len(content))
+    newest.write_bytes(content[:kept])
+    return f"{newest.name}, {kept} of {len(content)} bytes kept"
+
+
+def prepare_clock(folder: Path) -> dict[str, str]:
+    """Compile the library that shifts a node's clock; return the variables of a job that loads it."""
+    library, offsets = folder / LIBRARY, folder / "clock"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, "scripts/drill/clock.c"], check=True)
+    offsets.write_bytes(bytes(4096))
+    return {"LD_PRELOAD": str(library), "DRILL_CLOCK": str(offsets)}
 
 
 def jump_clock(trial: Trial) -> str:
     """A node's wall clock jumps: for its processes alone, by a preloaded library (scripts/drill/clock.c)."""
     node, offset = trial.pick_node(), trial.chance.choice((-86400.0, -3600.0, 3600.0, 86400.0))
     ranks = trial.job.of_node(node, f"-m recipes.{trial.fault.recipe}.train")
-    if not any(LIBRARY in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks):
-        raise NotPlantedError(f"no rank of node {node} has loaded {LIBRARY}")
-    with open(trial.clock, "r+b") as file:
+    is_loaded = any(LIBRARY in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks)
+    expect(is_loaded, f"not planted: no rank of node {node} has loaded {LIBRARY}")
+    with open(trial.env["DRILL_CLOCK"], "r+b") as file:
         file.seek(8 * node)
         file.write(struct.pack("d", offset))
     return f"node {node}, {offset / 3600:+.0f} h"
@@ -178,20 +193,18 @@ def storm(trial: Trial) -> str:
     """USR1 comes to every process of the job, again and again for a second."""
     end = time.monotonic() + 1
     sent = 0
-    targets = [*trial.job.processes("-m scripts."), *trial.job.ranks()]
+    targets = [*trial.job.processes("-m scripts."), *trial.job.ranks().values()]
     while time.monotonic() < end:
         sent += sum(send(process, signal.SIGUSR1) for process in targets)
         time.sleep(0.02)
-    if not sent:
-        raise NotPlantedError("the job had ended")
+    expect(sent, "not planted: the job had ended")
     return f"{sent} signals"
 
 
 def preempt_in_checkpoint(trial: Trial) -> str:
     """TERM comes while a checkpoint is being written, and KILL for all a moment later."""
     folder = trial.run_dir / "checkpoints"
-    if not trial.job.wait_for(lambda: any(folder.glob("*.tmp")), CATCH_S):
-        raise NotPlantedError("no checkpoint was caught while it was written")
+    expect(trial.job.wait_for(lambda: any(folder.glob("*.tmp")), CATCH_S), NOT_CAUGHT)
     trial.planted = time.monotonic()
     trial.job.process.terminate()
     grace_s = trial.chance.choice((0.0, 0.0, trial.chance.random()))
@@ -219,67 +232,43 @@ def kill_in_save(trial: Trial) -> str:
             send(process, signal.SIGKILL)
             return f"rank {rank}, before {name}.pt"
         send(process, signal.SIGCONT)
-    raise NotPlantedError("no checkpoint was caught while it was written")
+    raise NotSurvivedError(NOT_CAUGHT)
 
 
 def two_at_once(trial: Trial) -> str:
     """Two faults at once, of those that need no network."""
-    drawn = trial.chance.sample((kill_rank, kill_agent, stop_rank, storm), 2)
+    drawn = trial.chance.sample(("kill-rank", "kill-agent", "stop-rank", "usr1-storm"), 2)
     # A storm lasts a second, in which the job may end: what comes after it would come too late.
-    first, second = sorted(drawn, key=lambda fault: fault is storm)
-    return f"{first.__name__} {first(trial)}, {second.__name__} {second(trial)}".replace("_", "-")
+    drawn.sort(key=lambda name: name == "usr1-storm")
+    return ", ".join(f"{name} {FAULTS[name].plant(trial)}" for name in drawn)
 
 
-def lose_node(trial: Trial) -> str:
-    """A node of an elastic job is killed for good."""
-    return kill_on_node(trial, "scripts.launch.rejoin")
-
-
-def stop_node(trial: Trial) -> str:
-    """All processes of a node hang, until the others have gone on."""
-    node = trial.pick_node()
-    stopped = trial.job.of_node(node, "")
-    send_all(stopped, signal.SIGSTOP, f"node {node}")
-    trial.repairs.append(lambda: [send(process, signal.SIGCONT) for process in stopped])
-    return f"node {node}"
-
-
-def send(process: psutil.Process, number: signal.Signals) -> int:
-    """Send a signal; return how many have gone out, for a process may have ended."""
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        return 0
-    return 1
-
-
-SHARDED = ("--sharded-checkpoints",)
-"""Of fsdp, whose ranks then write a file each."""
+kill_rank = functools.partial(signal_rank, signal.SIGKILL)
+stop_rank = functools.partial(signal_rank, signal.SIGSTOP)
+kill_agent = functools.partial(kill_on_node, "scripts.launch.agent")
+lose_node = functools.partial(kill_on_node, "scripts.launch.rejoin")
 
 FAULTS = {
-    fault.name: fault
-    for fault in (
-        Fault("kill-rank", kill_rank, ERROR),
-        Fault("kill-agent", kill_agent, ERROR),
-        Fault("stop-rank", stop_rank, ERROR),
-        Fault("cut-10s", cut_10_s, RIDES, needs="network", timeout_s=40),
-        Fault("cut", cut, ERROR, needs="network"),
-        Fault("loss", lose_packets, RIDES, needs="loss", timeout_s=40),
-        Fault("narrow", narrow, RIDES, needs="rate", timeout_s=40),
-        Fault("disk-full", fill_disk, ERROR),
-        Fault("truncate", truncate, ERROR, intervals=2),
-        Fault("clock", jump_clock, RIDES, needs="cc"),
-        Fault("usr1-storm", storm, STOPPED),
-        Fault("preempt", preempt_in_checkpoint, ERROR),
-        Fault("kill-shard", kill_in_save, ERROR, timeout_s=20, intervals=2, recipe="fsdp", options=SHARDED),
-        Fault("two", two_at_once, ERROR),
-        Fault("lose-rank", kill_rank, ROUNDS),
-        Fault("lose-agent", kill_agent, ROUNDS),
-        Fault("lose-node", lose_node, ROUNDS),
-        Fault("lose-shards", lose_node, ROUNDS, recipe="fsdp", options=SHARDED),
-        Fault("stop-node", stop_node, ROUNDS),
-        Fault("cut-node", cut, ROUNDS, needs="network"),
-    )
+    "kill-rank": Fault(kill_rank, ERROR),
+    "kill-agent": Fault(kill_agent, ERROR),
+    "stop-rank": Fault(stop_rank, ERROR),
+    "cut-10s": Fault(cut_10_s, RIDES, needs="network", timeout_s=40),
+    "cut": Fault(cut, ERROR, needs="network"),
+    "loss": Fault(lose_packets, RIDES, needs="loss", timeout_s=40),
+    "narrow": Fault(narrow, RIDES, needs="rate", timeout_s=40),
+    "disk-full": Fault(fill_disk, ERROR),
+    "truncate": Fault(truncate, ERROR, intervals=2),
+    "clock": Fault(jump_clock, RIDES, needs="cc"),
+    "usr1-storm": Fault(storm, STOPPED),
+    "preempt": Fault(preempt_in_checkpoint, ERROR),
+    "kill-shard": Fault(kill_in_save, ERROR, timeout_s=20, intervals=2, recipe="fsdp"),
+    "two": Fault(two_at_once, ERROR),
+    "lose-rank": Fault(kill_rank, ROUNDS),
+    "lose-agent": Fault(kill_agent, ROUNDS),
+    "lose-node": Fault(lose_node, ROUNDS),
+    "lose-shards": Fault(lose_node, ROUNDS, recipe="fsdp"),
+    "stop-node": Fault(stop_node, ROUNDS),
+    "cut-node": Fault(cut, ROUNDS, needs="network"),
 }
 
 
@@ -294,10 +283,3 @@ def why_not(fault: Fault, has_network: bool) -> str:
     if fault.needs == "cc" and not shutil.which("cc"):
         return "the clock's shift needs a C compiler (cc)"
     return ""
-
-
-def build_clock(folder: str) -> str:
-    """Compile the library that shifts the clock; return its path."""
-    library = f"{folder}/{LIBRARY}"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, "scripts/drill/clock.c"], check=True)
-    return library

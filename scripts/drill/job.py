@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -67,14 +67,12 @@ class Steps:
 class Job:
     """What `make run` starts, in a session of its own, with what it prints in a file."""
 
-    def __init__(
-        self, recipe: str, words: Sequence[str], options: Sequence[str], log: Path, env: dict[str, str]
-    ) -> None:
+    def __init__(self, recipe: str, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.recipe, self.mark, self.log = recipe, uuid.uuid4().hex, log
         inherited = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MAKEFLAGS", "MIN_NODES")}
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.launch.local", recipe, *words, "--", *options],
+                [sys.executable, "-m", "scripts.launch.local", recipe, *words],
                 cwd=ROOT,
                 env={**inherited, MARK: self.mark, **env},
                 stdin=subprocess.DEVNULL,
@@ -88,26 +86,27 @@ class Job:
         """What this job and those before it in the same file have printed."""
         return self.log.read_text(errors="replace")
 
-    def processes(self, text: str = "") -> list[psutil.Process]:
-        """Return the job's processes that run, those with the text in their command line."""
-        found = []
+    def processes(self, text: str = "", **variables: str) -> list[psutil.Process]:
+        """Return the job's processes that run with the text in their command line and these variables."""
+        wanted, found = {MARK: self.mark, **variables}, []
         for process in psutil.process_iter():
-            try:
-                is_ours = process.environ().get(MARK) == self.mark and text in " ".join(process.cmdline())
+            with contextlib.suppress(psutil.Error):
+                is_ours = wanted.items() <= process.environ().items() and text in " ".join(process.cmdline())
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
-    def of_node(self, node: int, text: str) -> list[psutil.Process]:
+    def of_node(self, node: int, text: str = "") -> list[psutil.Process]:
         """Return a node's processes with the text in their command line."""
-        return [p for p in self.processes(text) if environment_of(p).get("NODE_RANK") == str(node)]
+        return self.processes(text, NODE_RANK=str(node))
 
-    def ranks(self) -> list[psutil.Process]:
-        """Return the ranks in their order."""
-        found = self.processes(f"-m recipes.{self.recipe}.train")
-        return sorted(found, key=lambda process: int(environment_of(process).get("RANK", "0")))
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Return the ranks that run, by their numbers."""
+        found = {}
+        for process in self.processes(f"-m recipes.{self.recipe}.train"):
+            with contextlib.suppress(psutil.Error):
+                found[int(process.environ().get("RANK", "0"))] = process
+        return found
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait for a condition while the job runs; return whether it came to hold."""
@@ -120,10 +119,9 @@ class Job:
 
     def wait(self, timeout_s: float) -> int | None:
         """Return the job's exit status, None at the bound."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        return self.process.returncode
 
     def left_over(self, within_s: float = 3.0) -> list[str]:
         """Return the command lines of the processes that are left a while after the end, and kill them."""
@@ -144,11 +142,3 @@ class Job:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
-
-
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Return a process's variables, none where it has just gone."""
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}

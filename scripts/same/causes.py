@@ -14,123 +14,91 @@ class Cause:
 
     summary: str
     fix: str
-    source: str = ""
-    """The object whose documentation has the quote; https://docs.pytorch.org/docs/stable/generated/ has it too."""
-    quote: str = ""
-    is_note: bool = False
-    """Whether training is right all the same."""
+    doc: str = ""
+    """An object, also below https://docs.pytorch.org/docs/stable/generated/, and what its documentation says."""
 
 
 CAUSES = {
     "loss-scaled": Cause(
         "the gradient is scaled by the number of processes",
         "divide by it exactly once: DDP averages over ranks, all_reduce sums",
-        DDP,
-        "if the loss is summed (NOT averaged as usual) across instances in a batch (because the gradients between "
-        "different nodes are averaged)",
+        f"{DDP}: “if the loss is summed (NOT averaged as usual) across instances in a batch”",
     ),
     "learning-rate-scaled": Cause(
         "the learning rate depends on the number of processes, but the global batch does not",
         "scale the rate by the global batch, once, or not at all",
-        DDP,
-        "using the same learning rate for equivalent batch size",
+        f"{DDP}: “using the same learning rate for equivalent batch size”",
     ),
     "unequal-learning-rates": Cause(
         "ranks step with different learning rates",
         "compute the rate from values that all ranks share; a scheduler that reads a metric needs its mean",
-        DDP,
-        "assumes that they will be modified by the optimizer in all processes in the same way",
+        f"{DDP}: “assumes that they will be modified by the optimizer in all processes in the same way”",
     ),
     "no-set-epoch": Cause(
         "the sampler draws the same order in every epoch",
         "call sampler.set_epoch(epoch) before each epoch's loop over the loader",
-        SAMPLER,
-        "Otherwise, the same ordering will be always used.",
+        f"{SAMPLER}: “Otherwise, the same ordering will be always used.”",
     ),
     "not-sharded": Cause(
         "all ranks draw the same samples",
         "pass DataLoader a DistributedSampler in place of shuffle=True",
-        SAMPLER,
-        "load a subset of the original dataset that is exclusive to it",
+        f"{SAMPLER}: “load a subset of the original dataset that is exclusive to it”",
     ),
     "dropped-samples": Cause(
         "some samples of the data set are never drawn",
         "shuffle with set_epoch, so that the tail differs by epoch, or keep it (drop_last=False)",
-        SAMPLER,
-        "the sampler will drop the tail of the data",
+        f"{SAMPLER}: “the sampler will drop the tail of the data”",
     ),
     "padded-evaluation": Cause(
         "the evaluation counts some samples twice: the sampler pads ranks to equal lengths",
         "give rank r the samples range(r, len(dataset), world_size); sum losses and counts, then divide",
-        SAMPLER,
-        "the sampler will add extra indices",
+        f"{SAMPLER}: “the sampler will add extra indices”",
     ),
     "one-rank-evaluation": Cause(
         "the evaluation is that of one rank's share of the data",
         "sum losses and counts over ranks by dist.all_reduce, then divide",
-        "torch.distributed.all_reduce",
-        "Reduces the tensor data across all machines in a way that all get the final result.",
+        "torch.distributed.all_reduce: “Reduces the tensor data across all machines”",
     ),
     "mean-of-means": Cause(
         "ranks average over unequal numbers of samples, and these averages are averaged as if they were equal",
         "sum over samples, all_reduce sums and counts, then divide",
-        DDP,
-        "(NOT averaged as usual)",
+        f"{DDP}: “(NOT averaged as usual)”",
     ),
     "not-synchronised": Cause(
-        "each rank steps with its own gradient: there is no exchange",
-        "wrap the model in DistributedDataParallel, or all_reduce and divide each gradient before step()",
-        DDP,
-        "The module performs an all-reduce step on gradients",
+        "ranks step with different gradients: no exchange, one after the step, or one whose result is not used",
+        "wrap the model in DistributedDataParallel, or all_reduce and divide parameter.grad itself before step()",
+        f"{DDP}: “The module performs an all-reduce step on gradients”",
     ),
     "no-sync-always": Cause(
         "no_sync() covers the last backward pass before step(), so that its gradient is not exchanged",
         "leave no_sync() for the last micro-batch of each step",
-        f"{DDP}.no_sync",
-        "which will later be synchronized in the first forward-backward pass exiting the context",
+        f"{DDP}.no_sync: “will later be synchronized in the first forward-backward pass exiting the context”",
     ),
     "around-ddp": Cause(
         "the model is called around its DistributedDataParallel wrapper, so that gradients are not exchanged",
         "call the wrapper: ddp(x), not model(x) or ddp.module(x)",
-        DDP,
-        "Constructor, forward method, and differentiation of the output (or a function of the output of this "
-        "module) are distributed synchronization points.",
-    ),
-    "exchange-unused": Cause(
-        "gradients are exchanged, but step() uses each rank's own",
-        "copy the result into parameter.grad: an operation that returns a new tensor changes nothing by itself",
-        "torch.distributed.all_reduce",
-        "The function operates in-place.",
-    ),
-    "exchange-after-step": Cause(
-        "gradients are exchanged after the optimizer's step",
-        "exchange between backward() and step()",
-        DDP,
-        "assumes that they will be modified by the optimizer in all processes in the same way",
+        f"{DDP}: “Constructor, forward method, and differentiation of the output (or a function "
+        "of the output of this module) are distributed synchronization points.”",
     ),
     "no-broadcast": Cause(
         "ranks begin with different weights",
         "seed all ranks alike before the model is built, or broadcast rank 0's weights; DDP's constructor does",
-        "torch.distributed.broadcast",
-        "Broadcasts the tensor to the whole group.",
+        "torch.distributed.broadcast: “Broadcasts the tensor to the whole group.”",
     ),
     "same-augmentation": Cause(
         "all ranks draw the same random numbers for their samples",
         "seed by rank once the model is built: torch.manual_seed(seed + rank), and random and numpy alike",
-        "torch.manual_seed",
-        "Sets the seed for generating random numbers on all devices.",
+        "torch.manual_seed: “Sets the seed for generating random numbers on all devices.”",
     ),
     "batch-norm": Cause(
         "batch norm normalises by the statistics of each rank's share of the batch",
         "convert the model by nn.SyncBatchNorm.convert_sync_batchnorm, or use group or layer norm",
-        "torch.nn.SyncBatchNorm",
-        "to convert :attr:`BatchNorm*D` layer to :class:`SyncBatchNorm` before wrapping Network with DDP.",
+        "torch.nn.SyncBatchNorm: “to convert :attr:`BatchNorm*D` layer to :class:`SyncBatchNorm`”",
     ),
     "unused-parameters": Cause(
         "some parameters receive no gradient",
         "drop them from the model, or pass find_unused_parameters=True to DistributedDataParallel",
-        DDP,
-        "Parameters that don't receive gradients as part of this graph are preemptively marked as being ready to",
+        f"{DDP}: “Parameters that don't receive gradients as part of this graph are preemptively marked”",
     ),
     "data-repeated": Cause(
         "the resumed run draws samples again that it had trained on",
@@ -139,20 +107,17 @@ CAUSES = {
     "other-data-after-resume": Cause(
         "the resumed run draws other samples than the run that was not stopped",
         "save the epoch with the checkpoint, and pass it to set_epoch()",
-        SAMPLER,
-        "Otherwise, the same ordering will be always used.",
+        f"{SAMPLER}: “Otherwise, the same ordering will be always used.”",
     ),
     "learning-rate-not-resumed": Cause(
         "the resumed run begins with another learning rate",
         "save and load the state of the learning rate scheduler",
-        "torch.optim.Optimizer.load_state_dict",
-        "calling it beforehand will overwrite the loaded learning rates",
+        "torch.optim.Optimizer.load_state_dict: “calling it beforehand will overwrite the loaded learning rates”",
     ),
     "optimizer-not-resumed": Cause(
         "the resumed run makes another step: the optimizer's state is not that of the checkpoint",
         "save and load optimizer.state_dict()",
-        "torch.optim.Optimizer.state_dict",
-        "a Dict holding current optimization state",
+        "torch.optim.Optimizer.state_dict: “a Dict holding current optimization state”",
     ),
     "starts-over": Cause(
         "the resumed run begins again at the first step",
@@ -174,8 +139,7 @@ CAUSES = {
     "hung": Cause(
         "the script does not end: ranks wait for each other",
         "call every collective on all ranks, in the same order, as often",
-        DDP,
-        "Take that into account in case different processes might be executing different code.",
+        f"{DDP}: “Take that into account in case different processes might be executing different code.”",
     ),
     "other-samples": Cause(
         "the ranks' samples together are not those of one process",
@@ -188,52 +152,42 @@ CAUSES = {
     "printed-loss-scaled": Cause(
         "the printed loss is scaled by the number of processes; the gradients are right",
         "all_reduce the loss, and divide by the number of processes once",
-        "torch.distributed.all_reduce",
-        "Reduces the tensor data across all machines in a way that all get the final result.",
+        "torch.distributed.all_reduce: “Reduces the tensor data across all machines”",
     ),
     "unknown": Cause(
         "none of the known causes fits",
         "compare what enters the quantity named above at 1 process and at more",
     ),
-    # Notes: training is right all the same.
+}
+
+NOTES = {
     "one-rank-loss": Cause(
         "the printed loss is that of one rank's share of the batch",
         "average it over ranks before it is printed",
-        is_note=True,
     ),
     "same-dropout": Cause(
         "dropout draws the same masks on all ranks",
         "seed by rank once the model is built",
-        is_note=True,
-    ),
-    "padded-training": Cause(
-        "the sampler repeats samples, so that ranks have equally many",
-        "pass drop_last=True to the DataLoader, or accept it",
-        is_note=True,
     ),
     "other-order": Cause(
-        "one process draws the samples in another order",
+        "one process draws the samples in another order, or ranks draw some twice to have equally many",
         "no fix is needed: one process was run again with the batches of these ranks",
-        is_note=True,
     ),
     "redundant": Cause(
         "every process trains on the whole batch; the work is not divided",
         "start one process, or shard the data",
-        is_note=True,
     ),
     "uncontrolled": Cause(
         "the script draws random numbers that cannot be held still, so that gradients are not compared",
         "draw them in the data set's __getitem__ from the global generators",
-        is_note=True,
     ),
     "chaotic": Cause(
         "rounding alone changes the gradient so much that a bug might not show from this step on",
         "use fewer steps, or a lower learning rate",
-        is_note=True,
     ),
     "not-replicated": Cause(
         "ranks hold different parts of the model, or no optimizer of torch: only what is printed is compared",
         "no fix is needed",
-        is_note=True,
     ),
 }
+"""Training is right all the same."""

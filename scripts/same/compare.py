@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.same.causes import CAUSES
-from scripts.same.printed import Reader, Series
+from scripts.same.printed import Series, read_series
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FLOOR_SHARE = 0.03
@@ -34,23 +34,18 @@ CHAOTIC = 1 / SAFETY
 RESUMED_SHARE = 1e-4
 """A relative difference that a resumed run may have from one that was not stopped."""
 
+SKETCHES = ("weights", "final", "after")
+
 Vector = NDArray[np.float64]
 Step = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs: a key of CAUSES, and where it was seen first."""
+    """Something that differs: a key of CAUSES or NOTES, and the step and the quantity where it was seen first."""
 
     cause: str
-    world_size: int
     what: str
-    """The step and the quantity, with its value."""
-
-    @property
-    def is_note(self) -> bool:
-        """Whether training is right all the same."""
-        return CAUSES[self.cause].is_note
 
 
 @dataclass
@@ -58,8 +53,9 @@ class Run:
     """What the ranks of a run have recorded and printed."""
 
     world_size: int
-    statuses: list[int | None] = field(default_factory=list)
-    events: list[list[dict[str, Any]]] = field(default_factory=list)
+    statuses: Sequence[int | None]
+    events: list[list[dict[str, Any]]]
+    """Those of each rank."""
     series: dict[str, Series] = field(default_factory=dict)
     error: str = ""
     """The last line of a failed rank's standard error."""
@@ -68,74 +64,70 @@ class Run:
         """Return each rank's events of a kind."""
         return [[line for line in lines if line["event"] == event] for lines in self.events]
 
-    @property
+    @cached_property
     def steps(self) -> list[list[Step]]:
-        """The optimizer steps of each rank."""
-        return self.of("step")
-
-    @property
-    def num_steps(self) -> int:
-        """How many steps every rank has done."""
-        return min((len(steps) for steps in self.steps), default=0)
-
-    def at(self, i: int) -> list[Step]:
-        """Return step i of each rank."""
-        return [steps[i] for steps in self.steps]
+        """The optimizer steps that every rank has done, each as a list of the ranks' records."""
+        return [list(records) for records in zip(*self.of("step"), strict=False)]
 
     def rows(self, i: int) -> Counter[str]:
         """Return the samples that went into step i on all ranks."""
-        return Counter(row for step in self.at(i) for row in step["rows"])
+        return Counter(row for record in self.steps[i] for row in record["rows"])
 
-    def batches(self) -> dict[int, list[list[int]]]:
-        """Return the training batches of all ranks together, by loader iteration."""
-        trained = {line["iteration"] for line in self.of("trained")[0]}
+    def batches(self, rank: int) -> dict[int, list[list[int]]]:
+        """Return the training batches that a rank has drawn from loaders, by loader iteration."""
+        trained = {records[0]["iteration"] for records in self.steps}
         found: dict[int, list[list[int]]] = {}
-        for iteration in sorted(trained):
-            by_rank = [[e["indices"] for e in lines if e["iteration"] == iteration] for lines in self.of("batch")]
-            parts = zip(*by_rank, strict=False)
-            found[iteration] = [[index for part in batch for index in part] for batch in parts]
+        for event in self.of("batch")[rank]:
+            if event["iteration"] in trained:
+                found.setdefault(event["iteration"], []).append(event["indices"])
         return found
+
+    def joint_batches(self) -> dict[int, list[list[int]]]:
+        """Return the training batches of all ranks together, by loader iteration."""
+        ranks = [self.batches(rank) for rank in range(len(self.events))]
+        joint = {}
+        for iteration in ranks[0]:
+            parts = zip(*(own.get(iteration, []) for own in ranks), strict=False)
+            joint[iteration] = [[*chain(*batch)] for batch in parts]
+        return joint
 
     def failure(self) -> Finding | None:
         """Return why the run did not end well, None where it did."""
-        if not any(status != 0 for status in self.statuses):
+        if all(status == 0 for status in self.statuses):
             return None
+        where = f"after step {len(self.steps)}"
         if "finished reduction in the prior iteration" in self.error:
-            return Finding(
-                "unused-parameters", self.world_size, f"after step {self.num_steps}: {self.error[:150]}"
-            )
+            return Finding("unused-parameters", f"{where}: {self.error[:150]}")
         if None in self.statuses:
-            return Finding("hung", self.world_size, f"after step {self.num_steps}")
-        return Finding("failed", self.world_size, f"after step {self.num_steps}: {self.error[:300]}")
+            return Finding("hung", where)
+        return Finding("failed", f"{where}: {self.error[:300]}")
 
 
 def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern: str = "") -> Run:
     """Return what a run has left in its folder; `pattern` finds the losses, "" by their usual names."""
-    run = Run(world_size, list(statuses))
+    run = Run(world_size, statuses, [])
     for rank in range(world_size):
-        path = folder / f"rank{rank}.jsonl"
-        whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")  # a rank may have been killed
-        run.events.append([json.loads(line) for line in whole.splitlines()])
-    run.events = [lines for lines in run.events if lines] or [[]]
-    for rank in range(world_size):
-        reader = Reader(pattern)
+        whole, _, _ = read(folder / f"rank{rank}.jsonl").rpartition("\n")  # a rank may have been killed
+        run.events.append([parse_event(line) for line in whole.splitlines()])
         for suffix in ("report", "out"):
-            path = folder / f"rank{rank}.{suffix}"
-            if path.exists() and not reader.series:
-                reader.read(path.read_text(errors="replace"))
-        if reader.series:
-            run.series = reader.series
-            break
-    errors = [path.read_text(errors="replace") for path in sorted(folder.glob("rank*.err"))]
-    ends = [text.strip().splitlines()[-1] for text in errors if text.strip()]
+            run.series = run.series or read_series(read(folder / f"rank{rank}.{suffix}"), pattern)
+    run.events = [lines for lines in run.events if lines] or [[]]
+    errors = [text for path in sorted(folder.glob("rank*.err")) if (text := read(path).strip())]
     said = [line for text in errors for line in text.splitlines() if "RuntimeError: Expected to have" in line]
-    run.error = next(iter(said or [line for line in ends if "Connection" not in line] or ends), "")
+    ends = [text.splitlines()[-1] for text in errors]
+    run.error = next(iter([*said, *(line for line in ends if "Connection" not in line), *ends]), "")
     return run
 
 
-def vector(step: Step, name: str) -> Vector:
-    """Return a sketch as an array, (61,)."""
-    return np.array(step[name], dtype=np.float64)
+def read(path: Path) -> str:
+    """Return the text of a file, "" where there is none."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def parse_event(line: str) -> dict[str, Any]:
+    """Return an event, with its sketches as arrays, (61,)."""
+    event: dict[str, Any] = json.loads(line)
+    return event | {name: np.array(event[name]) for name in SKETCHES if event.get(name)}
 
 
 def difference(a: Vector, b: Vector) -> float:
@@ -148,6 +140,16 @@ def difference(a: Vector, b: Vector) -> float:
     return float(np.linalg.norm(a - b)) / scale if scale else float(np.any(a != b))
 
 
+def spread(records: Sequence[Step], name: str) -> float:
+    """Return the largest difference of a sketch between ranks."""
+    return max(difference(record[name], records[0][name]) for record in records)
+
+
+def update(record: Step) -> Vector:
+    """Return the change of the weights in a step, (61,)."""
+    return np.subtract(record["after"], record["weights"])
+
+
 def factor_between(a: Vector, b: Vector) -> float:
     """Return c such that a = c b, 0 where no c fits."""
     c = float(a @ b / (b @ b)) if np.any(b) else 0.0
@@ -156,255 +158,215 @@ def factor_between(a: Vector, b: Vector) -> float:
 
 def name_factor(c: float, world_size: int) -> str:
     """Return "2 times" or "1/2 of", and whether that is the square of the world size."""
-    if not c:
-        return ""
     name = " (the square of the number of processes)" if math.isclose(c, world_size**2, rel_tol=0.01) else ""
     return f"1/{1 / c:.4g} of" if c < 1 else f"{c:.4g} times{name}"
 
 
-def floor_of(run: Run) -> float:
-    """Return the relative difference that is rounding in the precision of a run."""
-    used = {step["low_precision"] for steps in run.steps for step in steps} or {"float32"}
-    return FLOOR_SHARE * max(math.sqrt(EPS.get(name, 2.0**-23)) for name in used)
+def pair_steps(run: Run, reference: Run, start: int = 0) -> list[tuple[Step, Step]]:
+    """Return rank 0's records of the steps that both runs have done, from a step of the reference on."""
+    return [(ours[0], theirs[0]) for ours, theirs in zip(run.steps, reference.steps[start:], strict=False)]
+
+
+def largest_difference(run: Run, reference: Run) -> float:
+    """Return the largest relative difference of a gradient from one process's."""
+    if not is_replicated(run, reference):
+        return 0.0
+    return max(difference(ours["final"], theirs["final"]) for ours, theirs in pair_steps(run, reference))
 
 
 class Rounding:
     """What rounding does to a script at one process: the largest relative difference up to each step."""
 
     def __init__(self, first: Run, control: Run) -> None:
-        self.floor = floor_of(first)
-        self.is_controlled = True
-        self.gradient, self.update = [0.0], [0.0]
-        for i in range(min(first.num_steps, control.num_steps)):
-            (one,), (other,) = first.at(i)[:1], control.at(i)[:1]
-            self.gradient.append(max(self.gradient[-1], difference(vector(other, "final"), vector(one, "final"))))
-            self.update.append(max(self.update[-1], difference(update(other), update(one))))
-            self.is_controlled = self.is_controlled and (i > 0 or first.rows(0) == control.rows(0))
-        self.printed: dict[str, list[float]] = {}
+        used = {records[0]["low_precision"] for records in first.steps} or {"float32"}
+        self.floor = FLOOR_SHARE * max(math.sqrt(EPS.get(name, EPS["float32"])) for name in used)
+        pairs = pair_steps(control, first)
+        self.gradient = running_max(difference(again["final"], one["final"]) for again, one in pairs)
+        self.update = running_max(difference(update(again), update(one)) for again, one in pairs)
+        self.is_controlled = not pairs or control.rows(0) == first.rows(0)
+        self.printed = {}
         for name, series in first.series.items():
-            again, largest = control.series.get(name, series), 0.0
-            self.printed[name] = []
-            for a, b in zip(again.values, series.values, strict=False):
-                if math.isfinite(a) and math.isfinite(b):
-                    largest = max(largest, abs(a - b) - series.unit(b, again))
-                self.printed[name].append(largest)
+            excesses = series.excesses(control.series.get(name, series))
+            self.printed[name] = running_max(0.0 if math.isinf(excess) else excess for excess in excesses)
 
-    def chaotic_step(self) -> int | None:
-        """Return the first step at which rounding alone changes the gradient beyond recognition, None for none."""
-        return next((i for i, apart in enumerate(self.gradient[1:]) if apart >= CHAOTIC), None)
-
-    def printed_limit(self, name: str, i: int, right: float) -> float:
-        """Return the largest difference that value i of a series may have, besides that of its last digit."""
-        measured = self.printed.get(name) or [0.0]
-        return max(self.floor * abs(right), SAFETY * measured[min(i, len(measured) - 1)])
-
-    def limit(self, measured: list[float], i: int) -> float:
-        """Return the largest difference that step i may have."""
-        return max(self.floor, SAFETY * measured[min(i + 1, len(measured) - 1)])
+    def limit(self, measured: Sequence[float], i: int, scale: float = 1.0) -> float:
+        """Return the largest difference that step or value i of this scale may have."""
+        return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
 
 
-def update(step: Step) -> Vector:
-    """Return the change of the weights in a step, (61,)."""
-    return vector(step, "after") - vector(step, "weights")
+def running_max(values: Iterable[float]) -> list[float]:
+    """Return the largest value so far, for each value."""
+    return list(accumulate(values, max))
 
 
 def is_replicated(run: Run, first: Run) -> bool:
     """Whether every rank holds the whole model, as one process does, and torch's optimizers step it."""
-    if not run.num_steps or not first.num_steps or len(run.steps) != run.world_size:
+    if not run.steps or not first.steps or len(run.events) != run.world_size:
         return False
-    return {step["shapes"] for step in run.at(0)} == {step["shapes"] for step in first.at(0)}
+    return {record["shapes"] for record in run.steps[0]} == {record["shapes"] for record in first.steps[0]}
 
 
-def step_name(step: Step, i: int) -> str:
+def step_name(record: Step, i: int) -> str:
     """Return how a step is called in the verdict, counted from 1."""
-    return f"step {i + 1}" if not step["optimizer"] else f"step {i + 1} (optimizer {step['optimizer'] + 1})"
+    return f"step {i + 1}" + (f" (optimizer {record['optimizer'] + 1})" if record["optimizer"] else "")
 
 
 # Checks of one run: do its ranks agree?
 
 
-def check_ranks(run: Run) -> list[Finding]:
-    """Return what is wrong between the ranks of a run, whatever other runs do."""
-    findings = []
-    w, first = run.world_size, run.at(0)
-    initial = [vector(step, "weights") for step in first]
-    spread = max(difference(weights, initial[0]) for weights in initial)
-    if spread > 1e-12:
-        findings.append(Finding("no-broadcast", w, f"step 1, weights: differ between ranks by {spread:.1e}"))
-    for i in range(run.num_steps):
-        steps = run.at(i)
-        rates = [step["lr"] for step in steps]
+def check_ranks(run: Run) -> Iterator[Finding]:
+    """Yield what is wrong between the ranks of a run, whatever other runs do."""
+    if (apart := spread(run.steps[0], "weights")) > 1e-12:
+        yield Finding("no-broadcast", f"step 1, weights: differ between ranks by {apart:.1e}")
+    for i, records in enumerate(run.steps):
+        where = step_name(records[0], i)
+        rates = [record["lr"] for record in records]
         if any(rate != rates[0] for rate in rates):
-            what = f"{step_name(steps[0], i)}, learning rate: {', '.join(str(rate[0]) for rate in rates)} by rank"
-            return [*findings, Finding("unequal-learning-rates", w, what)]
-        finals = [vector(step, "final") for step in steps]
-        spread = max(difference(final, finals[0]) for final in finals)
-        if spread > 1e-6:
-            what = f"{step_name(steps[0], i)}, gradient: differs between ranks by {spread:.1e} at optimizer.step()"
-            return [*findings, Finding(why_not_synchronised(run, i), w, what)]
-    return findings
+            by_rank = ", ".join(str(rate[0]) for rate in rates)
+            yield Finding("unequal-learning-rates", f"{where}, learning rate: {by_rank} by rank")
+            return
+        if (apart := spread(records, "final")) > 1e-6:
+            what = f"{where}, gradient: differs between ranks by {apart:.1e} at optimizer.step()"
+            yield Finding(why_not_synchronised(run, i), what)
+            return
 
 
 def why_not_synchronised(run: Run, i: int) -> str:
     """Return the cause of gradients that differ between ranks at step i."""
-    steps = run.at(i)
-    step = steps[0]
-    if step["unsynced_forwards"]:
+    records, first = run.steps[i], run.steps[i][0]
+    if first["unsynced_forwards"]:
         return "no-sync-always"
-    is_own = all(
-        s["local"] is not None and difference(vector(s, "final"), vector(s, "local")) < 1e-6 for s in steps
-    )
-    if not is_own:
-        return "unused-parameters" if any(s["missing"] != step["missing"] for s in steps) else "not-synchronised"
-    following = run.at(i + 1)[0]["late"] if i + 1 < run.num_steps else run.of("end")[0][0]["late"]
-    if step["exchanged"] >= step["numel"] / 2:
-        return "exchange-unused"
-    if following >= step["numel"] / 2:
-        return "exchange-after-step"
-    return "around-ddp" if "wrapped" in {e["event"] for e in run.events[0]} else "not-synchronised"
+    if not first["synced_forwards"]:  # of DistributedDataParallel
+        return "around-ddp" if run.of("wrapped")[0] else "not-synchronised"
+    is_unused = any(record["missing"] != first["missing"] for record in records)
+    return "unused-parameters" if is_unused else "not-synchronised"
 
 
-def check_seeds(run: Run) -> list[Finding]:
+def check_seeds(run: Run) -> Finding | None:
     """Return whether ranks draw the same random numbers for different samples."""
-    if run.world_size == 1:
-        return []
     drawn = [{e["worker"]: e["states"] for e in reversed(lines)} for lines in run.of("augmentation")]
     for worker, states in drawn[0].items():
-        same = [kind for kind in states if all(o.get(worker, {}).get(kind) == states[kind] for o in drawn)]
-        if same:
+        if same := [kind for kind in states if all(o.get(worker, {}).get(kind) == states[kind] for o in drawn)]:
             what = f"first sample, augmentation: the state of {', '.join(same)} is equal on all ranks"
-            return [Finding("same-augmentation", run.world_size, what)]
-    step = run.at(0)
-    moved = {kind for s in step for kind in s["moved"]}
-    after = [s["random"] or {} for s in step]
-    if any(all(other.get(kind, other) == after[0].get(kind) for other in after) for kind in moved):
-        what = f"step 1, random numbers of the step: {', '.join(sorted(moved))} has equal states on all ranks"
-        return [Finding("same-augmentation", run.world_size, what)]
-    if step[0]["dropout"] and all(other.get("torch") == after[0].get("torch") for other in after):
-        return [
-            Finding("same-dropout", run.world_size, "step 1, dropout: the generator's state is equal on all ranks")
-        ]
-    return []
+            return Finding("same-augmentation", what)
+    records = run.steps[0]
+    after = [record["random"] or {} for record in records]
+    equal = {kind for kind in after[0] if all(other.get(kind) == after[0][kind] for other in after)}
+    if same := sorted(equal & {kind for record in records for kind in record["moved"]}):
+        what = f"step 1, random numbers of the step: {', '.join(same)} has equal states on all ranks"
+        return Finding("same-augmentation", what)
+    if records[0]["dropout"] and "torch" in equal:
+        return Finding("same-dropout", "step 1, dropout: the generator's state is equal on all ranks")
+    return None
 
 
-def check_order(run: Run, first: Run) -> list[Finding]:
-    """Return whether later epochs repeat the order of the first."""
-    if not repeats_order(run):
-        return []
-    seen = Counter[tuple[int, int]]()
-    for event in run.of("sampler")[0]:
-        key = (event["sampler"], event["epoch"])
-        seen[key] += 1
-        if event["shuffle"] and seen[key] > 1:
-            what = f"epoch {event['epoch'] + 2}, order: that of the first"
-            return [Finding("no-set-epoch", run.world_size, what)]
-    if repeats_order(first):
-        return []
-    return [Finding("no-set-epoch", run.world_size, "epoch 2, order: that of the first")]
+def check_order(run: Run, first: Run) -> Finding | None:
+    """Return whether an epoch repeats the order of the one before, by its sampler or unlike at one process."""
+    epoch = repeated_epoch(run)
+    shuffled = Counter((event["sampler"], event["epoch"]) for event in run.of("shuffled")[0])
+    if epoch and (max(shuffled.values(), default=0) > 1 or not repeated_epoch(first)):
+        return Finding("no-set-epoch", f"epoch {epoch}, order: that of epoch {epoch - 1}")
+    return None
 
 
-def repeats_order(run: Run) -> bool:
-    """Whether two successive epochs begin with the same batches, of at least 8 samples."""
-    orders = []
-    for iteration in sorted({line["iteration"] for line in run.of("trained")[0]}):
-        batches = [event["indices"] for event in run.of("batch")[0] if event["iteration"] == iteration]
-        orders.append([index for batch in batches for index in batch])
-    return any(len(a) >= 8 and len(a) == len(b) and a == b and a != sorted(a) for a, b in pairwise(orders))
+def repeated_epoch(run: Run) -> int:
+    """Return the first epoch, from 2, that repeats the order of 8 samples or more, unsorted; 0 for none."""
+    orders = [[*chain(*batches)] for batches in run.batches(0).values()]
+    found = (i for i, (a, b) in enumerate(pairwise(orders), 2) if len(a) >= 8 and a == b and a != sorted(a))
+    return next(found, 0)
 
 
 # Checks against one process
 
 
-def same_samples(run: Run, reference: Run) -> int | None:
-    """Return the first step whose samples differ from the reference's, None where none do."""
-    for i in range(min(run.num_steps, reference.num_steps)):
+def other_samples(run: Run, reference: Run) -> int | None:
+    """Return the first step whose samples are not the reference's, 0 where only the number of steps is not."""
+    for i in range(min(len(run.steps), len(reference.steps))):
         if run.rows(i) != reference.rows(i):
             return i
-    return None
+    return None if len(run.steps) == len(reference.steps) else 0
 
 
-def check_shards(run: Run, first: Run) -> list[Finding]:
+def needs_replay(run: Run, first: Run) -> bool:
+    """Whether one process has to be run again with the batches of a run, and can be."""
+    if run.failure() or not is_replicated(run, first) or not run.batches(0):
+        return False
+    sizes = [{event["size"] for event in one.of("batch")[0]} for one in (run, first)]
+    return sizes[0] == sizes[1] and other_samples(run, first) is not None  # else ranks have data sets of their own
+
+
+def check_shards(run: Run, first: Run) -> Finding | None:
     """Return what is wrong with how samples are divided over ranks."""
-    i = same_samples(run, first)
-    if i is None and run.num_steps == first.num_steps:
-        return []
-    w, steps = run.world_size, run.at(i or 0)
-    own: list[Counter[str]] = [Counter(step["rows"]) for step in steps]
+    i = other_samples(run, first)
+    if i is None:
+        return None
+    where = f"step {i + 1}, samples"
+    own: list[Counter[str]] = [Counter(record["rows"]) for record in run.steps[i]]
     if own[0] and all(rows == own[0] for rows in own):
-        if own[0] == first.rows(i or 0):
-            return [Finding("redundant", w, f"step {(i or 0) + 1}, samples: on each rank those of one process")]
-        return [Finding("not-sharded", w, f"step {(i or 0) + 1}, samples: the same {len(own[0])} on all ranks")]
-    findings = []
-    drawn, expected = (sum((r.rows(i) for i in range(r.num_steps)), Counter[str]()) for r in (run, first))
-    lost = set(expected) - set(drawn)
-    if lost and set(drawn) < set(expected) and not is_cut(first):
-        what = f"all steps, samples: {len(lost)} of {len(expected)} are never drawn"
-        findings.append(Finding("dropped-samples", w, what))
-    return findings
+        if own[0] == first.rows(i):
+            return Finding("redundant", f"{where}: on each rank those of one process")
+        return Finding("not-sharded", f"{where}: the same {len(own[0])} on all ranks")
+    drawn, expected = ({row for i in range(len(one.steps)) for row in one.rows(i)} for one in (run, first))
+    if drawn < expected and not is_cut(first):
+        lost = len(expected) - len(drawn)
+        return Finding("dropped-samples", f"all steps, samples: {lost} of {len(expected)} are never drawn")
+    return None
 
 
 def is_cut(first: Run) -> bool:
     """Whether a run ends in the middle of its first epoch, where another order leaves out other samples."""
-    sizes = {e["iteration"]: e["size"] for e in first.of("batch")[0]}
-    last = first.steps[0][-1]["iteration"]
-    if last not in sizes:
-        return False
-    drawn = sum(len(s["rows"]) for s in first.steps[0] if s["iteration"] == last)
-    return drawn < 0.9 * sizes[last] and len({s["iteration"] for s in first.steps[0]}) == 1
+    sizes = {event["iteration"]: event["size"] for event in first.of("batch")[0]}
+    iterations = {records[0]["iteration"] for records in first.steps}
+    drawn = sum(first.rows(i).total() for i in range(len(first.steps)))
+    return len(iterations) == 1 and drawn < 0.9 * sizes.get(iterations.pop(), 0)
 
 
-def check_training(run: Run, reference: Run, rounding: Rounding) -> list[Finding]:
+def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | None:
     """Return the first step and quantity in which training differs from one process's on the same samples."""
-    w = run.world_size
-    if run.num_steps != reference.num_steps:
-        what = f"{run.num_steps} optimizer steps, {reference.num_steps} at 1 process"
-        return [Finding("other-steps", w, what)]
-    for i in range(run.num_steps):
-        step, expected = run.at(i)[0], reference.at(i)[0]
-        where = step_name(step, i)
-        for rate, right in zip(step["lr"], expected["lr"], strict=False):
+    if len(run.steps) != len(reference.steps):
+        return Finding("other-steps", f"{len(run.steps)} optimizer steps, {len(reference.steps)} at 1 process")
+    for i, (record, expected) in enumerate(pair_steps(run, reference)):
+        where = step_name(record, i)
+        for rate, right in zip(record["lr"], expected["lr"], strict=False):
             if not math.isclose(rate, right, rel_tol=1e-6, abs_tol=1e-12):
-                times = name_factor(rate / right, w) if right else "not"
-                what = f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
-                return [Finding("learning-rate-scaled", w, what)]
-        found = difference(vector(step, "final"), vector(expected, "final"))
-        if found > rounding.limit(rounding.gradient, i):
-            return [explain_gradient(run, reference, i, found)]
-        found = difference(update(step), update(expected))
-        if found > max(rounding.limit(rounding.update, i), 10 * rounding.floor):
-            return [Finding("unknown", w, f"{where}, update of the weights: differs by {found:.1e}")]
-    return []
+                times = name_factor(rate / right, run.world_size) if rate and right else "not"
+                return Finding(
+                    "learning-rate-scaled", f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
+                )
+        apart = difference(record["final"], expected["final"])
+        if apart > rounding.limit(rounding.gradient, i):
+            return explain_gradient(run, reference, i, apart)
+        apart = difference(update(record), update(expected))
+        if apart > max(rounding.limit(rounding.update, i), 10 * rounding.floor):
+            return Finding("unknown", f"{where}, update of the weights: differs by {apart:.1e}")
+    return None
 
 
-def explain_gradient(run: Run, reference: Run, i: int, found: float) -> Finding:
+def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
     """Return why the gradient of step i, the same on all ranks, is not that of one process."""
-    w, steps = run.world_size, run.at(i)
-    step, expected = steps[0], reference.at(i)[0]
-    where = f"{step_name(step, i)}, gradient"
-    c = factor_between(vector(step, "final"), vector(expected, "final"))
+    records, expected = run.steps[i], reference.steps[i][0]
+    final, where = records[0]["final"], step_name(records[0], i)
+    c = factor_between(final, expected["final"])
     if c and abs(c - 1) > 0.01:
-        return Finding("loss-scaled", w, f"{where}: {name_factor(c, w)} that of 1 process")
-    if math.isinf(found):
-        is_whole = np.isfinite(vector(step, "final")).all()
-        return Finding(
-            "unknown", w, f"{where}: {'finite, not so' if is_whole else 'not finite, unlike'} at 1 process"
-        )
-    what = f"{where}: differs by {found:.1e} from that of 1 process"
-    sizes = {sum(s["sizes"]) for s in steps}
+        return Finding("loss-scaled", f"{where}, gradient: {name_factor(c, run.world_size)} that of 1 process")
+    if math.isinf(apart):
+        kind = "finite" if np.isfinite(final).all() else "not finite"
+        return Finding("unknown", f"{where}, gradient: {kind}, unlike at 1 process")
     if run.rows(i) != reference.rows(i):
-        return Finding("other-samples", w, f"{step_name(step, i)}, samples: not those of 1 process")
-    if step["batch_norm"]:
-        return Finding("batch-norm", w, what)
-    if any(s["missing"] != step["missing"] for s in steps) or step["missing"] != expected["missing"]:
-        return Finding("unused-parameters", w, what)
-    if len(sizes) > 1:
-        counts = ", ".join(str(sum(s["sizes"])) for s in steps)
-        return Finding("mean-of-means", w, f"{what}; the ranks have {counts} samples")
-    return Finding("unknown", w, what)
+        return Finding("other-samples", f"{where}, samples: not those of 1 process")
+    what = f"{where}, gradient: differs by {apart:.1e} from that of 1 process"
+    if records[0]["batch_norm"]:
+        return Finding("batch-norm", what)
+    if any(record["missing"] != expected["missing"] for record in records):
+        return Finding("unused-parameters", what)
+    counts = [len(record["rows"]) for record in records]
+    if len(set(counts)) > 1:
+        return Finding("mean-of-means", f"{what}; the ranks have {', '.join(map(str, counts))} samples")
+    return Finding("unknown", what)
 
 
-def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> list[Finding]:
-    """Return what is printed otherwise than at one process.
+def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> Iterator[Finding]:
+    """Yield what is printed otherwise than at one process.
 
     Args:
         run: the run of several ranks.
@@ -412,46 +374,28 @@ def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> 
         rounding: what rounding does.
         is_proven: whether the gradients are known to be those of one process: then what is printed is at fault.
     """
-    findings = []
     for name, series in first.series.items():
-        other = run.series.get(name)
-        if other is None or len(other.values) != len(series.values):
-            count = len(other.values) if other else 0
-            what = f"{name}: {count} values, {len(series.values)} at 1 process"
-            findings.append(Finding("unknown", run.world_size, what))
+        other = run.series.get(name, Series(name))
+        if len(other.values) != len(series.values):
+            yield Finding("unknown", f"{name}: {len(other.values)} values, {len(series.values)} at 1 process")
             continue
-        pairs = list(zip(other.values, series.values, strict=True))
-        i = next(
-            (
-                i
-                for i, (value, right) in enumerate(pairs)
-                if is_apart(value, right, series.unit(right, other), rounding.printed_limit(name, i, right))
-            ),
-            None,
-        )
-        if i is not None:
-            value, right = pairs[i]
-            what = f"{name}, value {i + 1}: {value:.8g}, {right:.8g} at 1 process"
-            ratios = [value / right for value, right in pairs if right]
-            findings.append(Finding(explain_printed(run, first, series, ratios, is_proven), run.world_size, what))
-    return findings
+        for i, (excess, value, right) in enumerate(
+            zip(series.excesses(other), other.values, series.values, strict=True)
+        ):
+            if math.isinf(excess) or excess > rounding.limit(rounding.printed[name], i, abs(right)):
+                cause = explain_printed(run, first, other, series) if is_proven else "unknown"
+                yield Finding(cause, f"{name}, value {i + 1}: {value:.8g}, {right:.8g} at 1 process")
+                break
 
 
-def is_apart(value: float, right: float, unit: float, limit: float) -> bool:
-    """Whether two printed numbers differ by more than one unit of their last digit and a limit."""
-    if math.isfinite(value) and math.isfinite(right):
-        return abs(value - right) > 1.01 * unit + limit
-    return str(value) != str(right)
-
-
-def explain_printed(run: Run, first: Run, series: Series, ratios: list[float], is_proven: bool) -> str:
+def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
     """Return why a series is printed otherwise, where training is the same."""
-    w = run.world_size
-    if not is_proven or not all(map(math.isfinite, ratios)):
+    ratios = [value / right for value, right in zip(other.values, series.values, strict=True) if right]
+    if not all(map(math.isfinite, ratios)):
         return "unknown"
     if series.is_evaluation:
         return explain_evaluation(run, first)
-    for c in (w, 1 / w):
+    for c in (run.world_size, 1 / run.world_size):
         if len(ratios) > 1 and all(math.isclose(ratio, c, rel_tol=0.01) for ratio in ratios):
             return "printed-loss-scaled"
     return "one-rank-loss"
@@ -480,122 +424,79 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
         replay: one process that has drawn the batches of `run`, where its own were others.
         rounding: what rounding does at one process.
     """
-    w = run.world_size
     if failure := run.failure():
         return [failure]
     if not is_replicated(run, first):
-        return [Finding("not-replicated", w, "weights"), *check_printed(run, first, rounding, is_proven=False)]
-    findings = [*check_ranks(run), *check_order(run, first), *check_seeds(run)]
-    if len({len(steps) for steps in run.steps}) > 1:
-        counts = ", ".join(str(len(steps)) for steps in run.steps)
-        findings.append(Finding("other-steps", w, f"{counts} optimizer steps by rank"))
-    if not rounding.is_controlled or any(step["moved"] for step in run.at(0)):
-        return [*findings, Finding("uncontrolled", w, "step 1, random numbers")]
-    findings += check_shards(run, first)
-    causes = {finding.cause for finding in findings}
-    blocking = {"no-broadcast", "unequal-learning-rates", "not-synchronised", "no-sync-always", "around-ddp"}
-    blocking |= {"exchange-unused", "exchange-after-step", "not-sharded", "unused-parameters"}
-    if causes & blocking:
+        return [Finding("not-replicated", "weights"), *check_printed(run, first, rounding, is_proven=False)]
+    apart = list(check_ranks(run))
+    findings = [*apart, *filter(None, [check_order(run, first), check_seeds(run)])]
+    counts = [len(records) for records in run.of("step")]
+    if len(set(counts)) > 1:
+        findings.append(Finding("other-steps", f"{', '.join(map(str, counts))} optimizer steps by rank"))
+    if not rounding.is_controlled or any(record["moved"] for record in run.steps[0]):
+        return [*findings, Finding("uncontrolled", "step 1, random numbers")]
+    shards = check_shards(run, first)
+    findings += filter(None, [shards])
+    cause = shards.cause if shards else ""
+    if apart or cause == "not-sharded":
         return findings
-    i = same_samples(run, first)
-    is_other = (i is not None or run.num_steps != first.num_steps) and "redundant" not in causes
     reference = first
-    if is_other and replay is not None and same_samples(run, replay) is None:
+    if replay and cause != "redundant" and other_samples(run, replay) is None:
         reference = replay
-        padded = draws_twice(run) and not draws_twice(first)
-        if "dropped-samples" not in causes:
-            kind = "padded-training" if padded else "other-order"
-            findings.append(Finding(kind, w, f"step {(i or 0) + 1}, samples: not those of 1 process"))
-    training = check_training(run, reference, rounding)
-    findings += training
-    if not training and (i := rounding.chaotic_step()) is not None:
-        apart = rounding.gradient[i + 1]
-        findings.append(
-            Finding("chaotic", w, f"step {i + 1}, gradient: differs by {apart:.0e} in the control run")
-        )
-    return findings if training else findings + check_printed(run, reference, rounding, is_proven=True)
-
-
-def draws_twice(run: Run) -> bool:
-    """Whether a sample is drawn more than once in the first epoch."""
-    drawn = [index for batch in next(iter(run.batches().values()), []) for index in batch]
-    return len(set(drawn)) < len(drawn)
-
-
-def needs_replay(run: Run, first: Run) -> bool:
-    """Whether one process has to be run again with the batches of a run, and can be."""
-    if run.failure() or not is_replicated(run, first) or not run.batches():
-        return False
-    sizes = [{e["size"] for e in r.of("batch")[0]} for r in (run, first)]
-    if sizes[0] != sizes[1]:  # ranks have data sets of their own
-        return False
-    return same_samples(run, first) is not None or run.num_steps != first.num_steps
-
-
-def dump_batches(run: Run) -> str:
-    """Return the batches of a run for the variable SAME_REPLAY of the observer, as JSON."""
-    return json.dumps(run.batches())
-
-
-def largest_difference(run: Run, reference: Run) -> float:
-    """Return the largest relative difference of a gradient from one process's."""
-    if not is_replicated(run, reference):
-        return 0.0
-    pairs = ((run.at(i)[0], reference.at(i)[0]) for i in range(min(run.num_steps, reference.num_steps)))
-    return max(difference(vector(step, "final"), vector(expected, "final")) for step, expected in pairs)
+        if not cause:
+            i = other_samples(run, first) or 0
+            findings.append(Finding("other-order", f"step {i + 1}, samples: not those of 1 process"))
+    if training := check_training(run, reference, rounding):
+        return [*findings, training]
+    chaotic = next((i for i, apart in enumerate(rounding.gradient) if apart >= CHAOTIC), None)
+    if chaotic is not None:
+        what = f"step {chaotic + 1}, gradient: differs by {rounding.gradient[chaotic]:.0e} in the control run"
+        findings.append(Finding("chaotic", what))
+    return [*findings, *check_printed(run, reference, rounding, is_proven=True)]
 
 
 # A resumed run
 
 
-def check_resumed(resumed: Run, whole: Run) -> list[Finding]:
+def check_resumed(resumed: Run, whole: Run) -> Finding | None:
     """Return what a resumed run does otherwise than the run that was not stopped."""
-    w = resumed.world_size
     if failure := resumed.failure():
-        return [failure]
-    if not resumed.num_steps or not whole.num_steps:
-        return [Finding("weights-not-resumed", w, "the resumed run makes no optimizer step")]
-    begin = vector(resumed.at(0)[0], "weights")
-    apart = [difference(begin, vector(whole.at(i)[0], "weights")) for i in range(whole.num_steps)]
+        return failure
+    if not resumed.steps:
+        return Finding("weights-not-resumed", "the resumed run makes no optimizer step")
+    begin = resumed.steps[0][0]["weights"]
+    apart = [difference(begin, records[0]["weights"]) for records in whole.steps]
     start = int(np.argmin(apart))
     if apart[start] > 1e-6:
-        return [
-            Finding("weights-not-resumed", w, f"first resumed step, weights: {apart[start]:.1e} from the nearest")
-        ]
+        return Finding("weights-not-resumed", f"first resumed step, weights: {apart[start]:.1e} from the nearest")
     if start == 0:
-        return [Finding("starts-over", w, "first resumed step, weights: those of step 1")]
-    for i in range(min(resumed.num_steps, whole.num_steps - start)):
-        step, expected = resumed.at(i)[0], whole.at(start + i)[0]
-        where = f"step {start + i + 1}, resumed"
+        return Finding("starts-over", "first resumed step, weights: those of step 1")
+    for i, (record, expected) in enumerate(pair_steps(resumed, whole, start)):
+        step = start + i + 1
+        where = f"step {step}, resumed"
         if resumed.rows(i) != whole.rows(start + i):
-            seen = [j for j in range(start) if whole.rows(j) == resumed.rows(i)]
-            cause = "data-repeated" if seen else "other-data-after-resume"
-            again = (
-                f"those of step {seen[-1] + 1}" if seen else f"not those of step {start + i + 1} without a stop"
-            )
-            return [Finding(cause, w, f"{where}, samples: {again}")]
-        if step["lr"] != expected["lr"] and not np.allclose(step["lr"], expected["lr"], rtol=1e-9):
-            rates = f"{step['lr'][0]:.6g}, {expected['lr'][0]:.6g} without a stop"
-            return [Finding("learning-rate-not-resumed", w, f"{where}, learning rate: {rates}")]
-        if (apart_by := difference(update(step), update(expected))) > RESUMED_SHARE:
-            what = f"{where}, update of the weights: differs by {apart_by:.1e}"
-            return [Finding("optimizer-not-resumed", w, what)]
-    if resumed.num_steps != whole.num_steps - start:
-        what = (
-            f"{start + resumed.num_steps} optimizer steps with the resumed ones, {whole.num_steps} without a stop"
-        )
-        return [Finding("steps-not-resumed", w, what)]
+            if seen := [j + 1 for j in range(start) if whole.rows(j) == resumed.rows(i)]:
+                return Finding("data-repeated", f"{where}, samples: those of step {seen[-1]}")
+            return Finding("other-data-after-resume", f"{where}, samples: not those of step {step} without a stop")
+        if record["lr"] != expected["lr"] and not np.allclose(record["lr"], expected["lr"], rtol=1e-9):
+            rates = f"{record['lr'][0]:.6g}, {expected['lr'][0]:.6g} without a stop"
+            return Finding("learning-rate-not-resumed", f"{where}, learning rate: {rates}")
+        if (moved := difference(update(record), update(expected))) > RESUMED_SHARE:
+            return Finding("optimizer-not-resumed", f"{where}, update of the weights: differs by {moved:.1e}")
+    if (end := start + len(resumed.steps)) != len(whole.steps):
+        what = f"{end} optimizer steps with the resumed ones, {len(whole.steps)} without a stop"
+        return Finding("steps-not-resumed", what)
     return check_last_evaluation(resumed, whole)
 
 
-def check_last_evaluation(resumed: Run, whole: Run) -> list[Finding]:
+def check_last_evaluation(resumed: Run, whole: Run) -> Finding | None:
     """Return whether a resumed run that has trained the same ends with another evaluation."""
     for name, series in whole.series.items():
         other = resumed.series.get(name)
-        if not series.is_evaluation or other is None:
-            continue
-        value, right = other.values[-1], series.values[-1]
-        if is_apart(value, right, series.unit(right, other), RESUMED_SHARE * abs(right)):
-            what = f"{name}, last value: {value:.8g}, {right:.8g} without a stop"
-            return [Finding("buffers-not-resumed", resumed.world_size, what)]
-    return []
+        if other and series.is_evaluation:
+            value, right = other.values[-1], series.values[-1]
+            excess = series.excess(value, right, other)
+            if math.isinf(excess) or excess > RESUMED_SHARE * abs(right):
+                what = f"{name}, last value: {value:.8g}, {right:.8g} without a stop"
+                return Finding("buffers-not-resumed", what)
+    return None

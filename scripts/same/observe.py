@@ -3,9 +3,8 @@
     SAME_FOLDER=/tmp/trace torchrun --nproc-per-node=2 -m scripts.same.observe train.py --batch-size 24
 
 `make same` starts it in each process. The script needs no change. A line of rank0.jsonl is an event: an optimizer
-step with the samples that went into it, gradients before and after the exchange and weights, or an evaluation.
-Tensors are recorded as sketches: sums over 61 interleaved parts, which are linear: the sketch of an average over
-ranks is the average of their sketches.
+step with the samples that went into it, gradients and weights, or an evaluation.
+Tensors are recorded as sketches: sums over 61 interleaved parts, which are linear, so that a factor stays one.
 
 Randomness that may differ between world sizes is removed: dropout is off, and the global random generators are
 seeded by the sample's index while a data set returns it.
@@ -21,6 +20,7 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import random
 import runpy
 import sys
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,11 +41,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, DistributedSampler, _utils, dataloader, get_worker_info
 
 SKETCH_SIZE = 61
+Function = Callable[..., Any]
+
 MAX_FEATURES = 4096
 """Elements of a sample that its fingerprint reads, evenly spread."""
-
-RANDOM_SAMPLES = 64
-"""Samples of which a process checks whether their data set draws random numbers, until one does."""
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_gather_object"),
@@ -67,13 +67,10 @@ def sketch(tensor: Tensor) -> Tensor:
     return padded.view(-1, SKETCH_SIZE).sum(dim=0).cpu()
 
 
-def sketch_all(tensors: Iterable[Tensor | None]) -> Tensor:
+def sketch_all(tensors: Iterable[Tensor | None]) -> list[float]:
     """Return the sum of the sketches of tensors, each shifted by its place; None counts as zero."""
-    total = torch.zeros(SKETCH_SIZE, dtype=torch.float64)
-    for i, tensor in enumerate(tensors):
-        if tensor is not None:
-            total += sketch(tensor).roll(7 * i)
-    return total
+    sketches = [sketch(tensor).roll(7 * i) for i, tensor in enumerate(tensors) if tensor is not None]
+    return sum(sketches, torch.zeros(SKETCH_SIZE)).tolist()
 
 
 def fingerprints(batch: Tensor) -> list[str]:
@@ -94,37 +91,23 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def random_states() -> dict[str, Any]:
     """Return the states of the global random generators on the CPU."""
-    states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
+    return {
+        "torch": torch.get_rng_state().numpy(),
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
     """Set the generators to the states that random_states() returned."""
-    torch.default_generator.set_state(states["torch"])
+    torch.set_rng_state(torch.from_numpy(states["torch"]))
     random.setstate(states["random"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+    np.random.set_state(states["numpy"])
 
 
-def random_hashes() -> dict[str, int]:
-    """Return a checksum of each generator's state."""
-    hashes = {}
-    for name, state in random_states().items():
-        hashes[name] = zlib.crc32(state.numpy().tobytes() if name == "torch" else repr(state).encode())
-        if name == "numpy":  # its repr leaves numbers out
-            hashes[name] = zlib.crc32(state[1].tobytes() + str(state[2]).encode())
-    return hashes
-
-
-def numel(value: Any) -> int:
-    """Return how many elements the tensors in a collective's first argument have."""
-    if isinstance(value, Tensor):
-        return value.numel()
-    if isinstance(value, list | tuple):
-        return sum(map(numel, value))
-    return numel(getattr(value, "tensor", None)) if value is not None else 0  # a P2POp
+def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
+    """Return a checksum of each generator's state, by default of the present ones."""
+    return {name: zlib.crc32(pickle.dumps(state)) for name, state in (states or random_states()).items()}
 
 
 class Observer:
@@ -132,34 +115,33 @@ class Observer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         # Workers of a DataLoader inherit the descriptor: lines appended to it stay whole.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self.file = os.open(folder / f"rank{rank}.jsonl", flags, 0o600)
+        self.file = os.open(folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.is_control = bool(os.environ.get("SAME_CONTROL"))
         replay = os.environ.get("SAME_REPLAY")
         self.replay: dict[str, list[list[int]]] = json.loads(Path(replay).read_text()) if replay else {}
         self.stop_after = int(os.environ.get("SAME_STOP_AFTER", "0"))
+        self.stepping: list[Optimizer] = []  # one that wraps another comes first
         self.optimizers: list[Optimizer] = []
-        self.places: dict[int, int] = {}  # of each parameter that an optimizer has, by id
-        self.steps = self.step_depth = self.call_depth = self.iterations = 0
-        self.iteration = -1
-        self.trained_iterations: set[int] = set()
-        self.checked_samples = 0
-        self.uses_loader = self.uses_batch_norm = self.uses_dropout = False
-        self.evaluated: list[str] = []
-        self.evaluation_model: int | None = None
-        self.collectives_in_evaluation = 0
-        self.late_numel = 0
+        self.steps = self.call_depth = 0
+        self.iterations, self.iteration = 0, -1
+        self.is_augmented = self.uses_batch_norm = self.uses_dropout = False
+        self.autocast: torch.dtype | None = None
         self.start_step()
+        self.start_evaluation()
 
     def start_step(self) -> None:
         """Forget what went into the last step."""
-        self.local: dict[int, Tensor] = {}
-        self.rows: list[str] = []
-        self.sizes: list[int] = []
         self.model: int | None = None
-        self.unsynced_forwards = self.numel = 0
+        self.rows: list[str] = []
+        self.synced_forwards = self.unsynced_forwards = 0
         self.random: dict[str, int] | None = None
         self.pending: dict[str, Any] = {}
+
+    def start_evaluation(self) -> None:
+        """Forget the last evaluation."""
+        self.evaluation_model: int | None = None
+        self.evaluated: list[str] = []
+        self.collectives = 0
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event."""
@@ -167,27 +149,10 @@ class Observer:
 
     # Optimizers
 
-    def add_parameters(self, group: dict[str, Any]) -> None:
-        """Watch the gradients that parameters receive in this process, before any exchange."""
-        for parameter in group["params"]:
-            if id(parameter) not in self.places and parameter.requires_grad and parameter.is_leaf:
-                self.places[id(parameter)] = len(self.places)
-                parameter.register_hook(functools.partial(self.receive, id(parameter)))
-
-    def receive(self, key: int, gradient: Tensor) -> None:
-        """Add a gradient that backward() has computed to those of the step."""
-        place = self.places[key]
-        self.local[key] = self.local.get(key, 0) + sketch(gradient).roll(7 * place)
-        if self.iteration >= 0 and self.iteration not in self.trained_iterations:
-            self.trained_iterations.add(self.iteration)
-            self.write("trained", iteration=self.iteration)
-
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record gradients and weights; where step() is given a closure, once the closure has computed them."""
+        self.stepping.append(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self.step_depth == 0:
-            self.outer = optimizer
-        self.step_depth += 1
         if closure is None:
             self.capture()
             return None
@@ -197,44 +162,35 @@ class Observer:
             self.capture()
             return result
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": observed}
-        return (args[0], observed, *args[2:]), kwargs
+        return (optimizer, observed, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the optimizer that steps, the outer one where one wraps another."""
-        found = [parameter for group in self.outer.param_groups for parameter in group["params"]]
+        found = [parameter for group in self.stepping[0].param_groups for parameter in group["params"]]
         return [getattr(parameter, "_local_tensor", parameter) for parameter in found]  # a DTensor's own shard
 
     def capture(self) -> None:
         """Keep what the step is made of; an inner optimizer sees later, exchanged gradients, and wins."""
         parameters = self.parameters()
         gradients = [parameter.grad for parameter in parameters]
-        if self.is_control and not self.uses_loader:
+        if self.is_control and self.iteration < 0:
             self.round_differently(gradients)
-        local = [self.local[key] for key in self.local]
         shapes = [list(parameter.shape) for parameter in parameters]
-        hashes = random_hashes()
         self.pending = {
-            "lr": [float(group["lr"]) for group in self.outer.param_groups if "lr" in group],
-            "weights": sketch_all(parameters).tolist(),
-            "local": sum(local, torch.zeros(SKETCH_SIZE)).tolist() if local else None,
-            "final": sketch_all(gradients).tolist(),
+            "lr": [float(group["lr"]) for group in self.stepping[0].param_groups if "lr" in group],
+            "weights": sketch_all(parameters),
+            "final": sketch_all(gradients),
             "missing": [i for i, gradient in enumerate(gradients) if gradient is None],
             "shapes": zlib.crc32(json.dumps(shapes).encode()),
-            "numel": sum(parameter.numel() for parameter in parameters),
-            "low_precision": self.low_precision(),
-            "moved": [name for name in hashes if self.random and hashes[name] != self.random.get(name)],
+            "low_precision": self.low_precision(parameters[0]),
+            "moved": [name for name, state in checksums().items() if self.random and state != self.random[name]],
         }
 
-    def low_precision(self) -> str:
-        """Return the lowest precision in use: autocast's, TF32, or that of the parameters."""
-        device = self.parameters()[0].device.type
-        if device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+    def low_precision(self, parameter: Tensor) -> str:
+        """Return the lowest precision in use: TF32, autocast's, or that of the parameters."""
+        if parameter.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             return "tf32"
-        return str(self.autocast or self.parameters()[0].dtype).removeprefix("torch.")
-
-    autocast: torch.dtype | None = None
+        return str(self.autocast or parameter.dtype).removeprefix("torch.")
 
     def round_differently(self, gradients: list[Tensor | None]) -> None:
         """Change gradients by about one rounding of their tensor's scale."""
@@ -247,35 +203,32 @@ class Observer:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step once the outer optimizer has finished it."""
-        self.step_depth -= 1
-        if self.step_depth:
-            return
-        if self.outer not in self.optimizers:
-            self.optimizers.append(self.outer)
-        self.steps += 1
-        self.write(
-            "step",
-            optimizer=self.optimizers.index(self.outer),
-            **self.pending,
-            after=sketch_all(self.parameters()).tolist(),
-            rows=self.rows,
-            sizes=self.sizes,
-            unsynced_forwards=self.unsynced_forwards,
-            exchanged=self.numel,
-            late=self.late_numel,
-            random=self.random,
-            batch_norm=self.uses_batch_norm,
-            dropout=self.uses_dropout,
-            iteration=self.iteration,
-        )
-        self.start_step()
-        if self.steps == self.stop_after:
-            sys.stdout.flush()
-            os._exit(0)
+        if len(self.stepping) == 1:
+            if optimizer not in self.optimizers:
+                self.optimizers.append(optimizer)
+            self.steps += 1
+            self.write(
+                "step",
+                optimizer=self.optimizers.index(optimizer),
+                **self.pending,
+                after=sketch_all(self.parameters()),
+                rows=self.rows,
+                synced_forwards=self.synced_forwards,
+                unsynced_forwards=self.unsynced_forwards,
+                random=self.random,
+                batch_norm=self.uses_batch_norm,
+                dropout=self.uses_dropout,
+                iteration=self.iteration,
+            )
+            self.start_step()
+            if self.steps == self.stop_after:
+                sys.stdout.flush()
+                os._exit(0)
+        self.stepping.pop()
 
     # Models
 
-    def call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module; note the samples that an outermost one with parameters is given."""
         if torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
@@ -286,6 +239,7 @@ class Observer:
         if self.call_depth == 0 and next(module.parameters(), None) is not None:
             self.see_batch(module, (args, kwargs))
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
+            self.synced_forwards += module.require_backward_grad_sync
             self.unsynced_forwards += not module.require_backward_grad_sync
         self.call_depth += 1
         try:
@@ -303,87 +257,73 @@ class Observer:
             self.evaluation_model = self.evaluation_model or id(module)
             if id(module) == self.evaluation_model:
                 self.evaluated += fingerprints(batch)
-                self.collectives_in_evaluation = 0
+                self.collectives = 0
             return
         self.end_evaluation()
         if self.model is None:
             self.model = id(module)
-            self.late_numel, self.numel = self.numel, 0
-            self.random = self.random or random_hashes()
+            self.random = self.random or checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     self.autocast = torch.get_autocast_dtype(device)
         if id(module) == self.model:
             self.rows += fingerprints(batch)
-            self.sizes.append(len(batch))
 
     def end_evaluation(self) -> None:
-        """Write the evaluation that has just ended, if there was one."""
+        """Write the evaluation that has just ended, if there was one, with the number of collectives after it."""
         if self.evaluated:
-            self.write(
-                "evaluation",
-                rows=self.evaluated,
-                collectives=self.collectives_in_evaluation + ("horovod.torch" in sys.modules),
-            )
-        self.evaluated, self.evaluation_model, self.collectives_in_evaluation = [], None, 0
+            collectives = self.collectives + ("horovod.torch" in sys.modules)
+            self.write("evaluation", rows=self.evaluated, collectives=collectives)
+        self.start_evaluation()
 
-    def count_collective(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a collective, and note how much is sent."""
-        given = args[0] if args else next(iter(kwargs.values()), None)
-        self.numel += numel(given)
-        self.collectives_in_evaluation += 1
+    def wrap(self, original: Function, *args: Any, **kwargs: Any) -> None:
+        """Note that a model is wrapped in DistributedDataParallel."""
+        self.write("wrapped")
+        original(*args, **kwargs)
+
+    def count_collective(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Count a collective, and run it."""
+        self.collectives += 1
         return original(*args, **kwargs)
 
-    def drop_nothing(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def drop_nothing(
+        self, original: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         """Return the input, in place of dropout."""
         self.uses_dropout = self.uses_dropout or (training and p > 0)
         return input
 
+    def attend(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Return attention without dropout."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self.uses_dropout = self.uses_dropout or given.get("dropout_p", 0.0) > 0
+        return original(**given | {"dropout_p": 0.0})
+
     # Data
 
-    def note_sampler(self, original: Callable[..., Any], sampler: DistributedSampler[Any]) -> Any:
-        """Record an epoch of a DistributedSampler."""
-        self.write("sampler", sampler=id(sampler), epoch=sampler.epoch, shuffle=sampler.shuffle)
+    def note_epoch(self, original: Function, sampler: DistributedSampler[Any]) -> Any:
+        """Record an epoch of a DistributedSampler that shuffles."""
+        if sampler.shuffle:
+            self.write("shuffled", sampler=id(sampler), epoch=sampler.epoch)
         return original(sampler)
 
-    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def draw_batches(self, original: Function, loader: DataLoader[Any]) -> Any:
+        """Return a loader's batch sampler, with its batches recorded."""
+        sampler = original(loader)
+        if loader._dataset_kind != dataloader._DatasetKind.Map or not loader._auto_collation:
+            return sampler
+        return Batches(sampler, self, len(loader.dataset))  # type: ignore[arg-type]
+
+    def next_batch(self, original: Function, iterator: Any) -> Any:
         """Return a loader's next batch; note the state of the random generators after it."""
-        self.uses_loader = True
         batch = original(iterator)
-        self.random = random_hashes()
+        self.random = checksums()
         return batch
 
-    def fetch(self, fetcher: Any, index: Any) -> Any:
-        """Return a batch of a map-style data set, each sample with the random numbers of its index."""
-        dataset = fetcher.dataset
-        if not fetcher.auto_collation:
-            return fetcher.collate_fn(self.sample(lambda: dataset[index], index))
-        get_items = getattr(dataset, "__getitems__", None)
-        if get_items:
-            return fetcher.collate_fn([self.sample(functools.partial(get_items, [i]), i)[0] for i in index])
-        return fetcher.collate_fn([self.sample(functools.partial(dataset.__getitem__, i), i) for i in index])
-
-    def sample(self, get: Callable[[], Any], index: Any) -> Any:
-        """Return a sample with the global generators seeded by its index, and their states as before."""
-        states = random_states()
-        own = random_hashes() if self.checked_samples < RANDOM_SAMPLES else {}
-        seed = zlib.crc32(repr(index).encode())
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in states:
-            sys.modules["numpy"].random.seed(seed)
-        before = random_hashes() if own else {}
-        try:
-            return get()
-        finally:
-            if before:
-                after = random_hashes()
-                worker = getattr(get_worker_info(), "id", 0)
-                self.checked_samples += 1
-                if kinds := [name for name in before if before[name] != after[name]]:
-                    self.write("augmentation", worker=worker, states={name: own[name] for name in kinds})
-                    self.checked_samples = RANDOM_SAMPLES
-            restore_random_states(states)
+    def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
+        """Let what reads a map-style data set give each sample the random numbers of its index."""
+        original(fetcher, SeededSamples(dataset, self), *args)
 
 
 class Batches:
@@ -397,21 +337,45 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         observer = self.observer
+        iteration = observer.iterations
         observer.iterations += 1
-        iteration = observer.iterations - 1
-        given = observer.replay.get(str(iteration))
-        for batch in given if given is not None else self.sampler:
-            observer.iteration = iteration
+        for batch in observer.replay.get(str(iteration), self.sampler):
             try:
                 indices = [int(index) for index in batch]
             except (TypeError, ValueError):  # single samples, or indices of another kind
                 yield batch
                 continue
+            observer.iteration = iteration
             observer.write("batch", iteration=iteration, indices=indices, size=self.size)
             yield indices[::-1] if observer.is_control else batch
 
 
-def patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+class SeededSamples:
+    """A map-style data set whose samples are drawn with the global generators seeded by their index."""
+
+    def __init__(self, dataset: Any, observer: Observer) -> None:
+        self.dataset, self.observer = dataset, observer
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample, and leave the generators as they were; record the first that draws from them."""
+        states = random_states()
+        seed = zlib.crc32(repr(index).encode())
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        seeded = {} if self.observer.is_augmented else checksums()
+        try:
+            return self.dataset[index]
+        finally:
+            after = checksums() if seeded else {}
+            if drawn := [name for name in after if after[name] != seeded[name]]:
+                self.observer.is_augmented = True
+                own, worker = checksums(states), getattr(get_worker_info(), "id", 0)
+                self.observer.write("augmentation", worker=worker, states={name: own[name] for name in drawn})
+            restore_random_states(states)
+
+
+def patch(owner: Any, name: str, replacement: Function) -> None:
     """Replace a function by replacement(original, ...)."""
     original = getattr(owner, name)
 
@@ -426,52 +390,26 @@ def install(observer: Observer) -> None:
     """Put the hooks in place, for the rest of this process."""
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
-
-    def add_group(original: Callable[..., Any], optimizer: Optimizer, group: dict[str, Any]) -> None:
-        original(optimizer, group)
-        observer.add_parameters(optimizer.param_groups[-1])
-
-    patch(Optimizer, "add_param_group", add_group)
     patch(nn.Module, "__call__", observer.call)
-
-    def wrap(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        observer.write("wrapped")
-        original(*args, **kwargs)
-
-    patch(DistributedDataParallel, "__init__", wrap)
+    patch(DistributedDataParallel, "__init__", observer.wrap)
     for owner in (dist, dist.distributed_c10d):
         for name in COLLECTIVES:
             if hasattr(owner, name):
                 patch(owner, name, observer.count_collective)
     for name in DROPOUTS:
-        setattr(functional, name, observer.drop_nothing)
-
-    def attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-        observer.uses_dropout = observer.uses_dropout or dropped > 0
-        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        return original(*args, **(kwargs | {"dropout_p": 0.0} if "dropout_p" in kwargs else kwargs))
-
-    patch(functional, "scaled_dot_product_attention", attend)
-    patch(DistributedSampler, "__iter__", observer.note_sampler)
-    patch(dataloader._BaseDataLoaderIter, "__next__", observer.next_batch)
-    patch(_utils.fetch._MapDatasetFetcher, "fetch", lambda _, fetcher, index: observer.fetch(fetcher, index))
+        patch(functional, name, observer.drop_nothing)
+    patch(functional, "scaled_dot_product_attention", observer.attend)
+    patch(DistributedSampler, "__iter__", observer.note_epoch)
     batch_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
-
-    def recorded(loader: DataLoader[Any]) -> Any:
-        sampler = batch_sampler(loader)
-        if loader._dataset_kind != dataloader._DatasetKind.Map or not loader._auto_collation:
-            return sampler
-        return Batches(sampler, observer, len(loader.dataset))  # type: ignore[arg-type]
-
-    DataLoader._index_sampler = property(recorded)  # type: ignore[assignment]
+    DataLoader._index_sampler = property(functools.partial(observer.draw_batches, batch_sampler))  # type: ignore
+    patch(dataloader._BaseDataLoaderIter, "__next__", observer.next_batch)
+    patch(_utils.fetch._MapDatasetFetcher, "__init__", observer.seed_samples)
 
 
 def run_script(script: str, argv: list[str]) -> None:
     """Run a file, or a module by its dotted name, as python does, and record it."""
-    rank = (
-        os.environ.get("RANK") or os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
-    )
+    names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+    rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     observer = Observer(Path(os.environ["SAME_FOLDER"]), int(rank))
     install(observer)
     sys.argv = [script, *argv]
@@ -484,7 +422,6 @@ def run_script(script: str, argv: list[str]) -> None:
     finally:
         with contextlib.suppress(OSError):
             observer.end_evaluation()
-            observer.write("end", late=observer.numel)
         sys.stdout.flush()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from recipes.common.errors import UserError
 
@@ -27,15 +28,19 @@ class Series:
     """The values of a metric in the order in which they are printed."""
 
     name: str
-    is_evaluation: bool
     values: list[float] = field(default_factory=list)
     decimals: int = 0
     """The most of a value, after the point: 3 of 2.303, 9 of 1.00e-07."""
     digits: int = 1
     """The most of a value that count: 4 of 2.303, 3 of 1.00e-07."""
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the values are of test or validation data."""
+        return bool(EVALUATION.search(self.name))
+
     def add(self, text: str) -> None:
-        """Add a number as it is printed."""
+        """Add a number as it is printed; raises ValueError for anything else."""
         self.values.append(float(text))
         if math.isfinite(self.values[-1]):
             mantissa, _, exponent = text.lower().partition("e")
@@ -51,52 +56,61 @@ class Series:
         by_digits = exponent + 1 - max(self.digits, other.digits)
         return float(10.0 ** max(-max(self.decimals, other.decimals), by_digits, -300))
 
+    def excess(self, value: float, right: float, other: Series) -> float:
+        """Return by how much the other series' value differs from this one's, besides a unit of its last digit.
 
-class Reader:
-    """Collects the series of a script's output, line by line."""
+        It is inf where only one of them is finite, and 0 where both are the same infinity, or no number.
+        """
+        if math.isfinite(value) and math.isfinite(right):
+            return abs(value - right) - 1.01 * self.unit(right, other)
+        return 0.0 if str(value) == str(right) else math.inf
 
-    def __init__(self, pattern: str = "") -> None:
-        self.pattern = re.compile(pattern) if pattern else None
-        self.series: dict[str, Series] = {}
+    def excesses(self, other: Series) -> list[float]:
+        """Return the excess of each value that both series have."""
+        return [self.excess(*pair, other) for pair in zip(other.values, self.values, strict=False)]
 
-    def add(self, name: str, text: str, line: str = "") -> None:
-        """Add a value to the series of its name."""
-        name = re.sub(r"[\s/-]+", "_", name.lower())
-        is_evaluation = bool(EVALUATION.search(name.replace("_", " ")))
-        if not is_evaluation and "train" not in name and EVALUATION.search(line):
-            name, is_evaluation = f"test_{name}", True
-        found = self.series.setdefault(name, Series(name, is_evaluation))
-        try:
-            found.add(text)
-        except ValueError:
-            raise UserError(
-                f"LOSS {self.pattern.pattern if self.pattern else ''!r} finds {text!r}, which is no number; "
-                "let its group match digits only, such as ([-+.0-9e]+)"
-            ) from None
 
-    def read_json(self, value: dict[str, Any]) -> None:
-        """Add the metrics of a JSON object: numbers, or lists of numbers."""
-        for name, item in value.items():
-            spaced = name.replace("_", " ").replace("/", " ")
-            if isinstance(name, str) and re.search(rf"\b({METRICS}|losses)\b", spaced, re.IGNORECASE):
-                for number in item if isinstance(item, list) else [item]:
-                    if isinstance(number, int | float) and not isinstance(number, bool):
-                        self.add(name.replace("losses", "loss"), repr(number), str(value.get("split", "")))
+def read_series(text: str, pattern: str = "") -> dict[str, Series]:
+    """Return the metrics of a text's lines by name; raises UserError where the pattern finds what is no number."""
+    found: dict[str, Series] = {}
+    for line in re.split(r"[\r\n]+", text):
+        for name, value in read_line(line, pattern):
+            try:
+                found.setdefault(name, Series(name)).add(value)
+            except ValueError:
+                raise UserError(
+                    f"LOSS {pattern!r} finds {value!r}, which is no number; "
+                    "let its group match digits only, such as ([-+.0-9e]+)"
+                ) from None
+    return found
 
-    def read(self, text: str) -> None:
-        """Add what a text's lines have: JSON objects, or metrics by name or by the pattern."""
-        for line in re.split(r"[\r\n]+", text):
-            if line.lstrip().startswith("{"):
-                try:
-                    self.read_json(json.loads(line))
-                    continue
-                except (json.JSONDecodeError, AttributeError):
-                    pass
-            if self.pattern:
-                for match in self.pattern.finditer(line):
-                    for name, value in (match.groupdict() or {"loss": match[1]}).items():
-                        if value is not None:
-                            self.add(name, value)
-                continue
-            for match in PAIR.finditer(line):
-                self.add(match["name"], match["value"], line)
+
+def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and numbers of a line: a JSON object's, else those that the pattern finds or usual names."""
+    if line.lstrip().startswith("{"):
+        with contextlib.suppress(json.JSONDecodeError):
+            metrics = json.loads(line)
+            for name, item in metrics.items():
+                if re.search(rf"\b({METRICS}|losses)\b", re.sub("[_/]", " ", name), re.IGNORECASE):
+                    for number in item if isinstance(item, list) else [item]:
+                        if isinstance(number, int | float) and not isinstance(number, bool):
+                            yield (
+                                full_name(name.replace("losses", "loss"), str(metrics.get("split"))),
+                                repr(number),
+                            )
+            return
+    if pattern:
+        for match in re.finditer(pattern, line):
+            for name, value in (match.groupdict() or {"loss": match[1]}).items():
+                if value is not None:
+                    yield full_name(name), value
+        return
+    for match in PAIR.finditer(line):
+        yield full_name(match["name"], line), match["value"]
+
+
+def full_name(name: str, context: str = "") -> str:
+    """Return a metric's name in lower case, with test_ where only its context says that it is an evaluation's."""
+    name = re.sub(r"[\s/-]+", "_", name.lower())
+    is_marked = EVALUATION.search(name) or "train" in name
+    return f"test_{name}" if EVALUATION.search(context) and not is_marked else name

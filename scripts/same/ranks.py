@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
@@ -24,19 +23,21 @@ FAILURE_GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A script with its arguments, and how to start it."""
+def run(
+    words: Sequence[str], launcher: str, world_size: int, folder: Path, timeout_s: float, **variables: str
+) -> list[int | None]:
+    """Run a script to its end; return each rank's status, negative for a signal, None where it hung.
 
-    script: str
-    argv: list[str]
-    launch: str = ""
-    """A launcher's command before `-m scripts.same.observe`; "" starts the ranks from a fork server."""
-
-
-def environment(job: Job, world_size: int, folder: Path, variables: dict[str, str]) -> dict[str, str]:
-    """Return the variables that all ranks share."""
-    shared = {
+    Args:
+        words: the script and its arguments.
+        launcher: the command before `-m scripts.same.observe`, which alone has a status; "" for a fork server.
+        world_size: how many ranks.
+        folder: where the ranks record what they do; it is created.
+        timeout_s: the end of a job that hangs.
+        variables: of the observer.
+    """
+    folder.mkdir(parents=True)
+    env = {
         "SAME_FOLDER": str(folder),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -47,87 +48,73 @@ def environment(job: Job, world_size: int, folder: Path, variables: dict[str, st
         **variables,
     }
     if len(visible_gpus()) < world_size:  # each rank needs one of its own
-        shared["CUDA_VISIBLE_DEVICES"] = ""
-    return shared
-
-
-def run_rank(job: Job, env: dict[str, str], rank: int) -> None:
-    """Be a rank: set its variables, send what it prints to files, and run the script."""
-    end_with_parent()
-    multiprocessing.set_start_method(None, force=True)  # the script's workers: torch's default, not this server's
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-    folder = Path(env["SAME_FOLDER"])
-    for number, name in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(file, number)
-    os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    from scripts.same.observe import run_script
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    run_script(job.script, job.argv)
-
-
-def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: float) -> list[int | None]:
-    """Wait for all ranks; kill those that outlive the bound (None), or a failed one by FAILURE_GRACE_S."""
-    deadline = time.monotonic() + timeout_s
-    failed = False
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        if not failed and any(process.exitcode for process in processes):
-            failed, deadline = True, min(deadline, time.monotonic() + FAILURE_GRACE_S)
-        time.sleep(0.02)
-    hung = [process.is_alive() for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    return [
-        None if is_hung and not failed else process.exitcode
-        for is_hung, process in zip(hung, processes, strict=True)
-    ]
-
-
-def run(job: Job, world_size: int, folder: Path, timeout_s: float, **variables: str) -> list[int | None]:
-    """Run a job to its end; return each rank's status, negative for a signal, None where it hung.
-
-    Args:
-        job: the script.
-        world_size: how many ranks.
-        folder: where the ranks record what they do; it is created.
-        timeout_s: the end of a job that hangs.
-        variables: of the observer.
-    """
-    folder.mkdir(parents=True)
-    env = environment(job, world_size, folder, variables)
-    if job.launch:
-        return run_by_launcher(job, env, folder, timeout_s)
-    processes = [CONTEXT.Process(target=run_rank, args=(job, env, rank)) for rank in range(world_size)]
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    if launcher:
+        return [
+            run_launcher([*shlex.split(launcher), "-m", "scripts.same.observe", *words], env, folder, timeout_s)
+        ]
+    processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     for process in processes:
         process.start()
     return wait(processes, timeout_s)
 
 
-def run_by_launcher(job: Job, env: dict[str, str], folder: Path, timeout_s: float) -> list[int | None]:
-    """Run a job by its launcher; return the launcher's status alone."""
-    command = [*shlex.split(job.launch), "-m", "scripts.same.observe", job.script, *job.argv]
+def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
+    """Be a rank: set its variables, send what it prints to files, and run the script."""
+    end_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # the script's workers: torch's default, not this server's
+    folder = Path(env["SAME_FOLDER"])
+    report = str(folder / f"rank{rank}.report")
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), SAME_REPORT=report)
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(file, number)
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from scripts.same.observe import run_script
+
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    run_script(words[0], list(words[1:]))
+
+
+def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: float) -> list[int | None]:
+    """Wait for all ranks; kill those that outlive the bound (None), or a failed one by FAILURE_GRACE_S."""
+    deadline = time.monotonic() + timeout_s
+    has_failed = False
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if not has_failed and any(process.exitcode for process in processes):
+            has_failed, deadline = True, min(deadline, time.monotonic() + FAILURE_GRACE_S)
+        time.sleep(0.02)
+    statuses = []
+    for process in processes:
+        is_hung = process.is_alive() and not has_failed
+        process.kill()
+        process.join()
+        statuses.append(None if is_hung else process.exitcode)
+    return statuses
+
+
+def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> int | None:
+    """Run a launcher to its end; return its status, None where it hung."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:
         try:
             process = subprocess.Popen(
                 command,
-                env=inherited | env | {"PYTHONPATH": paths},
+                env={**inherited, **env, "PYTHONPATH": paths},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             raise UserError(f"LAUNCH: cannot start {command[0]}: {error.strerror}") from None
         try:
-            return [process.wait(timeout_s)]
+            return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return [None]
+            return None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
