@@ -27,7 +27,9 @@ import torch
 
 from recipes.common.errors import UserError
 from recipes.common.record.facts import hardware, revision
+from scripts.bench import namespaces
 from scripts.bench.figures import Figure, table
+from scripts.bench.report import read_run
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, make_folder, parse
 from scripts.launch.runs import measured_on
 
@@ -57,8 +59,10 @@ def facts() -> dict[str, Any]:
 
 def measure(part: str, rounds: int) -> list[Figure]:
     """Measure one part in a folder of its own."""
-    module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
     with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
+        if part in namespaces.PARTS:
+            return namespaces.measure(part, rounds, Path(folder))
+        module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
         return module.measure(rounds, Path(folder))
 
 
@@ -66,31 +70,21 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an earlier run of the same day left; raises UserError for what is not to be added to."""
     if not path.exists():
         return {"figures": [], "rounds_by_part": {}}
-    fix = "give another --output FILE, or remove it"
-    try:
-        old = json.loads(path.read_text(encoding="utf-8"))
-        is_alike = all(old.get(key) == about[key] for key in ("date", "hardware", "versions"))
-        _ = old["revision"].split, [list(PARTS).index(row["part"]) for row in old["figures"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no benchmark's file ({type(error).__name__}: {error}); {fix}") from None
-    if not is_alike:
-        raise UserError(f"{path} is of another day, machine or version; {fix}")
+    old = read_run(path).facts
+    if any(old[key] != about[key] for key in ("date", "hardware", "versions")):
+        raise UserError(f"{path} is of another day, machine or version; give another --output FILE, or remove it")
     return old
 
 
 def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str, Any], path: Path) -> None:
     """Write a part's figures; those of other parts that an earlier run of the same day left there stay."""
-    old, order = read_output(path, about), list(PARTS)
+    old = read_output(path, about)
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
-    by_part = {**old.get("rounds_by_part", {}), part: rounds}
-    most, revision = max(by_part.values()), about["revision"]
-    fewer = ", ".join(f"{name} {by_part[name]}" for name in order if by_part.get(name, most) < most)
-    revisions = dict.fromkeys([*old.get("revision", revision).split(", "), revision])
+    revisions = dict.fromkeys([*old.get("revision", about["revision"]).split(", "), about["revision"]])
     facts = {
         "revision": ", ".join(revisions),
-        "rounds": f"{most} ({fewer})" if fewer else f"{most}",
-        "rounds_by_part": by_part,
-        "figures": sorted(rows, key=lambda row: order.index(row["part"])),
+        "rounds_by_part": {**old["rounds_by_part"], part: rounds},
+        "figures": sorted(rows, key=lambda row: [*PARTS, row["part"]].index(row["part"])),
     }
     path.write_text(json.dumps({**about, **facts}, indent=2) + "\n")
 

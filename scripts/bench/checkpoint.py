@@ -20,23 +20,23 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     """Save and restore resnet50 with AdamW's state; both kinds of a save and of a read take turns."""
     found = contender("save", [str(folder), "--saves", str(rounds), "--", *OPTIONS, *SMALL])
     stalls: Rounds = {"async": found["begin_s"], "sync": found["write_s"], "copy": found["copy_s"]}
-    reads: Rounds = {name: [found["bytes"] / s for s in found[f"{name}_s"]] for name in ("restore", "read", "new")}
+    reads: Rounds = {name: [found["bytes"] / s for s in found[f"{name}_s"]] for name in ("restore", "read")}
     ms = {name: f"{1000 * median(values):.0f} ms" for name, values in stalls.items()}
     rates = {name: f"{median(values) / 1e6:,.0f} MB/s" for name, values in reads.items()}
-    stall, restore = "stall of an asynchronous save", "speed of a restore, file not in memory"
-
-    def saved(against: str, goal: str, peer: str) -> Figure:
-        note = f"{ms['async']} against {ms[against]} for {found['bytes'] / 1e6:.0f} MB"
-        pair = ("async", against) if goal else (against, "async")
-        return Figure(PART, stall, *ratio(stalls, *pair), goal, peer, note, is_limit=not goal)
-
-    def restored(against: str, goal: str, peer: str) -> Figure:
-        note = f"{rates['restore']} against {rates[against]}; checksum and load_state_dict included"
-        return Figure(PART, restore, *ratio(reads, "restore", against), goal, peer, note, is_limit=bool(goal))
-
+    of_bytes, name = f"for {found['bytes'] / 1e6:.0f} MB", "stall of an asynchronous save"
+    sync, copy = (f"{ms['async']} against {ms[other]} {of_bytes}" for other in ("sync", "copy"))
+    copying = "copying as many bytes in memory"
+    read = f"{rates['restore']} against {rates['read']}; checksum and load_state_dict included"
     return [
-        saved("sync", "<= 0.05", "a synchronous save"),
-        saved("copy", "", "copying as many bytes in memory"),
-        restored("new", ">= 0.8", "reading the file into new memory"),
-        restored("read", "", "reading the file"),
+        Figure(PART, name, *ratio(stalls, "async", "sync"), "<= 0.05", "a synchronous save", sync),
+        Figure(PART, name, *ratio(stalls, "copy", "async"), "", copying, copy, is_limit=True),
+        Figure(
+            PART,
+            "speed of a restore, file not in memory",
+            *ratio(reads, "restore", "read"),
+            ">= 0.8",
+            "reading the file into new memory",
+            read,
+            is_limit=True,
+        ),
     ]

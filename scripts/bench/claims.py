@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from scripts.bench.figures import Figure, cell, describe, number
+from scripts.bench.figures import Figure, describe, number, table_lines
 from scripts.launch.command import ROOT
 
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -48,8 +48,7 @@ class Claim:
     """A claim of a document."""
 
     name: str
-    text: tuple[str, ...]
-    """Parts of the document, line breaks aside; each has to be there."""
+    text: tuple[str, ...]  # parts of the document, line breaks aside; each has to be there
     document: str = "README.md"
     tests: tuple[str, ...] = ()
     command: str = ""
@@ -129,10 +128,9 @@ def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; fix it, or take the last commit's") from None
     for name, given in found.items():
-        if wrong := [key for key in given if key not in known] or (["text"] if "text" not in given else []):
-            raise UserError(
-                f"{path.name}: {name}: {wrong[0]!r} is unknown or missing; a claim has {sorted(known)}"
-            )
+        if wrong := [key for key in given if key not in known] or ["text"] * ("text" not in given):
+            shown = f"{wrong[0]!r} is unknown or missing; a claim has {sorted(known)}"
+            raise UserError(f"{path.name}: {name}: {shown}")
         values: dict[str, Any] = {**given, "tests": tuple(given.get("tests", "").split())}
         values["text"] = tuple([given["text"]] if isinstance(given["text"], str) else given["text"])
         claims[name] = Claim(name, **values)
@@ -158,11 +156,9 @@ def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
     files: dict[str, list[str]] = {}
     for path, _, test in (test.partition("::") for test in claim.tests):
         files.setdefault(path, []).extend([f"`{test}`"] if test else [])
-    shown_by = [
-        f"[{Path(path).name}](../{path}){': ' * bool(tests)}{', '.join(tests)}" for path, tests in files.items()
-    ]
+    shown_by = [f"[{Path(path).name}](../{path}){': ' * bool(own)}{', '.join(own)}" for path, own in files.items()]
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ... ".join(claim.text)).replace("**", "").strip("|* ")
-    cells = [claim.name, text, "; ".join([*shown_by, *([f"`{claim.command}`"] if claim.command else [])])]
+    cells = [claim.name, text, "; ".join([*shown_by, *[f"`{claim.command}`"] * bool(claim.command)])]
     if claim.record:
         return [*cells, claim.commit, claim.date, claim.on, f"recorded in `{claim.record}`"]
     if claim.is_runnable and outcome:
@@ -196,17 +192,9 @@ def page(
     letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)} | {"": ""}
     missing = sum("**not run**" in cells[6] for cells in rows)
     lines = [HEAD, f"{len(rows)} rows, {missing} of them not run.", ""]
+    titles = ("name", "claim", "shown by", "commit", "date", "on", "result")
     for document, found in documents.items():
-        lines += [
-            f"## [{document}](../{document})",
-            "",
-            "| name | claim | shown by | commit | date | on | result |",
-        ]
-        lines += ["| --- " * 7 + "|"]
-        lines += [
-            f"| {' | '.join(cell(text) for text in (*cells[:5], letters[cells[5]], cells[6]))} |"
-            for cells in found
-        ]
-        lines.append("")
+        shown = ((*cells[:5], letters[cells[5]], cells[6]) for cells in found)
+        lines += [f"## [{document}](../{document})", "", *table_lines(titles, shown), ""]
     lines += ["## Machines", "", *(f"- {letters[machine]}: {machine}" for machine in machines)]
     return "\n".join(lines).rstrip() + "\n"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,20 +117,21 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def notes_of(folder: Path, recipes: Sequence[str], nodes: int, processes: int, steps: int) -> list[str]:
+def notes_of(folder: Path, args: Namespace) -> list[str]:
     """Return the sentences that say what was compared, on what."""
-    config = json.loads((folder / recipes[0] / "config.json").read_text())
+    first = args.recipes[0]
+    config = json.loads((folder / first / "config.json").read_text())
     options, hardware, versions = config["options"], config["hardware"], config["versions"]
     gpus = ", ".join(hardware["gpus"]) or "no GPU"
     return [
         f"Data {options['data']}, model {options['model']}, global batch {options['global_batch_size']}, seed "
-        f"{options['seed']}; {nodes} node(s) of {processes} process(es) on one machine.",
+        f"{options['seed']}; {args.nodes} node(s) of {args.nproc_per_node} process(es) on one machine.",
         f"{hardware['cpus']} CPU cores ({hardware['machine']}), {gpus}; Python {versions['python']}, torch "
-        f"{versions['torch']}. {recipes[0]}: {'; '.join(config['launches'][-1]['ranks'])}.",
+        f"{versions['torch']}. {first}: {'; '.join(config['launches'][-1]['ranks'])}.",
         "Samples per second leave out each run's first step and its evaluations. Peak memory is that of rank 0. "
         "Bytes are those of the machine's network interfaces while training, loopback included; shared memory and "
         "NVLink are not in them.",
-        f"The largest loss difference is relative to {recipes[0]}, over the first {steps} steps: rounding grows "
+        f"The largest loss difference is relative to {first}, over the first {args.steps} steps: rounding grows "
         "with the steps, whatever the recipe.",
     ]
 
@@ -145,17 +147,16 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
-    recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
-    nodes, processes = args.nodes, args.nproc_per_node
+    recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
     for word in args.options:
         if word.split("=")[0] in ("--name", "--runs-dir", "--resume"):
             raise UserError(f"{word.split('=')[0]} is set by compare itself; leave it out of ARGS")
     folder = next_folder("compare")
     for recipe in recipes:
-        alone = recipe in ONE_PROCESS
         print(f"--- {recipe}", flush=True)
         command = [sys.executable, "-m", "scripts.launch.local", recipe]
-        command += ["--nodes", "1" if alone else str(nodes), "--nproc-per-node", "1" if alone else str(processes)]
+        if recipe not in ONE_PROCESS:
+            command += [f"--nodes={args.nodes}", f"--nproc-per-node={args.nproc_per_node}"]
         command += ["--", "--runs-dir", str(folder), "--name", recipe, *args.options]
         status = subprocess.run(command, cwd=ROOT).returncode
         if status:
@@ -164,7 +165,7 @@ def main(argv: list[str]) -> int:
     runs = [read_run(folder / recipe) for recipe in recipes]
     for run in runs:
         run["difference"] = difference(run["losses"], runs[0]["losses"], args.steps)
-    text, notes = table(columns_for(runs), runs, left=1), notes_of(folder, recipes, nodes, processes, args.steps)
+    text, notes = table(columns_for(runs), runs, left=1), notes_of(folder, args)
     (folder / "table.md").write_text(text + "\n\n" + "\n".join(notes) + "\n")
     plot(runs, folder / "compare.png")
     print(f"{text}\n\nwrote {folder.relative_to(ROOT)}/table.md and compare.png")

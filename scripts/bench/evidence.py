@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import killpg
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
@@ -68,14 +68,8 @@ def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[in
     At the bound and at Ctrl-C it gets the signal of a Ctrl-C first: pytest then ends what its tests have started.
     """
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=own_environment(),
-            stdout=None if shows else output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdout": None if shows else output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=ROOT, env=own_environment(), start_new_session=True, **streams)
         try:
             process.wait(timeout_s)
         except BaseException as error:  # Ctrl-C too, and it may come twice
@@ -93,16 +87,13 @@ def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[in
         return process.returncode, output.read().decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What came of a test."""
 
     name: str
     """Folders, file, class and function, joined by dots; parameters follow in brackets."""
-    outcome: str
-    """passed, failed or skipped."""
-    reason: str = ""
-    """Of a skipped one."""
+    outcome: str  # passed, failed or skipped
+    reason: str = ""  # of a skipped one
     seconds: float = 0.0
 
 
@@ -113,8 +104,7 @@ class Report:
     cases: list[Case]
     date: str
     revision: str
-    on: str
-    """The machine."""
+    on: str  # the machine
 
 
 def properties(config: pytest.Config) -> dict[str, str]:
@@ -189,47 +179,35 @@ def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | Non
 
 
 def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | None:
-    """Run the tests of the claims, all at once: they share processes. Return what came of each.
-
-    Returns:
-        None where no claim has tests.
+    """Run the claims' tests, all at once: they share processes. Return what came of each; None: there are none.
 
     Raises:
         UserError: they did not run to their end.
     """
-    tests = {test for claim in claims for test in claim.tests}
-    # A file or folder runs its tests: pytest would run one that is named as well twice.
-    whole = [test for test in tests if "::" not in test]
-    chosen = [
-        test
-        for test in tests
-        if not any(test != one and Path(test.partition("::")[0]).is_relative_to(one) for one in whole)
-    ]
+    # Some are in files or folders that are named as well: pytest runs them once.
+    chosen = sorted({test for claim in claims for test in claim.tests})
     if not chosen:
         return None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *sorted(chosen), *arguments]
+        words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *chosen, *arguments]
         before = revision()
         status, output = run(words, TESTS_TIMEOUT_S, shows=True)
         if status not in (0, 1):
             raise UserError(f"the tests did not run to their end{output and ': '}{output} (status {status})")
-        if revision() != before:
+        found = read_report(report, chosen)
+        if found.revision != before:
             raise UserError("files have changed while the tests ran; run them again")
-        return read_report(report, chosen)
+        return found
 
 
 def read_own_report(path: Path) -> Report:
-    """Return what came of each test in a report of this commit.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Return what came of each test in a report of this commit; raises UserError if it is none."""
     report, own = read_report(path), revision()
     fix = f"run them again: make test-all ARGS=--junit-xml={path}"
     if report.revision != own:
         raise UserError(f"REPORT {path}: its tests are of {report.revision}, and this is {own}; {fix}")
-    if report.revision.endswith("-dirty"):  # which changes those were, nobody can say
+    if own.endswith("-dirty"):  # which changes those were, nobody can say
         raise UserError(f"REPORT {path}: its tests ran on files that differ from the commit; commit, {fix}")
     return report
 
@@ -247,9 +225,7 @@ def main(argv: list[str]) -> int:
     """Renew the rows of the named claims, of all that can be run without names; write the page."""
     parser = CommandParser("python -m scripts.bench.evidence", (__doc__ or "").split("\n")[0])
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="some of docs/claims.toml (all)")
-    parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="results of the tests, of pytest's --junit-xml"
-    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="results of the tests, by --junit-xml")
     args = parse(parser, argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it runs, as Ctrl-C does
     claims, outcomes = read_claims(), read_outcomes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -12,32 +12,23 @@ from scripts.launch.command import markdown
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
 AGAIN = "not measured in this run"
-NO_SPEED = "a difference, not a speed"
 
 
 @dataclass(frozen=True)
 class Figure:
     """A measured figure: mostly a ratio of two contenders, the median over rounds."""
 
-    part: str
-    """The part of the benchmark, as PARTS names it."""
-    name: str
-    """What was measured, in words."""
-    measured: float | None
-    """None where it could not be measured; the note says why."""
+    part: str  # the part of the benchmark, as PARTS names it
+    name: str  # what was measured, in words
+    measured: float | None  # None where it could not be measured; the note says why
     low: float | None = None
-    high: float | None = None
-    """The least and the largest over the rounds."""
-    goal: str = ""
-    """">= 1.8" or "<= 1.05"; empty for a figure that is only told."""
-    peer: str = ""
-    """What it was measured against."""
-    note: str = ""
-    """The figures behind a ratio, with their units."""
+    high: float | None = None  # the least and the largest over the rounds
+    goal: str = ""  # ">= 1.8" or "<= 1.05"; empty for a figure that is only told
+    peer: str = ""  # what it was measured against
+    note: str = ""  # the figures behind a ratio, with their units
     is_limit: bool = False
     """Whether the peer is the limit, what the machine allows at most; it is that of all figures of the name."""
-    no_limit: str = ""
-    """Why there is none."""
+    no_limit: str = ""  # why there is none
 
     @property
     def values(self) -> tuple[float, float, float]:
@@ -133,6 +124,12 @@ def of(processes: int) -> str:
 def cell(text: str) -> str:
     """Return a text that does not end its cell of a table."""
     return text.replace("|", "\\|").replace("\n", " ") or "-"
+
+
+def table_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table whose columns are not aligned."""
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    return [*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
 
 
 def describe(hardware: Mapping[str, Any]) -> str:

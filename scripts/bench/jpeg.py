@@ -1,4 +1,4 @@
-"""JPEG input on one core: the recipes' crops beside torchvision's, and beside libjpeg-turbo alone.
+"""JPEG input on one core: the recipes' crops beside torchvision's, and beside Huffman decoding alone.
 
 Huffman decoding cannot be done in part: it is the limit. A decode to an eighth of the size does little else.
 
@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
 from PIL import Image
-from torchvision.transforms import v2
 
-from recipes.common.data.imagefolder import random_box, resize
-from recipes.common.data.images import decode, read
-from scripts.bench.contenders.photos import CONTENDERS, SIZE
-from scripts.bench.figures import NO_SPEED, Figure, speed_figure, take_turns
+from scripts.bench.contenders.photos import CONTENDERS
+from scripts.bench.figures import Figure, speed_figure, take_turns
 from scripts.bench.programs import contender
 
 PART = "jpeg"
@@ -59,46 +54,13 @@ def speed(name: str, folder: Path) -> float:
     return contender("photos", [name, str(folder)])["images_per_s"]
 
 
-def differences(folder: Path) -> list[float]:
-    """Return, by image, the mean difference to torchvision's pixels of the same crop, in levels of 255."""
-    found = []
-    for i, path in enumerate(sorted((folder / "train").rglob("*.jpg"))):
-        box = random_box(WIDTH, HEIGHT, random.Random(i))
-        ours = resize(decode(read(str(path)), lambda *_, box=box: box), SIZE, SIZE)
-        with Image.open(path) as image:
-            left, top, width, height = box
-            theirs = v2.functional.resized_crop(
-                image.convert("RGB"), top, left, height, width, [SIZE, SIZE], antialias=True
-            )
-        found.append(float(np.abs(ours.numpy().astype(int) - np.array(theirs)).mean()))
-    return found
-
-
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure each contender in a process of its own."""
     kilobytes = write_photos(folder, COUNT)
     values = take_turns({name: partial(speed, name, folder) for name in CONTENDERS}, rounds)
-    per_image = differences(folder)
-    what = f"of JPEGs of {WIDTH}x{HEIGHT}, {kilobytes:.0f} KB, on one core"
-    peers = {
-        "torchvision": "torchvision's ImageFolder",
-        "decode": "libjpeg-turbo's full decode alone",
-        "huffman": "the images' Huffman decoding alone",
-    }
-    pixels = Figure(PART, f"mean pixel difference {what}", mean(per_image), min(per_image), max(per_image))
-    note = f"levels of 255, over {len(per_image)} crops; the same boxes and bilinear filter"
+    name = f"normalised batches of JPEGs of {WIDTH}x{HEIGHT}, {kilobytes:.0f} KB, on one core"
+    torchvision, huffman = "torchvision's ImageFolder", "the images' Huffman decoding alone"
     return [
-        speed_figure(
-            PART,
-            f"{name} {what}",
-            values,
-            ours,
-            against,
-            ">= 2" if (ours, against) == ("batches", "torchvision") else "",
-            peer,
-            "images/s",
-            is_limit=against == "huffman",
-        )
-        for ours, name in (("batches", "normalised batches"), ("crops", "crops in uint8"))
-        for against, peer in peers.items()
-    ] + [replace(pixels, peer="torchvision on Pillow", note=note, no_limit=NO_SPEED)]
+        speed_figure(PART, name, values, "batches", "torchvision", ">= 2", torchvision, "images/s"),
+        speed_figure(PART, name, values, "batches", "huffman", "", huffman, "images/s", is_limit=True),
+    ]

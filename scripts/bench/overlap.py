@@ -1,10 +1,7 @@
 """The step: whether gradients travel while backward still computes, on links of 1 Gbit/s.
 
-    python -m scripts.bench overlap
-    python -m scripts.bench.overlap --rounds 3 --bucket-cap-mb 4    # a look at another size of buckets
-
-Two nodes with a network each (scripts/lab/network.py, as root on Linux), one thread each, train resnet18 on images
-of 32x32 by the ddp recipe's own loop. Three things take turns in the same two processes:
+Two nodes with a network each (scripts/bench/namespaces.py), one thread each, train resnet18 on images of 32x32 by
+the ddp recipe's own loop. Three things take turns in the same two processes:
 
 compute         the same steps with the exchange of gradients switched off (no_sync), on both nodes at once: they
                 share the machine's memory and cache
@@ -24,11 +21,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -36,15 +33,12 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.loop import train_one_epoch
-from recipes.common.options import one_of, positive_float
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
 from recipes.ddp import train
-from scripts.bench.figures import Figure, Rounds, ratio, take_turns, unmeasured
-from scripts.bench.programs import in_namespaces, measure_inside
-from scripts.lab import network
-from scripts.launch.command import CommandParser, command, count, parse
+from scripts.bench.figures import Figure, Rounds, ratio, take_turns
+from scripts.lab.network import Network
 
 NODES, RATE = 2, "1gbit"
 STEPS = 4
@@ -56,27 +50,29 @@ SHARES = (0.25, 1.0, 2.0)
 PROBE_BATCH = 4
 """Of a rank, to find out how long a sample takes."""
 
-PRECISIONS = {"fp32": "none", "fp16": "fp16"}
+PRECISIONS = {"fp32": ("none", torch.float32), "fp16": ("fp16", torch.float16)}
+"""By name: --grad-compression, and what travels."""
+
 TIMEOUT_S = 600
 
 
 class Trainer:
     """The recipe's own training of one batch size, ready to do a few steps at a time."""
 
-    def __init__(self, world: World, batch: int, compression: str, bucket_cap_mb: float | None) -> None:
+    def __init__(self, world: World, batch: int, precision: str) -> None:
+        compression, dtype = PRECISIONS[precision]
         words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--device", "cpu"]
         words += ["--global-batch-size", str(batch * world.world_size), "--lr", "0.001", "--epochs", "1000000"]
         words += ["--num-samples", str(STEPS * batch * world.world_size), "--log-every", "1000000"]
-        words += ["--grad-compression", compression]
-        words += [] if bucket_cap_mb is None else ["--bucket-cap-mb", str(bucket_cap_mb)]
-        args = train.options(words)
+        args = train.options([*words, "--grad-compression", compression])
         self.job, self.technique = train.prepare(args, "ddp", world, Stop())
         self.ddp = cast(DistributedDataParallel, self.technique.module)
         self.share = torch.arange(batch)
         self.run()  # the first backward puts the buckets together as they stay
-        element = 2 if compression == "fp16" else 4
+        # Their bytes as fp32 gradients, in the order in which they travel.
+        sizes = str(self.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
+        self.buckets = [torch.zeros(int(size) // 4, dtype=dtype) for size in sizes]
         self.exchange_cpu_s: list[float] = []
-        self.buckets = [torch.zeros(size // 4, dtype=DTYPES[element]) for size in bucket_bytes(self.ddp)]
 
     def run(self) -> None:
         """Train an epoch of STEPS batches."""
@@ -103,14 +99,16 @@ class Trainer:
                 work.wait()
         self.exchange_cpu_s.append((time.process_time() - begin) / STEPS)
 
-
-DTYPES = {2: torch.float16, 4: torch.float32}
-
-
-def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
-    """Return the bytes of DDP's buckets of fp32 gradients, in the order in which they travel."""
-    sizes = str(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
-    return [int(size) for size in sizes.split(",")]
+    def measure(self, rounds: int) -> Rounds:
+        """Return by round the seconds of a step of each, which take turns."""
+        contenders = {
+            "compute": partial(seconds, self.compute),
+            "forward": partial(seconds, self.forward),
+            "communication": partial(seconds, self.communicate),
+            "step": partial(seconds, self.run),
+        }
+        found = take_turns(contenders, rounds, warm_up=True)
+        return {**found, "exchange_cpu": self.exchange_cpu_s[1:]}  # the first was the warm-up's
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -128,33 +126,19 @@ def agreed(value: float) -> float:
     return float(number) / dist.get_world_size()
 
 
-def be_a_rank(args: Namespace) -> None:
-    """Measure all batch sizes of one precision; rank 0 writes the rounds."""
+def be_a_rank(precision: str, number: int, result: Path) -> None:
+    """Measure all batch sizes of one precision in so many rounds; rank 0 writes them."""
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
-    compression = PRECISIONS[args.precision]
-    probe = Trainer(world, PROBE_BATCH, compression, args.bucket_cap_mb)
-    quick = take_turns(
-        {"compute": lambda: seconds(probe.compute), "communication": lambda: seconds(probe.communicate)},
-        rounds=2,
-        warm_up=True,
-    )
+    quick = Trainer(world, PROBE_BATCH, precision).measure(2)
     sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
     found = []
     for share in SHARES:
         batch = max(2, round(share * communication_s / sample_s))
-        trainer = Trainer(world, batch, compression, args.bucket_cap_mb)
-        contenders = {
-            "compute": lambda trainer=trainer: seconds(trainer.compute),
-            "forward": lambda trainer=trainer: seconds(trainer.forward),
-            "communication": lambda trainer=trainer: seconds(trainer.communicate),
-            "step": lambda trainer=trainer: seconds(trainer.run),
-        }
-        rounds = take_turns(contenders, args.rounds, warm_up=True)
-        rounds["exchange_cpu"] = trainer.exchange_cpu_s[1:]  # the first was the warm-up's
+        trainer = Trainer(world, batch, precision)
         sizes = [bucket.nbytes for bucket in trainer.buckets]
-        found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": rounds})
+        found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": trainer.measure(number)})
     if world.rank == 0:
-        args.result.write_text(json.dumps(found))
+        result.write_text(json.dumps(found))
     leave_world(world)
 
 
@@ -181,43 +165,19 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
     return Figure("overlap", name, *values, "<= 1.15", "the best overlap on a core", note, is_limit=True)
 
 
-@command
-def main(argv: list[str]) -> int:
-    """Be a rank, or start the ranks in namespaces of this process's own and write what they have measured."""
-    parser = CommandParser("python -m scripts.bench.overlap", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=count, default=3, help="medians are over them")
-    parser.add_argument("--precision", type=one_of(*PRECISIONS), help="of gradients, fp32 or fp16 (both)")
-    parser.add_argument("--bucket-cap-mb", type=positive_float, help="size of DDP's buckets (torch's)")
-    parser.add_argument("--rank", action="store_true", help="be one of the ranks")
-    parser.add_argument("--result", type=Path, help="where the measurements go")
-    args = parse(parser, argv)
-    if args.rank:
-        be_a_rank(args)
-        return 0
-
-    def work(folder: Path) -> list[dict[str, Any]]:
-        net, found = network.Network(NODES), []
-        for node in range(NODES):
-            net.narrow(node, RATE, burst="256kb")
-        for precision in [args.precision] if args.precision else PRECISIONS:
-            result = folder / f"{precision}.json"
-            own = ["--rounds", str(args.rounds), "--precision", precision, "--result", str(result)]
-            own += [] if args.bucket_cap_mb is None else ["--bucket-cap-mb", str(args.bucket_cap_mb)]
-            net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", "--rank", *own], NODES, 1, TIMEOUT_S)
-            for row in json.loads(result.read_text()):
-                found.append(figure(precision, **row))
-                print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)
-        return [vars(each) for each in found]
-
-    return measure_inside("scripts.bench.overlap", argv, args.result, work)
-
-
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Return the figures of this part; the work is done by processes in namespaces of their own."""
-    if reason := network.why_not(narrow=True):
-        return [unmeasured("overlap", f"step, ddp {name}", reason, "<= 1.15") for name in PRECISIONS]
-    return [Figure(**row) for row in in_namespaces("scripts.bench.overlap", rounds, folder)]
+    """Measure both precisions, each in two processes of its own."""
+    net, found, result = Network(NODES), [], folder / "rounds.json"
+    for node in range(NODES):
+        net.narrow(node, RATE, burst="256kb")
+    for precision in PRECISIONS:
+        words = [precision, str(rounds), str(result)]
+        net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", *words], NODES, 1, TIMEOUT_S)
+        for row in json.loads(result.read_text()):
+            found.append(figure(precision, **row))
+            print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    be_a_rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

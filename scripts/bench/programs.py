@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import UserError
-from scripts.lab import network
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_losses
@@ -45,42 +43,6 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
-def in_namespaces(module: str, rounds: int, folder: Path, *words: str) -> Any:
-    """Return what a module of scripts measures, which calls measure_inside(), in namespaces of its own.
-
-    Raises:
-        RuntimeError: it failed, and has said why.
-    """
-    command, result = [sys.executable, "-m", module, "--rounds", str(rounds)], folder / "result.json"
-    if status := subprocess.run([*command, "--result", str(result), *words], cwd=ROOT).returncode:
-        raise RuntimeError(f"{module} ended with status {status}")
-    return json.loads(result.read_text())
-
-
-def measure_inside(
-    module: str, argv: Sequence[str], result: Path | None, work: Callable[[Path], Any], narrow: bool = True
-) -> int:
-    """Do the work of a module in namespaces of this process's own; return the exit status.
-
-    What it returns goes to the result as JSON, if one is wanted. The folder that it is called with goes away.
-
-    Raises:
-        UserError: there can be none here.
-    """
-    if reason := network.why_not(narrow):
-        raise UserError(f"{module} cannot run here: {reason}")
-    network.enter(module, argv)
-    with tempfile.TemporaryDirectory(prefix="bench-inside-") as folder:
-        try:
-            found = work(Path(folder))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-    if result:
-        result.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
-
-
 def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """Run a recipe as `make run` does; return its result.json, and the logged losses of its steps as "losses"."""
     run_name = f"{name}-{next(_numbers)}"
@@ -94,7 +56,10 @@ def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) 
 def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """Run a module of scripts.bench.contenders, under torchrun where it has several processes.
 
-    Its last line is a JSON object: what it has measured.
+    It prints what it has measured as a JSON object on a line of its own; libraries may print other lines.
+
+    Raises:
+        RuntimeError: it failed, took too long or printed no such line.
     """
     module = f"scripts.bench.contenders.{name}"
     if processes == 1:
@@ -102,7 +67,12 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(processes), "-m", module, *options]
-    return json.loads(run(command, threads(processes)).splitlines()[-1])
+    printed = run(command, threads(processes))
+    for line in reversed(printed.splitlines()):
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                return found
+    raise RuntimeError(f"{' '.join(command)} printed no result, but: {printed!r}")
 
 
 def threads(processes: int) -> dict[str, str]:

@@ -18,16 +18,12 @@ from scripts.drill.trial import ELASTIC_STEP_S, NOTICE_S
 class Question:
     """A question that a user has, and what answers it."""
 
-    name: str
-    """Of its picture."""
+    name: str  # of its picture
     text: str
     parts: tuple[str, ...]
-    headline: str
-    """How the name of the figure begins that answers it, and after a | its peer."""
-    answer: str
-    """In words a stranger understands, with what said() knows."""
-    limit: str = ""
-    """What follows the answer where the figure's limit was measured."""
+    headline: str  # how the name of the figure begins that answers it, and after a | its peer
+    answer: str  # in words a stranger understands, with what said() knows
+    limit: str = ""  # what follows the answer where the figure's limit was measured
     chinese: tuple[str, ...] = ()
     """Question, answer and limit for README.zh-CN.md: with them, the question stands in both READMEs."""
 
@@ -77,7 +73,7 @@ QUESTIONS = (
         "How fast is the training loop?",
         ("small-data", "step", "gpu"),
         "LeNet fp32, 1 process|usual eager loop",
-        "LeNet trains {measured} times as fast as in the usual PyTorch loop with a DataLoader of 0 workers{note}",
+        "LeNet trains {measured} times as fast as in the usual PyTorch loop with a DataLoader{note}",
         ", and at {percent} of the speed of forward, backward and step alone",
         (
             "训练循环有多快？",

@@ -1,7 +1,7 @@
 """Shards on a web server 50 ms away, beside the same shards on a local disk; and how long opening many takes.
 
-The server is a process of this machine that waits 50 ms before each answer. Both sides read from memory: the files
-have just been written.
+The server is a process of this machine that waits 50 ms before each answer. One worker process reads and decodes.
+Both sides read from memory: the files have just been written.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         spent = PHOTOS * COPIES / rate
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
     mean = (after[2] - before[2]) / spent
-    what, local = "images/s from a server 50 ms away, a worker", "the same shards on a disk"
+    what, local = "images/s, server 50 ms away", "the same shards on a disk"
     figures = [
         speed_figure(PART, f"{what}, {name}", values, name, "disk", ">= 0.95", local, "images/s", is_limit=True)
         for name in ("no cache", "new cache", "full cache")

@@ -20,7 +20,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from scripts.bench import claims
-from scripts.bench.figures import AGAIN, TITLES, Figure, cell, describe
+from scripts.bench.figures import AGAIN, TITLES, Figure, describe, table_lines
 from scripts.bench.questions import QUESTIONS, Question, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
@@ -62,24 +62,35 @@ class Run:
         return str(self.facts["date"])
 
     @property
+    def rounds(self) -> str:
+        """The most rounds of a part, and the parts that had fewer."""
+        by_part = self.facts["rounds_by_part"]
+        most = max(by_part.values())
+        fewer = ", ".join(f"{part} {rounds}" for part, rounds in by_part.items() if rounds < most)
+        return f"{most} ({fewer})" if fewer else f"{most}"
+
+    @property
     def device(self) -> str:
         """What it was measured on, in words."""
         return describe(self.facts["hardware"])
 
 
+def read_run(path: Path) -> Run:
+    """Return a file of figures; raises UserError for one that is none."""
+    known = {field.name for field in fields(Figure)}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        rows = [{key: value for key, value in row.items() if key in known} for row in facts["figures"]]
+        run = Run(path, facts, tuple(Figure(**row) for row in rows))
+        _ = run.date, run.device, run.facts["versions"], run.rounds, run.facts["revision"].split
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} is no benchmark's file ({type(error).__name__}: {error}); remove it") from None
+    return run
+
+
 def read_runs(folder: Path) -> list[Run]:
     """Return the runs of a folder, the newest first; raises UserError for a file that is none."""
-    known = {field.name for field in fields(Figure)}
-    runs = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            rows = [{key: value for key, value in row.items() if key in known} for row in facts["figures"]]
-            run = Run(path, facts, tuple(Figure(**row) for row in rows))
-            _ = run.date, run.device, run.facts["versions"], run.facts["rounds"], run.facts["revision"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(f"{path} is no benchmark's file: {type(error).__name__}: {error}") from None
-        runs.append(run)
+    runs = [read_run(path) for path in folder.glob("*.json")]
     runs.sort(key=lambda run: run.path.name)
     runs.sort(key=lambda run: run.date, reverse=True)  # stable: files of a day stay in the order of their names
     return runs
@@ -105,8 +116,7 @@ def sections(figures: Sequence[Figure], stem: str) -> list[str]:
         if missing := [part for part in question.parts if part not in {figure.part for figure in own}]:
             lines += [f"{AGAIN[0].upper()}{AGAIN[1:]}: {', '.join(missing)}.", ""]
         lines += [f"<details><summary>{len(own)} figures; {score(own)}</summary>", ""]
-        lines += [f"| {' | '.join(TITLES)} |", "| --- " * len(TITLES) + "|"]
-        lines += [*(f"| {' | '.join(map(cell, figure.cells()))} |" for figure in own), "", "</details>", ""]
+        lines += [*table_lines(TITLES, (figure.cells() for figure in own)), "", "</details>", ""]
     return lines
 
 
@@ -120,18 +130,12 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
         lines += [
             f"## {run.date}, {run.path.stem.removeprefix(run.date).strip('-') or 'run'}",
             "",
-            f"{run.device}. {versions}. Revision {run.facts['revision']}, {run.facts['rounds']} rounds; "
+            f"{run.device}. {versions}. Revision {run.facts['revision']}, {run.rounds} rounds; "
             f"{score(run.figures)} ([figures]({run.path.name})). {run.facts.get('remark', '')}".rstrip(),
             "",
             *sections(run.figures, f"{run.path.stem}-"),
         ]
-    lines += [
-        "## The drill",
-        "",
-        "From the tables of [docs/drill.md](../drill.md).",
-        "",
-        *sections(drill, ""),
-    ]
+    lines += ["## The drill", "", "From the tables of [docs/drill.md](../drill.md).", "", *sections(drill, "")]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -143,13 +147,14 @@ def short_figures(figures: Sequence[Figure]) -> list[tuple[Question, Figure | No
 def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
     """Return README.md's table, of the newest run and the drill; or that of README.zh-CN.md."""
     figures = [*runs[0].figures, *drill]
-    lines = ["| 问题 | 回答 |" if is_chinese else "| question | answer |", "| --- | --- |"]
-    for question, _ in short_figures(figures):
-        asked = question.chinese[0] if is_chinese else question.text
-        lines.append(f"| {asked} | {cell(question.said(figures, is_chinese))} |")
+    titles = ("问题", "回答") if is_chinese else ("question", "answer")
+    rows = [
+        (question.chinese[0] if is_chinese else question.text, question.said(figures, is_chinese))
+        for question, _ in short_figures(figures)
+    ]
     more = "[全部数字](docs/benchmarks/README.md); `make bench` 测量你的机器。"
     more = more if is_chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
-    return "\n".join([*lines, "", f"{runs[0].date}, {runs[0].device}; {more}"])
+    return "\n".join([*table_lines(titles, rows), "", f"{runs[0].date}, {runs[0].device}; {more}"])
 
 
 def between_markers(text: str, content: str) -> str:

@@ -1,10 +1,8 @@
 """Scaling at equal threads: samples/s of the ddp recipe with 1, 2 and 4 processes of one thread each.
 
-    python -m scripts.bench scaling
-
-Each process is a node with a network of its own (scripts/lab/network.py, as root on Linux), its links without a
-limit, and has as many samples of a batch as the others. The limit is as many processes, at once on the same cores,
-that compute the same and exchange nothing.
+Each process is a node with a network of its own (scripts/bench/namespaces.py), its links without a limit, and has
+as many samples of a batch as the others. The limit is as many processes, at once on the same cores, that compute
+the same and exchange nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +12,11 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
-from scripts.bench.figures import Figure, of, speed_figure, take_turns, unmeasured
-from scripts.bench.programs import in_namespaces, measure_inside, run
-from scripts.lab import network
-from scripts.launch.command import CommandParser, command, count, parse
+from scripts.bench.figures import Figure, of, speed_figure, take_turns
+from scripts.bench.programs import run
+from scripts.lab.network import Network
 from scripts.launch.runs import read_metrics
 
 PROCESSES = (1, 2, 4)
@@ -34,16 +31,15 @@ def options(processes: int) -> list[str]:
     return [*words, "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY)]
 
 
-def ours(net: network.Network, folder: Path, processes: int) -> float:
+def ours(net: Network, folder: Path, processes: int) -> float:
     """Run the recipe; return its samples/s after the first logged steps."""
     words = [sys.executable, "-m", "scripts.launch.local", "ddp", "--nodes", str(processes)]
     words += ["--nproc-per-node", "1", "--networks", net.option(), "--", *options(processes), "--no-tensorboard"]
     run([*words, "--runs-dir", str(folder), "--name", "run", "--overwrite"], {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
-    logged = [line["samples_per_s"] for line in read_metrics(folder / "run") if "loss" in line]
-    return sum(logged[1:]) / len(logged[1:])
+    return fmean([row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row][1:])
 
 
-def alone(net: network.Network, processes: int) -> float:
+def alone(net: Network, processes: int) -> float:
     """Run as many bare loops at once; return the samples/s of all."""
     words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", "--steps", str(STEPS), "--"]
     said = net.run_ranks([*words, *options(processes)], processes, 1, TIMEOUT_S)
@@ -51,49 +47,21 @@ def alone(net: network.Network, processes: int) -> float:
     return 1000 * RANK_BATCH * processes / json.loads(found)["step_ms"]
 
 
-def figures(rounds: int, folder: Path) -> list[Figure]:
-    """Measure in turns; call it within namespaces of its own."""
-    net = network.Network(max(PROCESSES))
+def measure(rounds: int, folder: Path) -> list[Figure]:
+    """Measure in turns."""
+    net = Network(max(PROCESSES))
     contenders: dict[str, Callable[[], float]] = {}
     for processes in PROCESSES:
-        contenders |= {
-            f"{processes}": partial(ours, net, folder, processes),
-            f"{processes} alone": partial(alone, net, processes),
-        }
+        contenders[f"{processes}"] = partial(ours, net, folder, processes)
+        contenders[f"{processes} alone"] = partial(alone, net, processes)
     values = take_turns(contenders, rounds)
     found = []
     for processes in PROCESSES:
-        name = f"{of(processes)} of a thread each: samples/s"
         peers = {f"{processes} alone": "as many bare loops that exchange nothing"}
         peers |= {"1": "one process"} if processes > 1 else {}
+        name = f"{of(processes)} of a thread each: samples/s"
         found += [
             speed_figure("scaling", name, values, f"{processes}", against, "", peer, is_limit=against != "1")
             for against, peer in peers.items()
         ]
     return found
-
-
-def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Return the figures of this part; the work is done by a process in namespaces of its own."""
-    if reason := network.why_not():
-        return [unmeasured("scaling", f"{of(max(PROCESSES))} of a thread each: samples/s", reason)]
-    found = in_namespaces("scripts.bench.scaling", rounds, folder)
-    return [Figure(**row) for row in found]
-
-
-@command
-def main(argv: list[str]) -> int:
-    """Measure in namespaces of this process's own."""
-    parser = CommandParser("python -m scripts.bench.scaling", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=count, default=1, help="medians are over them")
-    parser.add_argument("--result", type=Path, required=True, help="where the figures go")
-    args = parse(parser, argv)
-
-    def work(folder: Path) -> list[dict[str, Any]]:
-        return [vars(each) for each in figures(args.rounds, folder)]
-
-    return measure_inside("scripts.bench.scaling", argv, args.result, work, narrow=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

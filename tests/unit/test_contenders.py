@@ -2,11 +2,12 @@
 
 import argparse
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from recipes.common.models.models import LeNet
-from scripts.bench import jpeg
+from scripts.bench import jpeg, programs
 from scripts.bench.contenders import lenet
 
 
@@ -28,4 +29,15 @@ def test_the_lenet_of_the_tutorials_is_that_of_the_recipes(tmp_path):
 def test_the_photographs_are_like_those_of_imagenet(tmp_path):
     assert 100 < jpeg.write_photos(tmp_path, 6) < 120
     assert len(list(tmp_path.rglob("*.jpg"))) == 8
-    assert max(jpeg.differences(tmp_path)) < 0.5
+
+
+@pytest.mark.parametrize("after", ["", "\n", "[Gloo] Rank 0 is connected to 1 peer ranks\n", "12\n"])
+def test_a_contender_s_result_is_found_between_the_lines_of_libraries(monkeypatch, after):
+    monkeypatch.setattr(programs, "run", lambda *_: 'warmed up\n{"step_ms": 1.5}\n' + after)
+    assert programs.contender("bare_step", []) == {"step_ms": 1.5}
+
+
+def test_a_contender_without_a_result_is_an_error_that_shows_what_it_printed(monkeypatch):
+    monkeypatch.setattr(programs, "run", lambda *_: "no server\n")
+    with pytest.raises(RuntimeError, match=r"contenders.bare_step.* printed no result, but: 'no server\\n'"):
+        programs.contender("bare_step", [])

@@ -216,7 +216,8 @@ def test_tests_run_once_and_all_together(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"^the tests did not run to their end \(status 4\)$"):
         evidence.run_tests(ways, ["-x"])
     assert [word for word in ran if "report" not in word] == [
-        *("scripts/dev/test.sh", "all", "tests/gpu", "tests/unit/test_a.py", "-x")
+        *("scripts/dev/test.sh", "all", "tests/gpu", "tests/gpu/test_e.py", "tests/unit/test_a.py"),
+        *("tests/unit/test_a.py::test_b", "-x"),
     ]
     assert evidence.run_tests(ways[2:], []) is None
 

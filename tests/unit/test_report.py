@@ -11,7 +11,7 @@ from PIL import Image
 
 from recipes.common.errors import UserError
 from scripts.bench import __main__ as bench
-from scripts.bench import report
+from scripts.bench import namespaces, report
 from scripts.bench.__main__ import PARTS
 from scripts.bench.figures import Figure
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
@@ -20,7 +20,7 @@ from scripts.bench.questions import QUESTIONS, draw, drill_figures
 def write(folder, name, date, *figures, gpus=()):
     facts = {
         "date": date,
-        "rounds": 5,
+        "rounds_by_part": {"small-data": 5, "wire": 3},
         "revision": "abc",
         "hardware": {"cpus": 2, "cpu": "A | B", "memory_gb": 24, "gpus": list(gpus)},
         "versions": {"python": "3.11.7", "torch": "2.14.1"},
@@ -79,9 +79,8 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     (tmp_path / "compare.md").touch()
     text, [readme, chinese] = report.render(tmp_path, [README] * 2, [LOST])
     assert text.index("## 2026-02-01, gpu") < text.index("## 2026-01-02, cpu") < text.index("## The drill")
-    assert (
-        "2 cores of A | B, 24 GB, 2 x H200. python 3.11.7, torch 2.14.1. Revision abc, 5 rounds; 0 of 1 " in text
-    )
+    assert "2 cores of A | B, 24 GB, 2 x H200. python 3.11.7, torch 2.14.1. " in text
+    assert "Revision abc, 5 (wire 3) rounds; 0 of 1 goals met" in text
     assert (
         "| LeNet fp32, 1 process | >= 1.8 | 2.00 | 1.90 .. 2.20 | yes | usual eager loop \\| workers | 4 \\| 2 |"
         in text
@@ -92,7 +91,7 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     assert "| nccl | <= 1 | - | - | - | - | not measured: no GPU |" in text
     assert "2 of 5 goals met, 1 not measured (" in text
     answer = (
-        "LeNet trains 2.00 times as fast as in the usual PyTorch loop with a DataLoader of 0 workers (4 | 2), "
+        "LeNet trains 2.00 times as fast as in the usual PyTorch loop with a DataLoader (4 | 2), "
         "and at 80% of the speed of forward, backward and step alone"
     )
     assert f"\n\n{answer}.\n\n" in text
@@ -186,27 +185,38 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     assert "error: jpeg: ImportError: no simplejpeg\n" in capsys.readouterr().err
     kept = json.loads(path.read_text())
     assert kept["figures"] == [LOOP.as_dict()]
-    assert (kept["rounds"], kept["revision"].count(",")) == ("3", 0)
+    assert (kept["rounds_by_part"], kept["revision"].count(",")) == ({"small-data": 3}, 0)
     # A later part of another commit is added; the file says which rounds and commits its figures are of.
     path.write_text(json.dumps({**kept, "revision": "abc"}))
     assert bench.main(["checkpoint", "--output", str(path)]) == 0
     both = json.loads(path.read_text())
     assert [figure["part"] for figure in both["figures"]] == ["small-data", "checkpoint"]
-    assert (both["rounds"], both["revision"]) == ("5 (small-data 3)", f"abc, {kept['revision']}")
+    assert both["rounds_by_part"] == {"small-data": 3, "checkpoint": 5}
+    assert both["revision"] == f"abc, {kept['revision']}"
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "is no benchmark's file (JSONDecodeError"),
-        ("[]", "is no benchmark's file (AttributeError"),
-        ('{"date": "2020-01-01", "revision": "a", "figures": []}', "is of another day, machine or version"),
+        ("[]", "is no benchmark's file (TypeError"),
+        ("", "is of another day, machine or version"),
     ],
 )
 def test_a_file_that_cannot_be_added_to_is_refused_before_the_work(tmp_path, monkeypatch, capsys, text, said):
     monkeypatch.setattr(bench, "measure", lambda part, rounds: pytest.fail("measured"))
-    path = tmp_path / "odd.json"
-    path.write_text(text)
+    path = write(tmp_path, "odd.json", "2020-01-01", LOOP)
+    path.write_text(text or path.read_text())
+    text = path.read_text()
     assert bench.main(["step", "--output", str(path)]) == 2
     assert said in capsys.readouterr().err
     assert path.read_text() == text
+
+
+def test_parts_on_nodes_with_networks_say_why_there_are_none(monkeypatch, capsys):
+    monkeypatch.setattr(namespaces.network, "why_not", lambda narrow: "no root")
+    for part in namespaces.PARTS:
+        [figure] = bench.measure(part, 1)
+        assert (figure.part, figure.measured, figure.note) == (part, None, "not measured: no root")
+    assert namespaces.main(["wire"]) == 2
+    assert capsys.readouterr().err == "error: wire cannot be measured here: no root\n"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 
 from recipes.common.errors import UserError
 from recipes.common.options import Parser, positive_float
+from scripts.launch.command import check_names
 
 BACKENDS = ("gloo", "nccl", "mpi", "horovod")
 OPS = ("all-reduce", "broadcast", "all-gather")
@@ -26,6 +28,12 @@ def add_options(parser: Parser) -> None:
         "--timeout-s", type=positive_float, default=60.0, metavar="S", help="longest wait for another rank"
     )
     parser.add_argument("--link-gbit", type=positive_float, metavar="G", help="the link's speed in Gbit/s")
+
+
+def check_options(args: Namespace) -> None:
+    """Raise UserError for sizes that are none, or an unknown operation."""
+    parse_sizes(args.sizes)
+    check_names("--ops", args.ops.split(","), OPS)
 
 
 def parse_sizes(text: str) -> list[int]:

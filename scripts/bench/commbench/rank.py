@@ -3,18 +3,20 @@
     mpirun -q -np 4 python -m scripts.bench.commbench.rank --backend mpi
     torchrun --nproc-per-node=2 -m scripts.bench.commbench.rank --backend gloo --sizes 64k,16m
 
-Rank 0 prints the table, or writes its rows to --result. scripts/bench/commbench/__main__.py starts it on local
-nodes.
+Rank 0 prints the table, or writes its rows to --result, as scripts/bench/commbench/__main__.py asks for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -25,10 +27,10 @@ from recipes.common.options import one_of
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import HAVE_MET
 from scripts.bench.commbench.backends import Backend, connect
-from scripts.bench.commbench.options import BACKENDS, OPS, add_options, parse_sizes
-from scripts.bench.commbench.rows import COLUMNS, Row, write_rows
+from scripts.bench.commbench.options import BACKENDS, add_options, check_options, parse_sizes
+from scripts.bench.commbench.rows import COLUMNS, Row
 from scripts.doctor.collectives import pattern
-from scripts.launch.command import CommandParser, check_names, parse, table
+from scripts.launch.command import CommandParser, parse, table
 from scripts.launch.mpirun import MPI_RANK, first_set
 
 WARM_UPS, FEWEST, MOST = 2, 3, 2000
@@ -42,8 +44,7 @@ def options(argv: Sequence[str]) -> Namespace:
     add_options(parser)
     parser.add_argument("--result", type=Path, metavar="FILE", help="where rank 0 writes its rows")
     args = parse(parser, argv)
-    parse_sizes(args.sizes)
-    check_names("--ops", args.ops.split(","), OPS)
+    check_options(args)
     return args
 
 
@@ -53,24 +54,20 @@ class WrongResultError(UserError):
     status = 1
 
 
-class Bound:
-    """Ends this process when a line takes too long: MPI and Horovod wait for a lost rank as long as it takes."""
+@contextlib.contextmanager
+def bounded(what: str, timeout_s: float) -> Iterator[None]:
+    """End this process when something takes too long: MPI and Horovod wait for a lost rank as long as it takes."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.what = seconds, "meeting the others"
-        self._deadline = time.monotonic() + seconds
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def start(self, what: str, seconds: float) -> None:
-        """Begin something that may take so long, and the time that ranks may wait for each other."""
-        self.what, self._deadline = what, time.monotonic() + self.seconds + seconds
-
-    def _watch(self) -> None:
-        while time.monotonic() < self._deadline:
-            time.sleep(0.1)
-        message = f"{self.what} took longer than --timeout-s {self.seconds:g}: a rank does not answer"
+    def give_up() -> None:
+        message = f"{what} took longer than {timeout_s:g} s (--timeout-s): a rank does not answer"
         os.write(2, f"error: {message}\n".encode())
         os._exit(1)
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 def check(world: Backend, op: str, numel: int) -> None:
@@ -80,13 +77,15 @@ def check(world: Backend, op: str, numel: int) -> None:
     """
     given = pattern(numel, world.device)
     own = given * (world.rank + 1)
-    if op == "all-reduce":
-        result, wanted = world.all_reduce(own), given * (world.size * (world.size + 1) // 2)
-    elif op == "broadcast":
-        result, wanted = world.broadcast(own), given
-    else:
+    if op == "all-gather":
         result = world.all_gather(own)
         wanted = torch.cat([given * (rank + 1) for rank in range(world.size)])
+    elif op == "all-reduce":
+        world.all_reduce(own)
+        result, wanted = own, given * (world.size * (world.size + 1) // 2)
+    else:
+        world.broadcast(own)
+        result, wanted = own, given
     wrong = int((result != wanted).sum())
     worst = world.largest(wrong)
     if worst:
@@ -129,22 +128,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             "RANK is not set: a launcher sets it; `make commbench`, or torchrun -m scripts.bench.commbench.rank"
         )
     torch.set_num_threads(1)
-    bound = Bound(args.timeout_s)
-    world = connect(args.backend, args.timeout_s)
+    with bounded("meeting the others", args.timeout_s):
+        world = connect(args.backend, args.timeout_s)
     os.environ["RANK"] = str(world.rank)
     HAVE_MET.set()
     rows = []
     for op in args.ops.split(","):
         for size in parse_sizes(args.sizes):
-            bound.start(f"{op} of {size} bytes", 2 * args.seconds)
-            result_bytes, latency_s, calls = measure(world, op, size, args.seconds)
+            with bounded(f"{op} of {size} bytes", args.timeout_s + 2 * args.seconds):
+                result_bytes, latency_s, calls = measure(world, op, size, args.seconds)
             row = (args.backend, op, result_bytes, world.size, world.device.type, 1e6 * latency_s, calls)
             rows.append(Row(*row))
-    bound.start("leaving", 0)
-    world.leave()
+    with bounded("leaving", args.timeout_s):
+        world.leave()
     if world.rank == 0:
         if args.result:
-            write_rows(rows, args.result)
+            args.result.write_text(json.dumps([asdict(row) for row in rows]))
         else:
             print(table(COLUMNS, [row.as_dict(args.link_gbit) for row in rows], left=2), flush=True)
 

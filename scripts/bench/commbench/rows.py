@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ class Row:
     """Of the whole result: what an all-reduce or a broadcast leaves on each rank, all parts of an all-gather."""
     ranks: int
     device: str
-    latency_us: float
-    """Of the rank that it took longest, the median over the calls."""
+    latency_us: float  # of the rank that it took longest, the median over the calls
     calls: int
 
     @property
@@ -64,16 +61,6 @@ def bus_factor(op: str, ranks: int) -> float:
     result's bytes.
     """
     return {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0, "all-gather": (ranks - 1) / ranks}[op]
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write rows where the command that started the ranks reads them."""
-    path.write_text(json.dumps([asdict(row) for row in rows]))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return what write_rows() has written."""
-    return [Row(**row) for row in json.loads(path.read_text())]
 
 
 def link_speed(interface: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What the programs that train LeNet share: their arguments, the tutorial's model and data, and a clock."""
+"""LeNet in the usual loop: Dataset, DataLoader, eager; and what the peers that train it share with that."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import datasets, transforms
 
@@ -55,11 +57,9 @@ class LeNet(nn.Module):
 
 def model_of(args: argparse.Namespace) -> LeNet:
     """Return the model with the weights that all contenders start from."""
-    model = LeNet()
+    model, start = LeNet(), torch.load(args.begin_with, weights_only=True)
     with torch.no_grad():
-        for parameter, value in zip(
-            model.parameters(), torch.load(args.begin_with, weights_only=True)["weights"], strict=True
-        ):
+        for parameter, value in zip(model.parameters(), start["weights"], strict=True):
             parameter.copy_(value)
     return model
 
@@ -132,3 +132,20 @@ class Clock:
         if RANK == 0:
             speed = (len(self.losses) - 1) * self.args.batch_size / seconds
             print(json.dumps({"samples_per_s": speed, "losses": self.losses}), flush=True)
+
+
+def main() -> None:
+    """Train as the tutorials do; under torchrun with DistributedDataParallel."""
+    args = arguments()
+    if WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
+    model: nn.Module = model_of(args)
+    if WORLD_SIZE > 1:
+        model = DistributedDataParallel(model)
+    train(args, model, sgd_of(model))
+    if WORLD_SIZE > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Read folders of JPEGs in one process and thread: the recipes' input, torchvision's, or the decoder alone.
 
-    python -m scripts.bench.contenders.photos batches|crops|torchvision|decode|huffman FOLDER
+    python -m scripts.bench.contenders.photos batches|torchvision|huffman FOLDER
 
 Prints the images in a second of CPU time, and in how many of all its threads: what one core does.
 """
@@ -13,9 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,31 +23,14 @@ SECONDS = 4.0
 
 def batches(folder: Path) -> Iterator[int]:
     """Yield the sizes of the batches that a recipe trains on: cropped, flipped, normalised."""
-    split = our_split(folder)
-    for epoch in itertools.count():
-        indices = torch.arange(len(split)).split(BATCH_SIZE)
-        for images, _ in split.batches(indices, epoch):
-            yield len(images)
-
-
-def crops(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the batches that a recipe's worker process hands over: cropped, flipped, uint8."""
-    from recipes.common.data.imagefolder import _collate
-
-    split = our_split(folder)
-    for epoch in itertools.count():
-        for indices in torch.arange(len(split)).split(BATCH_SIZE):
-            images, _, _ = _collate([split.dataset[epoch, i] for i in indices.tolist()])
-            yield len(images)
-
-
-def our_split(folder: Path) -> Any:
-    """Return the training half as a recipe reads it."""
     from recipes.common.data import load_data
     from recipes.single.train import options
 
     words = ["--data", "imagefolder", "--data-dir", str(folder), "--workers", "0", "--image-size", str(SIZE)]
-    return load_data(options(words), torch.device("cpu"), on_bad_image=print).train
+    split = load_data(options(words), torch.device("cpu"), on_bad_image=print).train
+    for epoch in itertools.count():
+        for images, _ in split.batches(torch.arange(len(split)).split(BATCH_SIZE), epoch):
+            yield len(images)
 
 
 def torchvision(folder: Path) -> Iterator[int]:
@@ -71,24 +52,24 @@ def torchvision(folder: Path) -> Iterator[int]:
             yield len(images)
 
 
-def decode(folder: Path, **options: int) -> Iterator[int]:
-    """Decode whole images from memory by libjpeg-turbo, and do nothing else."""
+def huffman(folder: Path) -> Iterator[int]:
+    """Decode images from memory by libjpeg-turbo, and do nothing else.
+
+    At the smallest size that the decoder gives, an eighth: all is Huffman-decoded, and an IDCT is one number.
+    """
     import simplejpeg
 
     contents = [path.read_bytes() for path in sorted((folder / "train").rglob("*.jpg"))]
     while True:
         for content in contents:
-            simplejpeg.decode_jpeg(content, **options)
+            simplejpeg.decode_jpeg(content, min_height=1, min_width=1, min_factor=8)
             yield 1
 
 
 CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
     "batches": batches,
-    "crops": crops,
     "torchvision": torchvision,
-    "decode": decode,
-    # The smallest size that the decoder gives, an eighth: all is Huffman-decoded, and an IDCT is one number.
-    "huffman": partial(decode, min_height=1, min_width=1, min_factor=8),
+    "huffman": huffman,
 }
 
 

@@ -15,13 +15,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from recipes.common.checkpoint.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriter,
-    Position,
-    pack,
-    read_checkpoint,
-)
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter, Position, pack
+from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
@@ -37,18 +32,7 @@ def drop_from_memory(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_read(path: Path) -> float:
-    """Return the seconds of reading a file from the disk from end to end, in large pieces."""
-    drop_from_memory(path)
-    piece = bytearray(2**23)
-    begin = time.perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(piece):
-            pass
-    return time.perf_counter() - begin
-
-
-def new_read(path: Path) -> float:
+def timed_read(path: Path) -> float:
     """Return the seconds of reading a file from the disk into memory that nobody has touched yet."""
     drop_from_memory(path)
     begin = time.perf_counter()
@@ -95,10 +79,10 @@ def main() -> None:
         raise SystemExit(f"error: {error}")
 
     train(0.0)
-    writer = CheckpointWriter(CheckpointFolder(own_args.folder, keep=1), fail)
+    writer = CheckpointWriter(CheckpointFolder(own_args.folder, keep=1).write, fail)
     write_s: list[float] = []
     begin_s: list[float] = []
-    restore_s, read_s, new_s = [], [], []
+    restore_s, read_s = [], []
     for i in range(2 * own_args.saves + 2):
         content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
         save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
@@ -109,8 +93,7 @@ def main() -> None:
     writer.wait()
     assert writer.newest
     for _ in range(own_args.saves):
-        read_s.append(plain_read(writer.newest))
-        new_s.append(new_read(writer.newest))
+        read_s.append(timed_read(writer.newest))
         drop_from_memory(writer.newest)
         begin = time.perf_counter()
         content = read_checkpoint(writer.newest)
@@ -118,16 +101,8 @@ def main() -> None:
         optimizer.load_state_dict(content["optimizer"])
         restore_s.append(time.perf_counter() - begin)
     size = writer.newest.stat().st_size
-    copy_s = copies(size, own_args.saves)
-    figures = {
-        "write_s": write_s,
-        "begin_s": begin_s,
-        "copy_s": copy_s,
-        "restore_s": restore_s,
-        "read_s": read_s,
-        "new_s": new_s,
-    }
-    print(json.dumps({**figures, "bytes": size}), flush=True)
+    figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves)}
+    print(json.dumps({**figures, "restore_s": restore_s, "read_s": read_s, "bytes": size}), flush=True)
 
 
 if __name__ == "__main__":

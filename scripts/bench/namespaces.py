@@ -1,0 +1,69 @@
+"""Measure a part of make bench whose nodes have a network each, in namespaces of its own, as root on Linux.
+
+    make plan CHECK=1
+    python -m scripts.bench.namespaces wire --rounds 1
+
+Prints the figures, or writes them to --result.
+Exit status 0 whatever the figures are; 1: a run failed; 2: bad usage, or there can be no such nodes here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from recipes.common.errors import UserError
+from recipes.common.options import one_of
+from scripts.bench.figures import Figure, table, unmeasured
+from scripts.lab import network
+from scripts.launch.command import ROOT, CommandParser, command, count, parse
+
+MODULE = "scripts.bench.namespaces"
+PARTS = ("overlap", "scaling", "wire", "plan")
+
+
+def measure(part: str, rounds: int, folder: Path) -> list[Figure]:
+    """Measure a part in a process of its own.
+
+    Raises:
+        RuntimeError: it failed, and has said why.
+    """
+    if reason := network.why_not(narrow=True):
+        return [unmeasured(part, "nodes with a network each", reason)]
+    result = folder / "figures.json"
+    words = [part, "--rounds", str(rounds), "--result", str(result)]
+    if status := subprocess.run([sys.executable, "-m", MODULE, *words], cwd=ROOT).returncode:
+        raise RuntimeError(f"ended with status {status}")
+    return [Figure(**row) for row in json.loads(result.read_text())]
+
+
+@command
+def main(argv: list[str]) -> int:
+    """Measure a part in namespaces of this process's own."""
+    parser = CommandParser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
+    parser.add_argument("part", type=one_of(*PARTS), metavar="PART", help=f"one of {', '.join(PARTS)}")
+    parser.add_argument("--rounds", type=count, default=3, help="medians are over them (3)")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="where the figures go, as JSON")
+    args = parse(parser, argv)
+    if reason := network.why_not(narrow=True):
+        raise UserError(f"{args.part} cannot be measured here: {reason}")
+    network.enter(MODULE, argv)
+    with tempfile.TemporaryDirectory(prefix=f"bench-{args.part}-") as folder:
+        try:
+            figures = importlib.import_module(f"scripts.bench.{args.part}").measure(args.rounds, Path(folder))
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    if args.result:
+        args.result.write_text(json.dumps([vars(figure) for figure in figures]))
+    else:
+        print(table(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
