@@ -2,7 +2,7 @@
 # RUNS_DIR and RESUME run a script of your own (docs/your-own.md); what a job
 # asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
 # Kubernetes KIND, IMAGE, FABRIC, COMPONENTS, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK, REHEARSE the plan's; GLOBAL_BATCH,
+# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK the plan's; GLOBAL_BATCH,
 # WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS, REPORT evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, APT_SNAPSHOT, TORCH_INDEX, ATTEST, REGISTRY, TAG.
 # PYTHON is what .venv is created with.
 SHELL := /bin/bash
@@ -82,7 +82,7 @@ same: ## Check that a script of yours trains the same at 1, 2 and 3 processes
 
 plan: ## Predict step time, memory, hours and cost of a job of any size
 #: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
-#: CHECK=1 compares with real runs, CHECK=mlperf with published; REHEARSE=1024
+#: CHECK=1 compares with real runs, CHECK=mlperf with published
 
 bench: ## Measure speed against the limits and the peers
 #: PARTS="small-data wire" ROUNDS=5

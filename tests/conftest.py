@@ -19,6 +19,14 @@ LIGHT = str(Path(__file__).parent / "light")
 if LIGHT not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LIGHT, os.environ.get("PYTHONPATH")]))
 
+# Several jobs share the cores: a thread or rank that waits leaves its core to others, and mpirun binds none.
+for name, value in (
+    ("GOMP_SPINCOUNT", "1000"),
+    ("OMPI_MCA_mpi_yield_when_idle", "1"),
+    ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+):
+    os.environ.setdefault(name, value)
+
 # What imports torch is imported where it is used: the process that only shares out the tests needs none.
 
 

@@ -58,14 +58,14 @@ class Outcome:
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:
     """Wait until the condition holds; fail the test at the bound with what it is, or with what is so by then.
 
-    Asking (by a command, or all processes) may not take the cores from what is waited for: a fifth of the time.
+    Asking (by a command, or all processes) may not take the cores from what is waited for: a tenth of the time.
     """
     deadline = time.monotonic() + timeout_s
     asked_at = time.monotonic()
     while not condition():
         now = time.monotonic()
         assert now < deadline, f"not within {timeout_s} s: {what() if callable(what) else what}"
-        time.sleep(min(max(0.01, 4 * (now - asked_at)), 0.5))
+        time.sleep(min(max(0.01, 9 * (now - asked_at)), 0.5))
         asked_at = time.monotonic()
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from recipes.common import loop
+from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
 from recipes.common.job import Job
 from recipes.common.process import entry
 from recipes.common.world import agreement
+from recipes.common.world.tree import broadcast_tree
 from tests.conftest import need_horovod
 from tests.images import make_images
 from tests.support import Ranks, is_equal, run_ranks, words_for
@@ -234,11 +236,11 @@ def test_a_state_arrives_bit_for_bit_one_tensor_at_a_time():
     tensors = [torch.randn(5, 7).T, torch.tensor(3.0, dtype=torch.float64), torch.zeros(0, 4), torch.tensor(True)]
     tree = {"model": model.state_dict(), "odd": {0: tensors, 1: (0.9, 0.999)}, "bf16": torch.randn(9).bfloat16()}
     messages = []
-    agreement.broadcast_tree(tree, Replay(0, messages))
+    broadcast_tree(tree, Replay(0, messages))
     sizes = [message.nbytes for message in messages[1:]]
     assert len(messages[0]) < 4000, "the outline holds no tensor"
     assert max(sizes) == model[0].weight.nbytes
-    received = agreement.broadcast_tree(None, Replay(1, messages))
+    received = broadcast_tree(None, Replay(1, messages))
     assert messages == []
     assert is_equal(received, tree)
     assert received["model"]._metadata == tree["model"]._metadata
@@ -248,7 +250,7 @@ def test_a_state_arrives_bit_for_bit_one_tensor_at_a_time():
 
 def watch_the_content():
     """Print how many of the checkpoint's weights are still in memory when training begins."""
-    restore, begin_epoch = Job.restore, Job.begin_epoch
+    restore, begin_epoch = restoring.restore, Job.begin_epoch
     kept = []
 
     def noting(job, content):
@@ -259,7 +261,7 @@ def watch_the_content():
         print(f"{sum(tensor() is not None for tensor in kept)} of {len(kept)} alive", flush=True)
         begin_epoch(job)
 
-    Job.restore, Job.begin_epoch = noting, checking
+    restoring.restore, Job.begin_epoch = noting, checking
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("dataparallel", 1), ("ddp", 2)])

@@ -134,8 +134,8 @@ def on_gpu():
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({}, "NVIDIA apex is not installed"),
-        ({"apex/__init__.py": "raise SystemExit"}, "it is PyPI's other project, or NVIDIA's after 25.05"),
+        ({}, "no apex.amp is installed"),
+        ({"apex/__init__.py": "raise SystemExit"}, "no apex.amp is installed"),
         ({"apex/__init__.py": "", "apex/amp/__init__.py": "import amp_C_is_not_here"}, "does not import"),
         ({"apex/__init__.py": "", "apex/amp/__init__.py": "", "apex/parallel/__init__.py": ""}, ""),
     ],
@@ -239,8 +239,7 @@ def test_apex_is_called_as_it_expects(apex, tmp_path, level):
     assert events[:2] == [f"initialize {level}", "DistributedDataParallel"]
     # The first pass of each step stays here and keeps its scale; the second averages and unscales the sum.
     step = ["disable_allreduce", "scale_loss delay_unscale=True", "scale_loss delay_unscale=False"]
-    assert [event for event in events[2:] if event not in ("state_dict", "disable_casts")] == step * NUM_STEPS
-    assert ("disable_casts" in events) == (level == "O1")  # around the sums of evaluate()
+    assert [event for event in events[2:] if event != "state_dict"] == step * NUM_STEPS
     # Its masters begin at the rounded weights, so that updates are those of torch's O2 to rounding.
     assert losses(run) == pytest.approx(losses(apex(level)), rel=LOSS_TOLERANCE)
     content = newest_checkpoint(run)

@@ -9,8 +9,9 @@ import torch
 
 from recipes.common.errors import UserError
 from scripts.bench.commbench import rank
+from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_mpi
-from tests.support import run_command
+from tests.support import Command, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -56,21 +57,27 @@ def test_every_line_is_measured(backend, tmp_path):
         assert row["link_share"] == pytest.approx(row["bus_gb_s"] * 8 / 10)
 
 
-class Liar:
-    """A backend of one rank, with a bit that flips."""
+def test_each_node_of_a_cluster_starts_its_own_ranks(tmp_path):
+    """Two nodes of this machine, as srun would start them; node 0 says what was measured."""
+    common = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("-m", "scripts.bench.commbench", "gloo", "--runs-dir", str(tmp_path), *SMALL)
+    nodes = [Command(sys.executable, *words, **common, NODE_RANK=str(number)) for number in range(2)]
+    first, second = [node.wait(120) for node in nodes]
+    assert first.status == second.status == 0, first.stderr + second.stderr
+    assert second.stdout == ""
+    rows = json.loads((tmp_path / "commbench-001/commbench.json").read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [2] * 6
 
-    rank, size, device = 0, 1, torch.device("cpu")
 
-    def all_reduce(self, tensor):
-        return tensor.index_fill(0, torch.tensor([2]), 7.5)
-
-    def largest(self, value):
-        return value
+def flip(tensor):
+    """Add up like a backend that has a bit flipped."""
+    tensor[2] = 7.5
 
 
 def test_a_wrong_sum_is_found():
+    liar = types.SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), all_reduce=flip, largest=float)
     with pytest.raises(rank.WrongResultError, match="all-reduce of 20 bytes: 1 elements of a rank are wrong"):
-        rank.check(Liar(), "all-reduce", 5)
+        rank.check(liar, "all-reduce", 5)
 
 
 def test_a_rank_without_a_launcher_says_so(monkeypatch):

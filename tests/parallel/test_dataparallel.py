@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -20,19 +21,10 @@ from tests.support import (
     weights,
 )
 
-SETTINGS = (
-    "--global-batch-size",
-    "96",
-    "--seed",
-    "2",
-    "--lr",
-    "0.01",
-    "--warmup-steps",
-    "5",
-    "--lr-schedule",
-    "constant",
+STEPS = shlex.split(
+    "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "
+    "--lr-schedule constant"
 )
-STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipes.common import loop
+from recipes.common import restore as restoring
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
-from recipes.common.job import Job
 from recipes.common.language import LanguageModel
 from recipes.common.models.models import build_model
 from recipes.common.process.ranks import read_ranks
@@ -336,7 +336,7 @@ def test_each_rank_holds_its_share(tmp_path, world_size, argv):
 
 def note_restored_bytes(folder):
     """Let each rank write the bytes that it keeps of a checkpoint."""
-    restore = Job.restore
+    restore = restoring.restore
 
     def noting_restore(job, content):
         optimizer = [value for values in content["optimizer"]["state"].values() for value in values.values()]
@@ -344,7 +344,7 @@ def note_restored_bytes(folder):
         (folder / f"bytes{job.peers.rank}").write_text(str(allocated(tensors)))
         restore(job, content)
 
-    Job.restore = noting_restore
+    restoring.restore = noting_restore
 
 
 def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):

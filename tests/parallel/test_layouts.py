@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.common.checkpoint.checkpoint import read_checkpoint
+from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from tests.support import largest_difference, losses, metrics, train, weights
 

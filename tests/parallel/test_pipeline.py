@@ -54,9 +54,6 @@ def optimizer_state(content):
         (4, 2, ("--schedule", "gpipe", "--accumulate-steps", "2")),
         (2, 3, ("--split", "in-process", "--accumulate-steps", "2")),
         *slow(
-            (2, 2, ("--schedule", "gpipe", "--num-microbatches", "2")),
-            (2, 2, ("--schedule", "1f1b", "--balance", "cost")),
-            (4, 2, ("--schedule", "1f1b")),
             (4, 2, ("--schedule", "interleaved")),
             (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8")),
         ),

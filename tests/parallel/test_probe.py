@@ -19,6 +19,7 @@ MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -29,19 +30,10 @@ def torchrun(nodes, nproc_per_node):
 
 def mpirun(nodes, nproc_per_node):
     need_mpi()
-    words = ["--nproc-per-node", str(nproc_per_node)] if nodes > 1 else []
+    words = ["--nproc-per-node", str(nproc_per_node)]
     size = str(nodes * nproc_per_node)
-    return [
-        "mpirun",
-        "-q",
-        "-np",
-        size,
-        sys.executable,
-        "-m",
-        "scripts.launch.mpirun",
-        *words,
-        "recipes.probe.train",
-    ]
+    command = ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.launch.mpirun"]
+    return [*command, *words, "recipes.probe.train"]
 
 
 def horovodrun(controller, nodes, nproc_per_node):
@@ -68,9 +60,9 @@ def spawn(nodes, nproc_per_node):
     return ["bash", "-c", f"export {environment}; {' '.join(starters)} wait"]
 
 
-LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (mpirun, 1), (horovodrun_gloo, 1), (horovodrun_mpi, 1)]
+LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (horovodrun_gloo, 1), (horovodrun_mpi, 1)]
 """Each returns the command that starts the probe on so many nodes, or skips. horovodrun starts other nodes by ssh;
-scripts/launch/horovod.py is the way without."""
+scripts/launch/horovod.py is the way without. test_mpirun.py has mpirun on one node."""
 
 
 @pytest.mark.slow

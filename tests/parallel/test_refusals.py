@@ -276,11 +276,6 @@ def by_local(*argv):
     return local("ddp", 2, 1, *argv).wait()
 
 
-def by_launch_sh(*argv):
-    node = {**NODE, "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
-    return run_command("scripts/launch.sh", "ddp", *argv, **node)
-
-
 def by_torchrun(*argv):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     return run_command(*torchrun, "-m", "recipes.ddp.train", *argv, OMP_NUM_THREADS="1")
@@ -290,13 +285,16 @@ def by_python(*argv):
     return run_command(sys.executable, "-m", "recipes.single.train", *argv)
 
 
-PATHS = {"local": by_local, "launch.sh": by_launch_sh, "torchrun": by_torchrun, "python": by_python}
+PATHS = {"local": by_local, "torchrun": by_torchrun, "python": by_python}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "case"), [("local", "option"), *((path, "missing folder") for path in PATHS)])
 def test_every_launch_path_says_it_once(tmp_path, path, case):
-    """Before any process group is made, and after: what one rank or all of them refuse."""
+    """Before any process group is made, and after: what one rank or all of them refuse.
+
+    test_injection.py and test_sbatch.py do so by scripts/launch.sh.
+    """
     argv, words = REFUSED[case]
     result = PATHS[path](*words_for(tmp_path, "a", *argv))
     assert len(result.errors) == 1, result.stderr

@@ -12,7 +12,8 @@ import signal
 import pytest
 
 from recipes.common.checkpoint import shard_files
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, read_checkpoint
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
+from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
 from tests.parallel.test_fsdp import note_restored_bytes

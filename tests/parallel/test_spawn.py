@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,19 +27,10 @@ from tests.support import (
     weights,
 )
 
-SETTINGS = (
-    "--global-batch-size",
-    "96",
-    "--seed",
-    "2",
-    "--lr",
-    "0.01",
-    "--warmup-steps",
-    "5",
-    "--lr-schedule",
-    "constant",
+STEPS = shlex.split(
+    "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "
+    "--lr-schedule constant"
 )
-STEPS = ("--max-steps", "24", "--checkpoint-every", "12", *SETTINGS)
 
 
 class Starters:
@@ -152,10 +144,7 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--name", "s", "--epochs", "10000")
     starters.wait_for(lambda: len(starters.ranks()) == 2, "two ranks")
     starters.nodes[0].send_signal(signal.SIGTERM)
-    sent_at = time.monotonic()
     assert starters.wait() == [0], starters.text()
-    if time.monotonic() - sent_at > spawn.MEETING_S and "before the ranks had met" in starters.text():
-        return  # a slow import; nothing is lost with such ranks
     assert "stopped by SIGTERM: wrote" in starters.text()
 
 

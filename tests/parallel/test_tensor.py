@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from recipes.common.checkpoint.checkpoint import CheckpointWriter, read_checkpoint
+from recipes.common.checkpoint.checkpoint import CheckpointWriter
+from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
@@ -39,7 +40,7 @@ SEQUENCE, LOSS = "--sequence-parallel", "--loss-parallel"
 MODELS = {
     "lenet": (),
     "vit-tiny": ("--model", "vit-tiny", "--optimizer", "adamw", "--lr", "0.001"),
-    "gpt-tiny": (*GPT, "--optimizer", "adamw"),
+    "gpt-tiny": (*GPT, "--optimizer", "adamw", "--global-batch-size", "8"),
 }
 
 
@@ -63,7 +64,7 @@ def assert_same_end(run, whole):
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(2, 2), *slow((1, 2), (1, 4))])
+@pytest.mark.parametrize(("replicas", "ranks"), [(2, 2), *slow((1, 4))])
 def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks):
     argv, whole = single
     run = train("tensor", tmp_path, replicas * ranks, *argv, "--tensor-parallel", str(ranks))
@@ -76,11 +77,9 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
     [
         ("gpt-tiny", 1, 2, (SEQUENCE, LOSS)),
         *slow(
-            ("gpt-tiny", 1, 2, (SEQUENCE,)),
             ("gpt-tiny", 2, 2, (SEQUENCE, "--accumulate-steps", "2")),
             ("gpt-tiny", 1, 4, (SEQUENCE, LOSS)),
             ("gpt-tiny", 2, 2, (LOSS,)),
-            ("vit-tiny", 1, 2, (SEQUENCE,)),
             ("vit-tiny", 2, 2, (SEQUENCE, "--accumulate-steps", "2")),
             ("vit-tiny", 1, 4, (SEQUENCE,)),
         ),
@@ -236,9 +235,7 @@ def gradient_bytes(ranks, switches=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replicas", "ranks", "amp"), [(1, 2, "none"), (2, 2, "none"), (1, 4, "none"), (1, 2, "bf16")]
-)
+@pytest.mark.parametrize(("replicas", "ranks", "amp"), [(2, 2, "none"), (1, 4, "none"), (1, 2, "bf16")])
 def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks, amp):
     """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds.
 
@@ -251,7 +248,7 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
     assert not any(outcome.statuses), outcome.text
     activations = 4 * 4 * (8 // replicas * 16 * 64 * (4 if amp == "none" else 3))
     expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)[0]
-    row = planned("tensor", replicas * ranks, *own, "--algorithm", "ring")
+    row = planned("tensor", replicas * ranks, *own)
     assert row["sent_bytes_per_node"] == pytest.approx(expected)
     assert row["sent_in_replica_bytes"] + row["sent_to_replicas_bytes"] == pytest.approx(expected)
     for sent in observe.sent_per_step(tmp_path, replicas * ranks):

@@ -10,12 +10,12 @@ import pytest
 
 from recipes.common.options import Parser
 from scripts.bench import claims
-from scripts.bench import plan as bench_plan
 from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank as commbench_rank
 from scripts.bench.report import evidence
 from scripts.doctor import __main__ as doctor
 from scripts.doctor import gpus
+from scripts.drill import __main__ as drill
 from scripts.plan import __main__ as plan
 from slurm import submit
 from tests.support import ROOT
@@ -115,7 +115,7 @@ def known_flags():
 
     parsers = [importlib.import_module(f"recipes.{recipe}.train").options for recipe in RECIPES]
     others = [submit.parse_args, doctor.parse_args, gpus.parse_args, commbench.options, commbench_rank.options]
-    for parse in [*parsers, *others, plan.parse_args, bench_plan.parse_args]:
+    for parse in [*parsers, *others, plan.parse_args, drill.parse_args]:
 
         def note(parser, *_):
             found.update(parser.flags())

@@ -17,7 +17,7 @@ import torch
 
 from recipes.common.errors import MissingNodeError, PortTakenError, UserError, as_user_error
 from recipes.common.process.node import Node, check_head, wait_for_head
-from scripts.launch import agent, local, script
+from scripts.launch import agent, local, ranks, script
 from tests import support
 from tests.support import ROOT, run_command, wait_until
 
@@ -179,7 +179,7 @@ class TestNode:
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
     ended = {int(rank[1:]): status for rank, status in statuses.items()}
-    assert agent.blame(ended, dict.fromkeys(ended, 77)) == expected
+    assert ranks.blame(ended, dict.fromkeys(ended, 77)) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""
@@ -218,7 +218,7 @@ def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_
     """An elastic node repeats a signal each second until its agent has ended."""
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
-    agent.pass_signals_on(str(tmp_path / "removed"))
+    ranks.pass_signals_on(str(tmp_path / "removed"))
 
 
 def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
@@ -301,7 +301,9 @@ def meet(node, output, is_over):
     """Be a node's agent until it has met the others; leave what it says in a file, and stay, as node 0's does."""
     try:
         with agent.quiet_import():
-            store = agent.meet_nodes(node, "job")
+            from scripts.launch import torch_agent
+
+            store = torch_agent.meet_nodes(node, "job")
         said = f"met by {store}"
     except UserError as error:
         said = str(error)
