@@ -24,12 +24,13 @@ class Cache:
     def __init__(self, store: Store, folder: Path) -> None:
         self.store, self.folder = store, folder
 
-    def read(self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool]) -> bytes:
-        """Return what Store.read() does; raises OSError where it does, or where the copy cannot be used."""
+    def look(self, name: str, start: int, end: int) -> bytes:
+        """Return what the copy of a file has from start to before end; raises OSError where it cannot be used."""
         with self._open(name) as file:
-            content = os.pread(file, end - start, start)
-        if is_packed(content):
-            return content
+            return os.pread(file, end - start, start)
+
+    def read(self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool]) -> bytes:
+        """Return what Store.read() does, and keep it; raises OSError where either cannot."""
         content = self.store.read(name, start, end, is_packed)
         with self._open(name) as file:
             if os.pwrite(file, content, start) < len(content):
