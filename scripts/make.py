@@ -11,6 +11,7 @@ targets that use it.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -237,8 +238,9 @@ def prepare(argv: list[str]) -> None:
 def typed() -> dict[str, str]:
     """Return the variables of the command line of make: MAKEFLAGS has them after a lone --."""
     _, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
-    words = [word.replace("$$", "$").partition("=") for word in shlex.split(variables)]
-    return {name: text for name, _, text in words}
+    # make puts a backslash before blanks and backslashes, and leaves quotes and line breaks as they are.
+    words = [re.sub(r"(?s)\\(.)", r"\1", word) for word in re.findall(r"(?s)(?:\\.|[^ ])+", variables)]
+    return {name: text for name, _, text in (word.replace("$$", "$").partition("=") for word in words)}
 
 
 def make_line(target: str) -> str:

@@ -46,7 +46,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("way", ["command line", "environment"])
-def test_what_is_typed_is_data(tmp_path, way):
+def test_what_is_typed_is_data(tmp_path, monkeypatch, way):
     """Each text in a variable that make knows, and in one that it does not."""
     marker, python = tmp_path / "marker", tmp_path / "python"
     texts = [text.replace("MARKER", str(marker)) for text in TEXTS]
@@ -63,6 +63,8 @@ def test_what_is_typed_is_data(tmp_path, way):
     environment = dict(item.split("=", 1) for item in (tmp_path / "environment").read_text().split("\0") if item)
     assert {name: environment[name] for name in typed} == typed
     assert not marker.exists()
+    monkeypatch.setenv("MAKEFLAGS", environment.get("MAKEFLAGS", ""))
+    assert make.typed() == (typed if way == "command line" else {})
 
 
 RUN = (".venv/bin/python", "-m", "scripts.launch.local")
