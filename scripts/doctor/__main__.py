@@ -221,7 +221,7 @@ def follow(place: Node, args: Namespace, word: str) -> int:
         except MissingNodeError as error:
             checks.folder.leave_word(str(error))  # node 0 reads it at the end of its own wait
             channel = meeting.join(place, word, wait_s / 2)
-        status = meeting.serve(channel, checks.carry_out)
+        status = meeting.serve(channel, checks.carry_out, place.rdzv_timeout_s)
     except UserError as error:
         say(f"error: {here}: {error}")
         return 1

@@ -32,7 +32,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_REFUSED = 64
 
 SILENCE_S = 150.0
-"""How long a node may hear nothing from node 0: longer than the whole examination."""
+"""How long a node may hear nothing from node 0 once all are there: longer than the whole examination."""
 
 Answer = dict[str, Any]
 
@@ -116,7 +116,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
             if not refusal:
                 return channel
             with contextlib.suppress(OSError, ValueError):  # else a launcher would end node 0 with this one
-                channel.receive(SILENCE_S)
+                channel.receive(place.rdzv_timeout_s + SILENCE_S)
             fix = "see the RDZV_ID, NNODES and NODE_RANK of all nodes"
             raise UserError(f"node 0 at {at} has turned it away: {refusal}; {fix}")
         if time.monotonic() > deadline:
@@ -232,15 +232,19 @@ class Meeting:
             channel.close()
 
 
-def serve(channel: Channel, carry_out: Callable[[Answer], Answer]) -> int:
+def serve(channel: Channel, carry_out: Callable[[Answer], Answer], gathering_s: float) -> int:
     """As a node, carry out node 0's orders until it says end; return the status that it gives.
+
+    Node 0 may wait gathering_s for other nodes before its first order.
 
     Raises:
         UserError: node 0 is lost.
     """
     try:
-        while (order := channel.receive(SILENCE_S))["do"] != "end":
+        order = channel.receive(gathering_s + SILENCE_S)
+        while order["do"] != "end":
             channel.send(answer_to(order, carry_out, SILENCE_S))
+            order = channel.receive(SILENCE_S)
         return int(order["status"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"node 0 is lost: {error}; see its own log") from None

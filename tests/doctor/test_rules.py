@@ -563,7 +563,7 @@ def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
 
     def follow():
         with contextlib.suppress(UserError):
-            meeting.serve(follower, lambda order: {}[order["do"]])
+            meeting.serve(follower, lambda order: {}[order["do"]], 60)
 
     thread = threading.Thread(target=follow)
     thread.start()
@@ -573,6 +573,13 @@ def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     head = meeting.Meeting("word", 1, lambda order: {"other": 1})
     assert head.ask_all({"do": "facts"}, 5, ["names", "other"]) == {}
     assert head.lost == {0: ("facts", "its answer has no names")}
+
+
+def test_a_node_waits_for_the_first_order_as_long_as_node_0_does_for_the_others(monkeypatch):
+    monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
+    one, other = socket.socketpair()
+    threading.Timer(0.5, one.sendall, [b'{"do": "end", "status": 3}\n']).start()
+    assert meeting.serve(meeting.Channel(other), dict, 60) == 3
 
 
 def test_nodes_of_one_machine_have_no_names_mtus_or_links_to_judge():
