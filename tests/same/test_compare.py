@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from recipes.common.errors import UserError
+from scripts.same import observe
 from scripts.same.__main__ import main
 from scripts.same.causes import CAUSES
 from scripts.same.compare import Rounding, Run, check_resumed, compare, load
@@ -17,6 +18,14 @@ from tests.support import ROOT
 
 PAGE = (ROOT / "docs" / "same.md").read_text(encoding="utf-8")
 NUM_STEPS, SIZE = 4, 61
+
+
+def test_only_the_first_samples_are_checked_for_random_numbers(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(observe, "checksums", lambda *_: calls.append(1) or {"torch": 0})
+    samples = observe.SeededSamples(range(500), observe.Observer(tmp_path, 0))
+    assert [samples[i] for i in range(500)] == list(range(500))
+    assert len(calls) == 2 * observe.RANDOM_SAMPLES
 
 
 @pytest.mark.parametrize(
