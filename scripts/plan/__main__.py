@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.errors import UserError, as_user_error
+from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import (
     Options,
     check_batch,
@@ -146,7 +147,13 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     args.is_fixed_batch = bool(option("--global-batch-size", "", words))
     if not option("--data", "", words):
         words = ["--data", "imagefolder", *words]
-    options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
+    try:
+        options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
+    except UserError as error:  # it knows the recipe's options alone
+        unknown = re.match(r"unknown option ([^;]+)", str(error))
+        if unknown and (hint := nearest(unknown[1], parser.flags(), cutoff=0.7)):
+            raise UserError(f"unknown option {unknown[1]}{hint}; --help lists all") from None
+        raise
     if getattr(options, "opt_level", "O0") != "O0":  # apex's, which says it in place of --amp
         options = replace(options, amp="fp16")
     check_layout(args, method_of(args, options), options)
