@@ -28,14 +28,22 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     exit 2
 fi
 
+say() { echo "setup: $*" >&2; }
+
 # Two calls at once: the second waits for the first and finds everything in place.
 exec 9>.venv.lock
-if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null; then # Lustre without flock
+lock() { "$python" -c "import fcntl, sys
+try: fcntl.flock(9, fcntl.LOCK_EX | $1)
+except OSError as error: sys.exit(2 if isinstance(error, BlockingIOError) else 1)"; }
+status=0
+lock fcntl.LOCK_NB || status=$?
+if ((status == 2)); then
+    say "waiting for another set-up of .venv"
+    lock 0
+elif ((status != 0)); then # Lustre without flock
     echo "warning: cannot lock .venv.lock on this file system: let no other set-up run at the same time" >&2
 fi
 is_ready && exit 0
-
-say() { echo "setup: $*" >&2; }
 
 # Show pip's progress in a few lines: each download of 50 MB or more, every 20th package, the start of unpacking.
 show_progress() {

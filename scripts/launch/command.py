@@ -98,6 +98,8 @@ def check_recipe(name: str) -> str:
     """Return the name of a recipe that exists; raises UserError with the nearest."""
     if name.endswith(".py"):
         raise UserError(f"RECIPE {name} is a file; set SCRIPT={name}, and RECIPE to how it starts (default: ddp)")
+    if not name:
+        raise UserError(f"RECIPE is missing (choose from {', '.join(recipes())})")
     check_names("RECIPE", [name], list(recipes()), cutoff=0.4)  # names are short: two of three letters say much
     return name
 

@@ -319,7 +319,7 @@ def refused_by(*argv, **env):
     [
         (("dpd",), "did you mean 'ddp'?"),
         (("singel",), "did you mean 'single'?"),
-        ((), "RECIPE: invalid choice '' (choose from apex, "),
+        ((), "RECIPE is missing (choose from apex, "),
         (("ddp", "--nodes", "0"), "NODES expects a whole number from 1 to 1024, got '0'"),
         (("ddp", "--nodes", "-1"), "NODES"),
         (("ddp", "--nodes", "abc"), "NODES expects a whole number from 1 to 1024, got 'abc'"),

@@ -1,6 +1,7 @@
 """The front door: variables reach programs as typed, and each target becomes the right command."""
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts import make
-from tests.support import ROOT, run_command
+from tests.support import ROOT, Command, run_command, wait_until
 
 VARIABLES = re.findall(
     r"\w+",
@@ -206,7 +207,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
     ("target", "variables", "error"),
     [
         ("run", {"RECIPE": "`reboot`"}, "RECIPE: invalid choice "),
-        ("run", {"RECIPE": ""}, "RECIPE: invalid choice "),
+        ("run", {"RECIPE": ""}, "RECIPE is missing (choose from apex, "),
         ("image", {"RECIPE": "../ddp"}, "RECIPE: invalid choice "),
         ("run", {"RECIPE": "ddp", "NODES": '2"; x'}, "NODES expects a whole number of at least 0, got '2\"; x'"),
         (
@@ -451,6 +452,16 @@ def test_setup_that_fails_shows_pips_last_lines(checkout):
         "its last lines are above, all of them in .venv/setup.log"
     ]
     assert not (checkout / ".venv/.installed/run.txt").exists()
+
+
+def test_a_second_setup_waits_for_the_first_and_says_so(checkout):
+    with open(checkout / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = Command(str(checkout / "scripts/dev/setup.sh"), "run")
+        wait_until(lambda: second.text, 20, "the second set-up to say what it waits for")
+        assert second.text == "setup: waiting for another set-up of .venv\n"
+        assert second.process.poll() is None
+    assert second.wait().status == 0
 
 
 @pytest.mark.parametrize(
