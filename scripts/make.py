@@ -33,6 +33,16 @@ NUMBERS = (
 )
 """Variables that are whole numbers; the programs know their bounds."""
 
+VARIABLES = re.findall(
+    r"\w+",
+    """
+    ACCOUNT ARGS BACKENDS CHECK CLAIMS COMPONENTS CONSTRAINT CPUS DATA_DIR FAULTS FROM GLOBAL_BATCH GPUS IMAGE KIND
+    LAUNCH LOCAL LOSS MAX_RESTARTS MEM MIN_NODES MODEL NAME NAMESPACE NODES NPROC_PER_NODE OUT PARTITION PARTS QOS
+    RECIPE RECIPES RENDER REPORT ROUNDS RUN SCRIPT SEED STOP_AFTER SWEEP TIME WITH WORLD_SIZES
+    """,
+)
+"""Variables of one target or more: another target refuses them. FABRIC and RESUME also reach scripts/launch.sh."""
+
 WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
 """Targets whose ARGS take the options of a recipe."""
 
@@ -262,6 +272,8 @@ def check_used(target: str) -> None:
             )
         if hint := nearest(name, USED, cutoff=0.8):
             raise UserError(f"{name} is no variable of make {target}{hint}")
+        if name in VARIABLES:
+            raise UserError(f"{name} is no variable of make {target} (it has {', '.join(sorted(USED))})")
 
 
 @refusing

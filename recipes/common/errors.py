@@ -82,5 +82,6 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean 'X'?" for the closest known word, or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    by_lower_case = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
+    return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""

@@ -16,14 +16,7 @@ import pytest
 from scripts import make
 from tests.support import ROOT, Command, run_command, wait_until
 
-VARIABLES = re.findall(
-    r"\w+",
-    """
-RECIPE NODES NPROC_PER_NODE NAME ARGS RECIPES WITH MIN_NODES MAX_RESTARTS GPUS PARTITION TIME MEM CPUS CONSTRAINT
-ACCOUNT QOS SWEEP LOCAL KIND IMAGE FABRIC NAMESPACE RENDER PARTS BACKENDS FAULTS ROUNDS SEED MODEL CHECK
-PYTHON SCRIPT GLOBAL_BATCH WORLD_SIZES RESUME STOP_AFTER LAUNCH LOSS RUN OUT
-""",
-)
+VARIABLES = [*make.VARIABLES, "FABRIC", "RESUME", "PYTHON"]
 
 PYTHON_THAT_DUMPS_ITS_ENVIRONMENT = """#!/usr/bin/env bash
 if [[ $1 == -I ]]; then exit 0; fi # scripts/dev/python.sh asks for the version
@@ -256,6 +249,10 @@ def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys,
         ),
         ("run", "RECIPE=ddp NNODES=2", "NNODES is no variable of make run; did you mean 'NODES'?"),
         ("doctor", "NODE=2", "NODE is no variable of make doctor; did you mean 'NODES'?"),
+        ("run", "RECIPE=ddp nodes=2", "nodes is no variable of make run; did you mean 'NODES'?"),
+        ("run", "RECIPE=ddp GPUS=8", "GPUS is no variable of make run (it has ARGS, MAX_RESTARTS, MIN_NODES, N"),
+        ("submit", "RECIPE=ddp WITH=docker", "WITH is no variable of make submit (it has ACCOUNT, "),
+        ("run", "RECIPE=ddp FABRIC=tcp", ""),
         ("plan", "RECIPE=ddp MODEL=resnet50", ""),
         ("drill", "SEED=3", ""),
         ("run", "SCRIPT=train.py RUNS_DIR=there RESUME=auto NCCL_DEBUG=INFO", ""),
@@ -271,6 +268,11 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
     with pytest.raises(make.UserError) if error else contextlib.nullcontext() as caught:
         make.check_used(target)
     assert not error or str(caught.value).startswith(error)
+
+
+def test_the_list_of_variables_is_complete():
+    names = set(re.findall(r'"([A-Z][A-Z_]+)"', (ROOT / "scripts/make.py").read_text()))
+    assert names - set(make.VARIABLES) == {"FABRIC", "MAKEFLAGS", "MAKE_LINE", "PYTHON", "RESUME"}
 
 
 def test_installation_comes_before_the_command(monkeypatch):

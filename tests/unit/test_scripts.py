@@ -91,6 +91,7 @@ def test_bad_recipes(capsys):
     for name, words in (
         ("dpp", ": invalid choice 'dpp'; did you mean 'ddp'?"),
         ("", " is missing"),
+        ("DDP", ": invalid choice 'DDP'; did you mean 'ddp'?"),
         ("../ddp", ": invalid choice '../ddp'; did you mean 'ddp'?"),
     ):
         assert local.main([name]) == 2
