@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     name, source = args.name, check_recipe(args.source)
     if source not in SOURCES:
-        way = "launch files choose how its ranks start by its name"
+        way = "launch files start this recipe in its own way, by its name"
         raise UserError(f"FROM={source}: {way}; copy {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(

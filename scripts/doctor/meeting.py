@@ -139,7 +139,7 @@ class Meeting:
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: the order during which a node was lost, and why."""
     refused: list[tuple[int, str]] = field(default_factory=list)
-    """Who was turned away at the door: the rank that it claims, and why."""
+    """A node that was rejected: the rank that it claims, and why."""
     waiting: list[Channel] = field(default_factory=list)
     """Their channels, open until the report is out."""
     door: threading.Lock = field(default_factory=threading.Lock)

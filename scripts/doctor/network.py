@@ -46,6 +46,6 @@ def call_within(function: Callable[[], T], timeout_s: float) -> T:
     try:
         return pool.submit(function).result(timeout_s)
     except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no end within {timeout_s:.0f} s") from None
+        raise TimeoutError(str(error) or f"no answer within {timeout_s:.0f} s") from None
     finally:
         pool.shutdown(wait=False)

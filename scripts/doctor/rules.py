@@ -70,9 +70,9 @@ class Case:
     facts: dict[int, Facts] = field(default_factory=dict)
     """By rank, what node.gather returned."""
     refused: list[tuple[int, str]] = field(default_factory=list)
-    """By the rank that they claim, nodes that were turned away."""
+    """By the rank that they claim, nodes that were rejected."""
     words: dict[int, str] = field(default_factory=dict)
-    """What nodes that never came have left in the shared folder."""
+    """What nodes that did not connect have left in the shared folder."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Orders for which there was no time left."""
@@ -128,16 +128,16 @@ Findings = Iterator[Finding]
 
 
 def attendance(case: Case) -> Findings:
-    """Nodes that never came, were turned away, or were lost on the way."""
+    """Nodes that did not connect, were rejected, or were lost on the way."""
     for rank, line in case.refused:
-        what = f"node 0 has turned away node {rank} at {line}"
+        what = f"node 0 rejected node {rank} at {line}"
         fix = "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK"
         yield case.error((rank,), what, fix)
     for rank in sorted({*range(1, case.nnodes)} - {*case.facts, *case.lost, *dict(case.refused)}):
-        what = f"node {rank} never came to {case.master} within {case.wait_s:.0f} s"
+        what = f"node {rank} did not connect to {case.master} within {case.wait_s:.0f} s"
         fix = "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port"
         if own := case.words.get(rank):
-            what, fix = f"node {rank} never came to {case.master}; it says: {own}", "its own log has more"
+            what, fix = f"node {rank} did not connect to {case.master}; it says: {own}", "its own log has more"
         yield case.error((rank,), what, fix)
     for order in case.skipped:
         what = f"there was no time left to ask for {order}"

@@ -129,13 +129,13 @@ def test_a_node_that_never_comes():
     report = examine(3, "--quick", absent=(2,), wait_s=3)
     assert time.monotonic() - begin < 10
     assert report.rules() == [("attendance", 2)]
-    assert report.findings[0].startswith("error: node 2 never came to n0:29500 within 3 s; see its own log")
+    assert report.findings[0].startswith("error: node 2 did not connect to n0:29500 within 3 s; see its own log")
 
 
 def test_a_node_that_does_not_find_node_0_says_so_by_the_shared_folder():
     report = examine(2, "--quick", planted={1: "export MASTER_ADDR=nowhere"}, wait_s=3)
     assert report.rules() == [("attendance", 1)]
-    assert "node 1 never came to n0:29500; it says: n1 cannot resolve nowhere" in report.findings[0]
+    assert "node 1 did not connect to n0:29500; it says: n1 cannot resolve nowhere" in report.findings[0]
     assert "fix DNS or /etc/hosts" in report.findings[0]
     assert "error: node 1 (n1): n1 cannot resolve nowhere" in report.outputs[1]
 

@@ -129,7 +129,7 @@ def set_in(*path, value):
 FAULTS = {
     "attendance": (
         lambda case: case.facts.pop(2),
-        "node 2 never came to n0:29500 within 60 s",
+        "node 2 did not connect to n0:29500 within 60 s",
     ),
     "attendance, lost": (
         lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
@@ -550,7 +550,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_pat
     monkeypatch.setattr(node, "disks", lambda _: at_once.wait(4))
     monkeypatch.setattr(node.socket, "getfqdn", lambda: time.sleep(8))
     found = node.gather("127.0.0.1", 1, tmp_path, is_quick=True, within_s=1.0)
-    assert found["errors"] == {"network": "KeyError 'eth9'", "names": "no end within 1 s"}
+    assert found["errors"] == {"network": "KeyError 'eth9'", "names": "no answer within 1 s"}
     assert found["names"] == [node.socket.gethostname()]
     assert {found["code"], found["disk"]} == {0, 1}
 

@@ -42,7 +42,7 @@ def test_every_name_is_changed_and_nothing_else(house, source):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--name", "mine", "--from", "horovod"], "FROM=horovod: launch files choose how its ranks start"),
+        (["--name", "mine", "--from", "horovod"], "FROM=horovod: launch files start this recipe in its own way"),
         (["--name", "ddp"], "NAME=ddp: recipes/ddp exists; choose another name, or remove it"),
         (["--name", "my-recipe"], "NAME=my-recipe: give lower-case letters"),
         (["--name", "class"], "NAME=class: give lower-case letters"),
