@@ -77,7 +77,10 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
             from scripts.launch.elastic import run
         else:
             from scripts.launch.torch_agent import run
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"  # pass_signals_on() takes the others
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # an operator's, for torchrun in this agent's place, not for one that a script starts
+    # Torch's handlers end a job under nohup, and print a traceback at Ctrl-C; pass_signals_on() has ours.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     logging.disable(logging.ERROR)  # one line says what torchrun logs in thirty
     return run(node, recipe, options, logs)
 
@@ -102,6 +105,8 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = error.status
+    except KeyboardInterrupt:  # the ranks end with this process
+        status = 128 + signal.SIGINT
     sys.exit(status)
 
 

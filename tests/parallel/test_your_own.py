@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support import ROOT, TIMEOUT_S, Command, losses, train, wait_until
 SHOW = """
 import os, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NNODES", "NODE_RANK")
-names += ("NPROC_PER_NODE", "RUN_DIR", "RESUME", "SCRIPT", "LAUNCHER_PID")
+names += ("NPROC_PER_NODE", "RUN_DIR", "RESUME", "SCRIPT", "LAUNCHER_PID", "PET_NNODES")
 shown = {name: os.environ[name] for name in names if name in os.environ}
 # One write: lines of several ranks may not mix.
 os.write(1, f"shown {(sys.argv[1:], os.getcwd(), os.path.isdir(os.environ['RUN_DIR']), shown)!r}\\n".encode())
@@ -99,7 +100,8 @@ def shown(result):
 
 
 def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
-    job = Job(tmp_path, SHOW, "ddp", 2, 2, ("--lr", "0.1", "--out={run_dir}/x", "--resume", "{resume}", "{a}"))
+    options = ("--lr", "0.1", "--out={run_dir}/x", "--resume", "{resume}", "{a}")
+    job = Job(tmp_path, SHOW, "ddp", 2, 2, options, PET_NNODES="9")
     found = sorted(shown(job.wait()), key=lambda one: one[3]["RANK"])
     assert [one[0] for one in found] == [["--lr", "0.1", f"--out={job.run}/x", "--resume", "none", "{a}"]] * 4
     assert [one[1:3] for one in found] == [(str(tmp_path), True)] * 4
@@ -108,7 +110,8 @@ def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
     same = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_DIR": str(job.run)}
     for one in found:
         assert one[3].items() >= {**same, "RESUME": "none"}.items()
-        assert not one[3].keys() & {"SCRIPT", "LAUNCHER_PID"}
+        # PET_: an operator's, for torchrun in the place of our agent; one that the script starts is another job.
+        assert not one[3].keys() & {"SCRIPT", "LAUNCHER_PID", "PET_NNODES"}
     assert not job.run.exists(), "nothing was written to it"
 
 
@@ -173,6 +176,33 @@ def test_one_that_ignores_them_is_killed_at_the_bound(tmp_path):
     result = job.wait(timeout_s=30)
     assert result.status == 1
     assert result.errors == ["error: still running 4 s after the signal; killed"]
+
+
+def agent(folder, *before, **env):
+    """Return a node with two ranks that wait, as a user starts it without make, and Slurm and pods do."""
+    (folder / "train.py").write_text(f"{WAIT}\nwait()")
+    env = {"SCRIPT": str(folder / "train.py"), "RUN_DIR": str(folder), "NPROC_PER_NODE": "2", **env}
+    job = Command(*before, "scripts/launch.sh", "ddp", PYTHON=sys.executable, MASTER_PORT=str(free_port()), **env)
+    wait_until(lambda: len(list(folder.glob("up-*"))) == 2, TIMEOUT_S, lambda: f"ranks that are up\n{job.text}")
+    return job
+
+
+@pytest.mark.parametrize("min_nodes", ["", pytest.param("1", marks=pytest.mark.slow)])
+def test_ctrl_c_at_an_agent_ends_its_ranks_without_a_word(tmp_path, min_nodes):
+    job = agent(tmp_path, MIN_NODES=min_nodes)
+    os.killpg(job.process.pid, signal.SIGINT)
+    result = job.wait(timeout_s=15)
+    assert (result.status, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_an_agent_under_nohup_outlives_its_terminal(tmp_path):
+    job = agent(tmp_path, "nohup")
+    os.killpg(job.process.pid, signal.SIGHUP)
+    time.sleep(1)
+    job.process.send_signal(signal.SIGTERM)
+    result = job.wait(timeout_s=50)
+    assert (result.status, result.errors) == (0, [])
+    assert "stopped by SIGTERM, which the script does not handle\n" in result.stdout
 
 
 def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path):
