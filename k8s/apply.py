@@ -350,12 +350,12 @@ class Watch:
                     f"with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
                 )
         else:
-            self.check_start(job, pods)
+            self.check_start(job, pods, head)
             return None
         self.start_by = time.monotonic() + self.start_timeout_s
         return None
 
-    def check_start(self, job: dict[str, Any], pods: list[dict[str, Any]]) -> None:
+    def check_start(self, job: dict[str, Any], pods: list[dict[str, Any]], head: dict[str, Any] | None) -> None:
         """Say what node 0 waits for; raises UserError for what waiting does not fix, or did not in time."""
         conditions = job.get("status", {}).get("conditions", [])
         if any((one["type"], one.get("status")) == ("Suspended", "True") for one in conditions):
@@ -375,7 +375,7 @@ class Watch:
             missing = "the job has not continued" if self.log else "node 0 has not started"
             reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
             raise UserError(f"{reason}; {self.request.delete} removes the job")
-        if self.log is None or self.status:  # else the job will be known to be complete in a moment
+        if head is None or self.status:  # else the job will be known to be complete in a moment
             self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
 
     def check_pods(self, pods: list[dict[str, Any]], is_late: bool = False) -> str:

@@ -598,6 +598,19 @@ def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch):
     assert raised.value.status == 1
 
 
+def test_a_node_0_that_is_gone_and_finds_no_place_is_told(monkeypatch, capsys):
+    """Its machine was drained; how its container has ended was never seen."""
+    later = pod(conditions=[GPUS_GONE], uid="later")
+    seen = [answer for found in (pod(RUNNING), later, later) for answer in (job()["out"], pods(found)["out"])]
+    watching = watch(monkeypatch, *seen[:4], {"items": []}, *seen[4:], {"items": []})
+    watching.cluster.command = ["true"]
+    assert watching.step() is None
+    watching.log.process.wait()
+    for _ in range(2):
+        assert watching.step() is None
+    assert "ddp-0-abcde cannot be scheduled: 0/3 nodes are available" in capsys.readouterr().out
+
+
 def test_a_job_that_is_deleted_while_followed_is_one_line(monkeypatch):
     def get(*words):
         raise UserError('kubectl get jobs.batch ddp: (NotFound): jobs.batch "ddp" not found')
