@@ -229,6 +229,8 @@ class LocalJob:
             if any(self.has_failed(node) for node in self.nodes):
                 print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
+            if all(node.returncode < 0 for node in self.nodes):  # they had no handlers yet, and have said nothing
+                print(f"stopped by {signal.Signals(max(self.stop_signals)).name}", flush=True)
             return 0
         for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
             if spoken in statuses.values():

@@ -37,6 +37,12 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
     assert (job.wait(), capsys.readouterr().err) == (status, f"[node 1] error: a disk is slow\n{last}\n")
 
 
+def test_a_stop_before_any_node_listens_is_told(capsys):
+    job = start(local.LocalJob(), "sleep 60", "sleep 60")
+    job.pass_on(signal.SIGTERM, None)
+    assert (job.wait(), *capsys.readouterr()) == (0, "stopped by SIGTERM\n", "")
+
+
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
     job = start(local.LocalJob(), "exit 2", f"{HELD_BACK}; exit 2")
     assert (job.wait(), capsys.readouterr().err) == (2, "")
