@@ -27,16 +27,9 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     sync, copy = (f"{ms['async']} against {ms[other]} {of_bytes}" for other in ("sync", "copy"))
     copying = "copying as many bytes in memory"
     read = f"{rates['restore']} against {rates['read']}; checksum and load_state_dict included"
+    restore, reading = "speed of a restore, file not in memory", "reading the file into new memory"
     return [
         Figure(PART, name, *ratio(stalls, "async", "sync"), "<= 0.05", "a synchronous save", sync),
         Figure(PART, name, *ratio(stalls, "copy", "async"), "", copying, copy, is_limit=True),
-        Figure(
-            PART,
-            "speed of a restore, file not in memory",
-            *ratio(reads, "restore", "read"),
-            ">= 0.8",
-            "reading the file into new memory",
-            read,
-            is_limit=True,
-        ),
+        Figure(PART, restore, *ratio(reads, "restore", "read"), ">= 0.8", reading, read, is_limit=True),
     ]

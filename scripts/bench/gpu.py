@@ -101,14 +101,8 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
 
     values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds, warm_up=True)
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
+    reason = "kernels shorter than their launch"
     return [
-        Figure(
-            PART,
-            f"{LENET}, {how}",
-            *spread(values[name]),
-            goal,
-            peer,
-            no_limit="kernels shorter than their launch",
-        )
+        Figure(PART, f"{LENET}, {how}", *spread(values[name]), goal, peer, no_limit=reason)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

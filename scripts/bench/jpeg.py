@@ -7,13 +7,13 @@ The images are parts of the two photographs that scikit-learn carries: 500x375 a
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from PIL import Image
+from sklearn.datasets import load_sample_image
 
 from scripts.bench.contenders.photos import CONTENDERS
 from scripts.bench.figures import Figure, speed_figure, take_turns
@@ -27,11 +27,7 @@ QUALITY = {"china.jpg": 97, "flower.jpg": 98}
 
 def write_photos(folder: Path, images: int) -> float:
     """Write so many images, as ImageNet's folders have them; return their mean size in KB."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
-        raise RuntimeError("scikit-learn is missing: its photographs are what is read")
-    source = Path(spec.submodule_search_locations[0]) / "datasets" / "images"
-    photos = {name: Image.open(source / name).convert("RGB") for name in QUALITY}
+    photos = {name: Image.fromarray(load_sample_image(name)) for name in QUALITY}
     chance = random.Random(0)
     sizes = []
     for half, count in (("train", images), ("val", 2)):

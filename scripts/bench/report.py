@@ -162,7 +162,7 @@ def between_markers(text: str, content: str) -> str:
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise UserError(f"README.md needs one line {BEGIN} and one line {END} after it")
-    return pattern.sub(lambda _: f"{BEGIN}\n{content}\n{END}" if content else f"{BEGIN}\n{END}", text)
+    return pattern.sub(lambda _: f"{BEGIN}\n{content}\n{END}", text)
 
 
 def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -> tuple[str, list[str]]:

@@ -53,22 +53,16 @@ HEALTH_CHECK_S = 9.0
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
     parser = CommandParser("python -m scripts.doctor", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
-    parser.add_argument("--as-node", action="store_true", help=SUPPRESS)  # one of the N that --nodes starts
-    parser.add_argument("--nproc-per-node", type=positive_int, metavar="P", help="with --nodes: processes a node")
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder to be shared"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="node 0 writes all it has found out")
-    parser.add_argument("--quick", action="store_true", help="leave torch out: no all-reduce and bandwidth checks")
-    parser.add_argument("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
-    parser.add_argument(
-        "--timeout-s",
-        type=positive_float,
-        default=60.0,
-        metavar="S",
-        help="longest time for the all-reduce checks",
-    )
+    add = parser.add_argument
+    add("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
+    add("--as-node", action="store_true", help=SUPPRESS)  # one of the N that --nodes starts
+    add("--nproc-per-node", type=positive_int, metavar="P", help="with --nodes: processes a node")
+    add("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder to be shared")
+    add("--json", type=Path, metavar="FILE", help="node 0 writes all it has found out")
+    add("--quick", action="store_true", help="leave torch out: no all-reduce and bandwidth checks")
+    add("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
+    longest = "longest time for the all-reduce checks"
+    add("--timeout-s", type=positive_float, default=60.0, metavar="S", help=longest)
     args = parse(parser, argv)
     if args.nproc_per_node and not args.nodes:
         raise UserError("--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE")

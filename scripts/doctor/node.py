@@ -165,12 +165,8 @@ def interface_matches(wanted: str, name: str) -> bool:
 
 def limits() -> Facts:
     """Return open files and locked memory as a process of this job has them; -1 is unlimited."""
-    return {
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        if hasattr(resource, "RLIMIT_MEMLOCK")
-        else -1,
-    }
+    known = {"open_files": resource.RLIMIT_NOFILE, "locked_bytes": resource.RLIMIT_MEMLOCK}
+    return {name: resource.getrlimit(limit)[0] for name, limit in known.items()}
 
 
 def disks(runs_dir: Path) -> Facts:

@@ -52,15 +52,10 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
     if probe := probe_map(case):
         text.append(f"probe {json.dumps(probe)}")
     text += [str(finding) for finding in findings]
-    counts = tally(findings)
-    warnings = count(counts["warning"], "warning")
-    if counts["error"]:
-        what = ", ".join(filter(None, [count(counts["error"], "error"), warnings]))
-        text.append(f"doctor: {what} on {count(case.nnodes, 'node')}, {seconds:.0f} s")
-    else:
-        what = ", ".join(filter(None, [f"all is well on {count(case.nnodes, 'node')}", warnings]))
-        text.append(f"doctor: {what}, {seconds:.0f} s")
-    return text
+    counts, on = tally(findings), f" on {count(case.nnodes, 'node')}"
+    errors, warnings = (count(counts[severity], severity) for severity in ("error", "warning"))
+    what = ", ".join(filter(None, [errors or f"all is well{on}", warnings])) + on * bool(errors)
+    return [*text, f"doctor: {what}, {seconds:.0f} s"]
 
 
 def networks(case: Case) -> list[str]:
@@ -74,12 +69,8 @@ def networks(case: Case) -> list[str]:
 
 def probe_map(case: Case) -> dict[str, Any] | None:
     """Return the map of ranks, as recipes/probe prints it."""
-    for found in case.ranks.values():
-        for rank in found["ranks"]:
-            if rank.get("map"):
-                probe: dict[str, Any] = rank["map"]
-                return probe
-    return None
+    ranks = (rank for found in case.ranks.values() for rank in found["ranks"])
+    return next((rank["map"] for rank in ranks if rank.get("map")), None)
 
 
 def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) -> None:

@@ -55,18 +55,13 @@ class Place:
 def options(argv: Sequence[str]) -> Namespace:
     """Return what was asked for; raises UserError for what cannot work."""
     parser = CommandParser("python -m scripts.bench.commbench", (__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all there are)"
-    )
-    parser.add_argument("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")
-    parser.add_argument("--nproc-per-node", type=count, help="processes of each (GPUs of a node, else 1)")
+    add = parser.add_argument
+    add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all there are)")
+    add("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")
+    add("--nproc-per-node", type=count, help="processes of each (GPUs of a node, else 1)")
     add_options(parser)
-    parser.add_argument(
-        "--narrow", metavar="RATE", help="as root: a network for each node, with links of 1gbit, say"
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="where commbench-001 goes"
-    )
+    add("--narrow", metavar="RATE", help="as root: a network for each node, with links of 1gbit, say")
+    add("--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="where commbench-001 goes")
     args = parse(parser, argv)
     check_options(args)
     check_names("BACKENDS", args.backends, BACKENDS)

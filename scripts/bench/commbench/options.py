@@ -19,15 +19,12 @@ LARGEST = 2**33
 
 def add_options(parser: Parser) -> None:
     """Add what the ranks and the command that starts them have in common."""
-    parser.add_argument("--ops", default=",".join(OPS), metavar="OP,...", help=f"some of {', '.join(OPS)}")
-    parser.add_argument("--sizes", default=SIZES, metavar="BYTES,...", help="sizes of the result: 4,64k,16m")
-    parser.add_argument(
-        "--seconds", type=positive_float, default=0.5, metavar="S", help="how long each line is measured"
-    )
-    parser.add_argument(
-        "--timeout-s", type=positive_float, default=60.0, metavar="S", help="longest wait for another rank"
-    )
-    parser.add_argument("--link-gbit", type=positive_float, metavar="G", help="the link's speed in Gbit/s")
+    add = parser.add_argument
+    add("--ops", default=",".join(OPS), metavar="OP,...", help=f"some of {', '.join(OPS)}")
+    add("--sizes", default=SIZES, metavar="BYTES,...", help="sizes of the result: 4,64k,16m")
+    add("--seconds", type=positive_float, default=0.5, metavar="S", help="how long each line is measured")
+    add("--timeout-s", type=positive_float, default=60.0, metavar="S", help="longest wait for another rank")
+    add("--link-gbit", type=positive_float, metavar="G", help="the link's speed in Gbit/s")
 
 
 def check_options(args: Namespace) -> None:

@@ -24,13 +24,12 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 def arguments() -> argparse.Namespace:
     """Return what all of these programs are told."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", type=Path, required=True, help="with FashionMNIST/raw")
-    parser.add_argument(
-        "--begin-with", type=Path, required=True, help="weights, order and statistics, by torch.save"
-    )
-    parser.add_argument("--batch-size", type=int, required=True, help="over all processes")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--workers", type=int, default=0)
+    add = parser.add_argument
+    add("--data-dir", type=Path, required=True, help="with FashionMNIST/raw")
+    add("--begin-with", type=Path, required=True, help="weights, order and statistics, by torch.save")
+    add("--batch-size", type=int, required=True, help="over all processes")
+    add("--steps", type=int, required=True)
+    add("--workers", type=int, default=0)
     return parser.parse_args()
 
 
@@ -67,9 +66,8 @@ def model_of(args: argparse.Namespace) -> LeNet:
 def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return the usual loader in the order that all contenders share; this rank's part where there are several."""
     start = torch.load(args.begin_with, weights_only=True)
-    transform = transforms.Compose(
-        [transforms.ToTensor(), transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))]
-    )
+    normalize = transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))
+    transform = transforms.Compose([transforms.ToTensor(), normalize])
     data = datasets.FashionMNIST(str(args.data_dir), train=True, transform=transform)
     dataset: Subset[tuple[Tensor, Tensor]] = Subset(data, start["order"].tolist())
     return DataLoader(

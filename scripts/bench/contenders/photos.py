@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -66,11 +66,7 @@ def huffman(folder: Path) -> Iterator[int]:
             yield 1
 
 
-CONTENDERS: dict[str, Callable[[Path], Iterator[int]]] = {
-    "batches": batches,
-    "torchvision": torchvision,
-    "huffman": huffman,
-}
+CONTENDERS = {reader.__name__: reader for reader in (batches, torchvision, huffman)}
 
 
 def main() -> None:
