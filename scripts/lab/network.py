@@ -142,7 +142,8 @@ class Network:
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             done = run_side_by_side(commands, Path(folder), timeout_s)
-        for rank, ended in enumerate(done):
+        # One that was killed had waited for one that failed by itself.
+        for rank, ended in sorted(enumerate(done), key=lambda one: one[1].status < 0):
             if ended.status:
                 said = ended.output.strip()[-600:]
                 raise RuntimeError(f"rank {rank} of {nodes} ended with status {ended.status}: {said}")

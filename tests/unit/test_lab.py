@@ -2,6 +2,10 @@
 
 import os
 
+import pytest
+
+from scripts.lab import network
+from scripts.launch.processes import Ended
 from tests.support import run_command
 
 
@@ -29,3 +33,12 @@ def test_another_process_with_the_number_of_one_that_has_ended_is_no_cluster(tmp
     """`down` kills all processes in the network of the one that it finds."""
     (tmp_path / "pid").write_text(f"{os.getpid()}\n")
     assert slurm_cluster(tmp_path, "status").stdout == "no test cluster is up\n"
+
+
+def test_the_rank_that_failed_is_named_and_not_one_that_waited_for_it(monkeypatch):
+    ended = [Ended(-9, False, "waiting"), Ended(1, False, "no space left"), Ended(0, False, "")]
+    monkeypatch.setattr(network, "run_side_by_side", lambda *_: ended)
+    net = object.__new__(network.Network)
+    net.names, net.addresses = ["n0", "n1", "n2"], ["10.79.0.1", "10.79.0.2", "10.79.0.3"]
+    with pytest.raises(RuntimeError, match="rank 1 of 3 ended with status 1: no space left"):
+        net.run_ranks(["true"], 3, 1, 1.0)
