@@ -97,14 +97,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=count, default=5, help="most rounds of a part; medians are over them (5)")
     parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
     args = parse(parser, argv)
-    about = facts()
+    parts, about = check_names("PARTS", args.parts, list(PARTS)) or PARTS, facts()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
     read_output(output, about)  # before the work, not after it
     make_folder(output.parent)
     figures: list[Figure] = []
     failed = []
-    for part in check_names("PARTS", args.parts, list(PARTS)) or PARTS:
+    for part in parts:
         rounds = min(args.rounds, PARTS[part])
         print(f"bench: {part}, {rounds} round{'s' * (rounds > 1)}", flush=True)
         begin = time.monotonic()

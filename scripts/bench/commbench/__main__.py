@@ -20,7 +20,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.common.errors import UserError
@@ -90,8 +90,8 @@ def find_place(args: Namespace) -> Place:
         node = read_node()
         interface = interface_to(node.master_addr)
         speed = args.link_gbit or link_speed(interface)
-        place = Place(node.nnodes, node.nproc_per_node, gpus, interface, speed)
-        return replace(place, node_rank=node.node_rank, port=node.master_port)
+        shape = (node.nnodes, node.nproc_per_node, gpus)
+        return Place(*shape, interface, speed, node_rank=node.node_rank, port=node.master_port)
     nodes = args.nodes or 2
     gpus //= nodes
     processes = args.nproc_per_node or max(1, gpus)
