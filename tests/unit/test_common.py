@@ -590,6 +590,41 @@ class TestRecord:
             record.checkpoints.write(pack(record.args, Position(step=5), {}, {}, {}), is_best=True)
         assert [path.suffix for path in (record.folder / "checkpoints").iterdir()] == [".tmp"]
 
+    @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES, None])
+    def test_what_cannot_be_read_for_a_moment_is_no_other_job(self, tmp_path, monkeypatch, error):
+        record, _ = self.open(tmp_path, "--name", "a")
+        config, read = record.folder / "config.json", Path.read_text
+
+        def fail(path, *args, **options):
+            if path != config:
+                return read(path, *args, **options)
+            if error:
+                raise OSError(error, os.strerror(error), str(path))
+            return read(path, *args, **options)[:100]  # as an editor that is saving it leaves it
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+            record.checkpoints.write(pack(record.args, Position(step=1), {}, {}, {}))
+        assert json.loads((record.folder / "metrics.jsonl").read_text())["step"] == 1
+        assert [path.name for path in record.checkpoints.paths()] == ["step-000000001.pt"]
+        self.open(tmp_path, "--name", "a", "--resume", "auto")
+        with pytest.raises(UserError, match="another job has taken over the run"):
+            record.log_step(step=2, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+
+    def test_a_run_that_another_job_is_about_to_replace_is_not_written_to(self, tmp_path):
+        """Its checkpoint would count among those of the new run."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        for path in record.folder.iterdir():
+            path.unlink()  # as --overwrite does before it writes its own
+        for write in (
+            lambda: record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0),
+            lambda: record.checkpoints.write(pack(record.args, Position(step=1), {}, {}, {})),
+        ):
+            with pytest.raises(UserError, match=r"a/config\.json is gone: another job replaces the run,.* stops"):
+                write()
+        assert list(record.folder.iterdir()) == []
+
     @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
     def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
         """As when a stage of the pipeline does not fit its part of the checkpoint, and rank 0's does."""

@@ -123,14 +123,22 @@ class Record:
                 self.folder.rmdir()  # stays where a launcher has its logs in it
 
     def check_owner(self) -> None:
-        """Raise UserError if another launch has begun to write to this run: that one goes on."""
-        with as_user_error("read", self._config):
+        """Raise UserError if another launch has begun to write to this run: that one goes on.
+
+        A file that cannot be read now proves no other launch. Whether the disk works, the next write shows.
+        """
+        fix = "this job stops and writes nothing more; start one job of a name at a time"
+        try:
             if self._config.read_text(errors="replace") == self._written:
                 return  # without parsing what grows with every launch
             last = read_config(self._config)["launches"][-1]
+        except FileNotFoundError:
+            what = "is gone: another job replaces the run, or somebody has deleted it"
+            raise UserError(f"{self._config} {what}; {fix}") from None
+        except (OSError, UserError):
+            return
         if last.get("id") != self._id:
             who = f"{last.get('host')} (pid {last.get('pid')}) at {last['time']}"
-            fix = "this job stops and writes nothing more; start one job of a name at a time"
             raise UserError(f"another job has taken over the run {self.folder}, on {who}; {fix}")
 
     def _write_launch(self, config: dict[str, Any], step: int, kept: list[dict[str, Any]]) -> None:
