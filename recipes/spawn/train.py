@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import cast
 
@@ -38,6 +39,9 @@ from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; 
 GRACE_S = 4.0
 """How long a node's other ranks may still report, once one has failed."""
 
+MEETING_S = 20.0
+"""How long ranks may still wait for those of other nodes after a stop signal; nothing is lost with them."""
+
 
 @dataclass(frozen=True)
 class SpawnOptions(DDPOptions):
@@ -55,15 +59,17 @@ def options(argv: Sequence[str] | None = None) -> SpawnOptions:
     return parse(SpawnOptions, "spawn", __doc__, argv)
 
 
-def run_rank(args: SpawnOptions, ranks: Ranks) -> None:
+def run_rank(args: SpawnOptions, ranks: Ranks, has_met: Event | None = None) -> None:
     """Train as one of the ranks; this is main() in ddp."""
     stop = Stop()
     # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is; no launcher has set that.
     with connected_world(args, ranks) as world:
+        if has_met:
+            has_met.set()
         train(args, "spawn", world, stop)
 
 
-def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int) -> None:
+def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, has_met: Event) -> None:
     """Run one of the node's ranks, and exit with its status."""
     # Spawn: with its parent, mp.spawn ends a rank by SIGINT, which has no effect while it waits in a collective.
     end_with_parent(starter)
@@ -78,24 +84,24 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int) ->
     )
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # an error names them
     try:
-        status = exit_status(lambda: run_rank(args, ranks))
+        status = exit_status(lambda: run_rank(args, ranks, has_met))
     except Exception:
         traceback.print_exc()  # Spawn: mp.spawn keeps it for its own join(), which is not used here
         status = 1
     sys.exit(status)
 
 
-def start_ranks(args: SpawnOptions, node: Node) -> mp.ProcessContext:
+def start_ranks(args: SpawnOptions, node: Node, has_met: Event) -> mp.ProcessContext:
     """Start this node's ranks with the stop signals blocked; a rank unblocks them once it handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Spawn: each rank is a new interpreter that imports this module, torch and all, before it calls begin_rank.
     # fork would save that and break: CUDA and OpenMP do not survive it. join=False, because mp.spawn's join()
     # ends the other ranks by TERM, which they take for "write a checkpoint", and by KILL 30 s later.
-    arguments = (args, node, os.getpid())
+    arguments = (args, node, os.getpid(), has_met)
     return cast(mp.ProcessContext, mp.spawn(begin_rank, arguments, nprocs=node.nproc_per_node, join=False))
 
 
-def wait_for_ranks(context: mp.ProcessContext) -> list[int | None]:
+def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | None]:
     """Wait until all ranks have ended, or until GRACE_S after one has failed; pass the stop signals on to them.
 
     Return each rank's exit status: negative for a signal, None if it still runs.
@@ -104,7 +110,7 @@ def wait_for_ranks(context: mp.ProcessContext) -> list[int | None]:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    deadline = math.inf
+    deadline = meeting_deadline = math.inf
     while time.monotonic() < deadline:
         running = [process for process in context.processes if process.exitcode is None]
         if not running:
@@ -113,8 +119,12 @@ def wait_for_ranks(context: mp.ProcessContext) -> list[int | None]:
             deadline = time.monotonic() + GRACE_S
         while received:
             passed_on = received.pop()
+            meeting_deadline = min(meeting_deadline, time.monotonic() + MEETING_S)
             for process in running:
                 os.kill(process.pid, passed_on)
+        if time.monotonic() > meeting_deadline and not has_met.is_set():
+            print(f"stopped by {signal.Signals(passed_on).name} before the ranks had met", flush=True)
+            break
         connection.wait([process.sentinel for process in running], timeout=0.1)
     return [process.exitcode for process in context.processes]
 
@@ -141,10 +151,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_head(node)
     os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
-    start_tracker()  # else mp.spawn does, and lets the stop signals in
-    context = start_ranks(args, node)
+    start_tracker()  # else the event does, and lets the stop signals in
+    has_met = mp.get_context("spawn").Event()
+    context = start_ranks(args, node, has_met)
     try:
-        statuses = wait_for_ranks(context)
+        statuses = wait_for_ranks(context, has_met)
     finally:
         for process in context.processes:
             process.kill()
