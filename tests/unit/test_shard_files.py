@@ -295,6 +295,20 @@ def test_what_one_rank_meets_all_raise_and_nothing_is_left(folder, spoil, messag
     assert files(folder.folder) == before
 
 
+def test_a_newer_job_that_clears_the_shard_files_is_named(folder, monkeypatch):
+    def take_over():
+        raise UserError("another job has taken over")
+
+    def clear(place):
+        for path in place.glob("step-000000030-*.shard"):
+            path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(shard_files, "sync_folder", clear)
+    monkeypatch.setattr(folder, "check_owner", take_over)
+    assert [str(error) for error in write(folder, 30)] == ["another job has taken over"] * RANKS
+    assert [path.name for path in folder.paths()] == ["step-000000020.pt", "step-000000010.pt"]
+
+
 def test_what_rank_0_cannot_add_all_raise_and_the_next_write_clears_it(folder, monkeypatch):
     """best.pt may be there by then, and then its shard files are needed."""
     replace = type(folder.folder).replace

@@ -232,6 +232,7 @@ class ShardedFolder:
             return {**reference, "pieces": [[file, *piece] for file, own in pieces for piece in own]}
 
         try:
+            self.folder.check_owner()  # a newer job removes what is not its own
             for entry in files:
                 if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
                     raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")
