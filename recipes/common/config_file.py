@@ -19,7 +19,8 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Refuse what YAML lets pass: of a flag that is given twice, the last value."""
-        flags = [str(key.value).replace("_", "-") for key, _ in node.value]
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        flags = [str(key.value).replace("_", "-") for key, _ in pairs]
         if twice := [flag for flag in flags if flags.count(flag) > 1]:
             raise UserError(f"{twice[0]} is given twice; keep one")
         return super().construct_mapping(node, deep)

@@ -32,7 +32,8 @@ def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> Non
     totals[0] += evaluated
     totals[1] += len(target) - evaluated
     for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
-        totals[place] += torch.as_tensor(value, dtype=totals.dtype)  # apex's O1 adds no float32 to float64
+        # A metric may have one value in a shape such as (1, 1); apex's O1 adds no float32 to float64.
+        totals[place] += torch.as_tensor(value, dtype=totals.dtype).sum()
 
 
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:

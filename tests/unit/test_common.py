@@ -326,6 +326,16 @@ class TestTotals:
         result = metrics.averages(whole, TASK, 11)
         assert result == {"test_loss": pytest.approx(loss / 10, rel=1e-6), "test_accuracy": correct / 10}
 
+    def test_a_metric_may_have_the_shape_that_keepdim_leaves(self):
+        class Kept(Classification):
+            def metric_sums(self, output, target):
+                return (super().metric_sums(output, target)[0].reshape(1, 1),)
+
+        logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 2])
+        totals = metrics.new_totals(TASK, CPU)
+        metrics.add_batch(totals, Kept(), logits, labels)
+        assert metrics.averages(totals, TASK, 4)["test_accuracy"] == 3 / 4
+
     def test_skipped_images_are_told_and_nothing_divides_by_zero(self):
         totals = torch.tensor([0.0, 2.0, 3.0, 0.0, 0.0], dtype=torch.float64)
         assert metrics.averages(totals, TASK, 2) == {"test_loss": 0.0, "test_accuracy": 0.0, "skipped_images": 3}

@@ -213,6 +213,7 @@ class TestConfig:
             ("just words", "must hold lines of the form `flag: value`"),
             ("a: [", "is not YAML"),
             ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
+            ("!!map [a, b]", "is not YAML"),
             ("epochs: [1, 2]", "epochs expects one word or number, got ['1', '2']"),
             ("epochs:", "epochs expects one word or number, got None"),
             ("epochs: true", "epochs expects one word or number, got True"),
