@@ -1,5 +1,6 @@
 """Who is named when ranks wait for one another, from what each of them says."""
 
+import builtins
 import json
 import os
 import socket
@@ -242,6 +243,28 @@ def test_entering_a_collective_costs_microseconds(args):
         assert time.thread_time() - began_s < 10_000 * 50e-6
     finally:
         watch.close()
+
+
+def test_a_report_reads_no_module_from_a_disk(args, monkeypatch):
+    """The disk may be what hangs, and the code there another one than when the job began."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    own_import = builtins.__import__
+
+    def refuse(name, *others):
+        if name.startswith("recipes"):
+            raise ImportError(name)
+        return own_import(name, *others)
+
+    watch = Watch(0, 1, args, None)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", refuse)
+            with pytest.raises(SystemExit) as caught:
+                watch.end()
+    finally:
+        watch.close()
+    assert caught.value.code == HANG_STATUS
+    assert len(list(args.runs_dir.glob("hang-*/hang-report.txt"))) == 1
 
 
 def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):

@@ -1,7 +1,4 @@
-"""The report of a hang: what each rank that answers says, put together by one of them.
-
-watch.py loads it when a rank has waited for too long.
-"""
+"""The report of a hang: what each rank that answers says, put together by one of them."""
 
 from __future__ import annotations
 

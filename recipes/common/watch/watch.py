@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 from recipes.common.options import Options
 from recipes.common.watch.bounds import HANG_STATUS, TIME_OUTS
 from recipes.common.watch.notes import ANSWER_S, Notes, Store, read
+from recipes.common.watch.report import Report, describe_rank
 from recipes.common.watch.stragglers import Work, stragglers
 
 NOTE_S = 0.2
@@ -148,8 +149,6 @@ class Watch:
         """Report where this rank stands, see to it that all that is known gets into one file, and end."""
         self._ending.acquire()  # a second thread waits here until the process ends
         try:
-            from recipes.common.watch.report import Report, describe_rank
-
             text = describe_rank(self._note(), error, self._threads)
             place = self.folder or self.args.runs_dir / f"hang-{socket.gethostname()}-{os.getpid()}"
             known, recent_s = self._last_notes, self.args.timeout_s
