@@ -371,7 +371,7 @@ begin_submitted() {
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
     srun=(srun) container=() started=$logs/$job.started
     # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
-    export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1 SUBMITIT_PREEMPT_SIGNAL=USR1
+    export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"

@@ -228,8 +228,6 @@ def check_by_slurm(options: dict[str, Any]) -> None:
 
 def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
     """Return submitit's jobs, one for each run, in one array where there are several; raises UserError."""
-    # What submitit takes for the signal of a preemption; it reads the variable when it is imported.
-    os.environ["SUBMITIT_PREEMPT_SIGNAL"] = SIGNAL.name.removeprefix("SIG")
     import submitit
 
     options = slurm_options(args)

@@ -57,7 +57,8 @@ class Training:
             words = ["scripts.launch.hold_signals", f"recipes.{self.recipe}.train", *self.argv]
             if is_restart and (self.run_dir / "config.json").exists():
                 words += ["--resume", "auto"]  # its own record, whatever it began from
-        status, received = run(["bash", "-c", START, "bash", *words], env)
+        # In a group of its own: some Slurms signal this process's whole group, and a script gets a signal once.
+        status, received = run(["bash", "-c", START, "bash", *words], env, process_group=0)
         if self.script and received:
             status = 0  # as docs/your-own.md says
         if os.environ["SLURM_PROCID"] == "0":

@@ -96,9 +96,9 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until
     return True
 
 
-def run(command: Sequence[str], env: Mapping[str, str]) -> tuple[int, list[int]]:
+def run(command: Sequence[str], env: Mapping[str, str], process_group: int | None = None) -> tuple[int, list[int]]:
     """Return a command's exit status, 128 + n for signal n, and the stop signals that came to this process."""
-    returned, received = run_with_signals(command, env)
+    returned, received = run_with_signals(command, env, process_group)
     return (returned if returned >= 0 else 128 - returned), received
 
 

@@ -276,7 +276,7 @@ def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(sub
         (tmp_path / "logs/7_status").write_text("0\n")
         done = submitted("", 0, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
         assert "none is left" in done.stdout
-        assert {"PORT_IS_CHOSEN=1", "SUBMITIT_PREEMPT_SIGNAL=USR1"} < set(done.stdout.splitlines())
+        assert "PORT_IS_CHOSEN=1" in done.stdout.splitlines()
         seen |= set(re.findall(r"MASTER_PORT=(\d+)", done.stdout))
     assert len(seen) == 3
 

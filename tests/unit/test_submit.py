@@ -293,7 +293,7 @@ class TestARank:
         self.words, self.env = [], {}
 
         def run(job, ended=0, received=()):
-            def end(command, env):
+            def end(command, env, process_group):
                 self.words, self.env = command[4:], env
                 return ended, list(received)
 
@@ -340,7 +340,8 @@ class TestARank:
         (tmp_path / "train.py").write_text(
             'import os, signal; seen = open(os.environ["RUN_DIR"] + "/seen", "w")\n'
             "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME RESUME'.split()\n"
-            "print(*map(os.environ.get, names), file=seen, flush=True)\n"
+            "is_alone = os.getpgrp() == os.getpid()  # else some Slurms would signal it, too\n"
+            "print(*map(os.environ.get, names), is_alone, file=seen, flush=True)\n"
             "os.kill(os.getppid(), signal.SIGUSR1); signal.pause()"
         )
         script = {"SCRIPT": str(tmp_path / "train.py"), "RUN_DIR": str(tmp_path), "RESUME": "none"}
@@ -353,7 +354,7 @@ class TestARank:
         job.start()
         job.join(60)
         assert (job.exitcode, status_file.read_text()) == (0, "0 USR1\n")
-        assert (tmp_path / "seen").read_text() == "0 0 1 1 lo none\n"
+        assert (tmp_path / "seen").read_text() == "0 0 1 1 lo none True\n"
 
 
 def test_fabric_sh_is_refused_in_one_line(monkeypatch):
