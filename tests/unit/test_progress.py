@@ -1,9 +1,11 @@
 """What rank 0 shows while it trains."""
 
 import io
+import shlex
 import sys
 
 from recipes.common.record.progress import Progress
+from tests.support import run_command, words_for
 
 
 class Terminal(io.StringIO):
@@ -31,6 +33,17 @@ def test_one_bar_counts_the_steps_of_the_whole_run(monkeypatch):
     assert "it/s" not in terminal.getvalue(), "the speed has one unit"
     assert "epoch 2  step 20  test_loss 1.0000\n" in terminal.getvalue()
     progress.close()
+
+
+def test_a_run_whose_reader_has_gone_ends_in_one_line(tmp_path):
+    words = words_for(tmp_path, "piped", "--epochs", "400", "--device", "cpu")
+    command = (
+        f"{shlex.join([sys.executable, '-m', 'recipes.single.train', *words])} | head -1; exit ${{PIPESTATUS[0]}}"
+    )
+    result = run_command("bash", "-c", command)
+    assert (result.status, result.stdout.count("\n")) == (2, 1)
+    remedy = "to resume: --resume auto, and the output to a file"
+    assert result.stderr == f"error: nobody reads standard output any more; {remedy}\n"
 
 
 def test_without_a_terminal_there_are_lines(capsys):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
+
+from recipes.common.errors import UserError
 
 QUIET_S = 10.0
 """Without a terminal, step lines appear at most this often; epoch lines always do."""
@@ -54,7 +57,13 @@ class Progress:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         else:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else raised again at the end
+                raise UserError(
+                    "nobody reads standard output any more; to resume: --resume auto, and the output to a file"
+                ) from None
 
     def close(self) -> None:
         """Remove the bar."""
