@@ -232,10 +232,8 @@ def plan_row(
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
     control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in ("single", "horovod") else 0.0
     method = replace(method, sums=workload.sums_bytes(method, local))
-    own, even = (
-        compute.scaled(size / args.local_batch_size, options.accumulate_steps)
-        for size in (local, global_batch / parts)
-    )
+    passes = options.accumulate_steps
+    own, even = (compute.scaled(size / args.local_batch_size, passes) for size in (local, global_batch / parts))
     found = model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     epoch_steps = kind.num_samples // global_batch
     steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
@@ -398,13 +396,11 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw step time, efficiency and cost over the number of nodes."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(14, 4), layout="constrained")
+    figure = Figure(figsize=(14, 4), layout="constrained")
     figure.suptitle(title)
+    axes = figure.subplots(1, len(PANELS))
     for axis, (name, curves) in zip(axes, PANELS.items(), strict=True):
         for key, label in curves.items():
             axis.plot([row["nodes"] for row in rows], [row[key] for row in rows], "o-", label=label)
@@ -413,7 +409,6 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
         axis.legend(fontsize=8)
     axes[-1].set_yscale("log")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 @command
