@@ -142,8 +142,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         (args.utilisation > 1, "--utilisation is a share, at most 1"),
         (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
     )
-    if not args.gbit:
-        args.fabric = args.fabric or "ib-400"
+    args.fabric = args.fabric or (None if args.gbit else "ib-400")
     args.is_fixed_batch = bool(option("--global-batch-size", "", words))
     if not option("--data", "", words):
         words = ["--data", "imagefolder", *words]
