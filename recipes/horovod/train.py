@@ -178,7 +178,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         # Horovod: all processes meet; only then does each know whether it is rank 0, which prints a refusal.
         hvd.init()
-        os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
+        is_alone = hvd.size() == 1 and os.environ.get("WORLD_SIZE", "1") != "1"
+        if not is_alone:
+            os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
+    if is_alone:
+        fix = "start them with `make run RECIPE=horovod`, horovodrun or mpirun"
+        raise UserError(f"Horovod does not connect processes that torchrun starts; {fix}")
     stop = Stop()
     world = join_world(args)
     try:

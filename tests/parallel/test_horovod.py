@@ -76,6 +76,17 @@ def test_mpirun_starts_it(single, tmp_path):
     check_started(single, tmp_path, "mpirun", "--oversubscribe", **as_root)
 
 
+def test_torchruns_processes_are_refused(tmp_path):
+    """Each trained alone on all of the data, and wrote the same record."""
+    torchrun = (".venv/bin/torchrun", "--nproc-per-node=2", "-m", "recipes.horovod.train")
+    result = run_command(*torchrun, *words_for(tmp_path, "horovod", *STEPS))
+    assert result.status != 0
+    refusals = [line for line in result.errors if line.startswith("error: ")]
+    fix = "start them with `make run RECIPE=horovod`, horovodrun or mpirun"
+    assert refusals == [f"error: Horovod does not connect processes that torchrun starts; {fix}"]
+    assert not [*tmp_path.iterdir()]
+
+
 def check_started(single, folder, *launcher, **env):
     """Assert that two ranks, of a thread each, have the losses of single."""
     words = words_for(folder, "horovod", *STEPS, "--compression", "none")
