@@ -25,7 +25,6 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
@@ -58,7 +57,10 @@ class TorchAmp:
         self.args, self.device, self.level = args, world.device, args.opt_level
         self.half = half_type(world.device)
         # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
-        model = sync_batch_norm(model, args, world)
+        if args.sync_batchnorm:
+            from recipes.common.models.batchnorm import sync_batch_norm
+
+            model = sync_batch_norm(model, args, world)
         # AMP: `model` is what the optimizer updates and the checkpoint holds, `working` what computes. They differ
         # under O2 alone.
         self.model = self.working = model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
-from recipes.common.user_code import refusal
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
 
@@ -245,26 +243,13 @@ class Job:
             return
         # The result first: whatever becomes of the sample, the run is complete.
         result = run_on_all_ranks(self._write_result, self.peers)
-        sample = self._sample(sample_on_all_ranks) if self.record or sample_on_all_ranks else ""
-        if self.record:
-            if sample:
-                self.say(sample)
-            self.record.print_result(result)
+        if self.data.task.has_sample and (self.record or sample_on_all_ranks):
+            from recipes.common.sample import make_sample
 
-    def _sample(self, exchanges: bool) -> str:
-        """Return the task's sample, or a warning where it has none: the run is complete all the same."""
-        try:
-            model = self.model
-            if exchanges:
-                with self.peers.watch("sample", computes=True):
-                    return self.data.task.sample(model, self.device)
-            if any(p.device != self.device for p in model.parameters()):
-                model = copy.deepcopy(model).to(self.device)  # a pipeline's layers may lie on several devices
-            return self.data.task.sample(model, self.device)
-        except Exception as error:
-            if exchanges and isinstance(error, RuntimeError):  # a lost rank, perhaps
-                raise
-            return f"warning: {refusal('the sample failed', error, 'the run is complete without it')}"
+            if text := make_sample(self.data.task, self.model, self.peers, sample_on_all_ranks):
+                self.say(text)
+        if self.record:
+            self.record.print_result(result)
 
     def _write_result(self) -> dict[str, Any]:
         """Write result.json on rank 0; return what is in it."""

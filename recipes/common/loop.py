@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
-from recipes.common.models.batchnorm import average_statistics, check_groups, group_batch_norm, warning
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
@@ -93,18 +93,11 @@ def load_data_and_model(
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), peers)
-    set_batchnorm_groups(model, args, peers)
+    if args.batchnorm_group:
+        from recipes.common.models.batchnorm import set_groups
+
+        set_groups(model, args, peers)
     return data, model.to(peers.device)
-
-
-def set_batchnorm_groups(model: nn.Module, args: Options, peers: Peers) -> None:
-    """Let batch norm take the groups of --batchnorm-group; call it on all ranks.
-
-    Raises UserError, on all of them, where there is nothing to group.
-    """
-    run_on_all_ranks(lambda: check_groups(model, args), peers)
-    share = own_shard(peers)(in_groups(torch.arange(args.global_batch_size), args)).numel()
-    group_batch_norm(model, args, share)
 
 
 def begin_run(
@@ -158,8 +151,11 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
     peers.watch.follow(lambda: job.position.step, job.folder)
-    if text := warning(job.model, job.args, job.batch_parts):
-        job.say(text)
+    if any(isinstance(module, _BatchNorm) for module in job.model.modules()):
+        from recipes.common.models.batchnorm import warning
+
+        if text := warning(job.model, job.args, job.batch_parts):
+            job.say(text)
 
 
 def gather_places(job: Job) -> list[Place]:
@@ -326,6 +322,8 @@ def sync_statistics(job: Job, technique: Technique) -> None:
             job.peers.sum_tensor(tensor)
 
     if job.args.batchnorm_group:
+        from recipes.common.models.batchnorm import average_statistics
+
         average_statistics(job.model, job.args, technique.sum_statistics or sum_over_ranks)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.errors import UserError
 from recipes.common.task import Task
-from recipes.common.user_code import call, name_of
 
 IDLE_WINDOW_S = 10.0
 """Seconds of training by which the idle share is judged; a share above MAX_IDLE_SHARE is worth a warning."""
@@ -42,29 +40,12 @@ def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
     means = {name: value / max(count, 1) for name, value in zip(("loss", *task.metrics), sums, strict=True)}
-    result = {f"test_{name}": value for name, value in add_derived(means, task).items()}
+    if getattr(task.derive, "__func__", None) is not Task.derive:
+        from recipes.common.user_code import add_derived
+
+        means = add_derived(means, task)
+    result = {f"test_{name}": value for name, value in means.items()}
     return {**result, "skipped_images": int(skipped)} if skipped else result
-
-
-def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
-    """Return the averages and what the task derives from them, as plain numbers: a checkpoint takes nothing else.
-
-    Raises UserError if derive() fails or returns something else, or the task's headline is not among them.
-    """
-    what = f"--task {type(task).__name__}: derive()"
-    derived = call(what, task.derive, dict(means))
-    if not isinstance(derived, dict):
-        raise UserError(f"{what} returned {name_of(derived)}; return a dict of numbers")
-    found = dict(means)
-    for name, value in derived.items():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
-            raise UserError(f"{what} returned {name_of(value)} as {name!r}; return a number") from None
-    if task.headline not in found:
-        fix = f"set it to one of {', '.join(found)}, or let derive() return it"
-        raise UserError(f"--task {type(task).__name__}: nothing has the headline's name {task.headline!r}; {fix}")
-    return found
 
 
 class Throughput:

@@ -349,6 +349,11 @@ class Options(TrainingOptions):
             )
 
     @property
+    def has_own_code(self) -> bool:
+        """Whether --data, --model or --task names code of the user's."""
+        return any(map(is_reference, (self.data, self.model, self.task)))
+
+    @property
     def passes(self) -> int:
         """Passes of a rank through a model, one after another, in a step."""
         return self.accumulate_steps

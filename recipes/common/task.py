@@ -54,6 +54,11 @@ class Task:
         """Return something that the trained model has made, to print on rank 0 at a run's end ("": nothing)."""
         return ""
 
+    @property
+    def has_sample(self) -> bool:
+        """Whether the task has a sample() of its own."""
+        return getattr(self.sample, "__func__", None) is not Task.sample
+
 
 class Classification(Task):
     """One class for each sample: logits (B, classes) and class numbers, int64 of shape (B,).

@@ -16,6 +16,7 @@ from typing import Any
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, is_reference
+from recipes.common.task import Task
 
 
 def digests(args: Options) -> dict[str, str]:
@@ -64,6 +65,36 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise refusal(f"{what} failed", error) from error
+
+
+def build_own_task(args: Options) -> Task:
+    """Return the task that --task names; raises UserError if it is none."""
+    task = call(f"--task {args.task}", load("--task", args.task))
+    if not isinstance(task, Task):
+        fix = "give a subclass of recipes.common.task.Task, without arguments"
+        raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
+    return task
+
+
+def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
+    """Return the averages and what the task derives from them, as plain numbers: a checkpoint takes nothing else.
+
+    Raises UserError if derive() fails or returns something else, or the task's headline is not among them.
+    """
+    what = f"--task {type(task).__name__}: derive()"
+    derived = call(what, task.derive, dict(means))
+    if not isinstance(derived, dict):
+        raise UserError(f"{what} returned {name_of(derived)}; return a dict of numbers")
+    found = dict(means)
+    for name, value in derived.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several values
+            raise UserError(f"{what} returned {name_of(value)} as {name!r}; return a number") from None
+    if task.headline not in found:
+        fix = f"set it to one of {', '.join(found)}, or let derive() return it"
+        raise UserError(f"--task {type(task).__name__}: nothing has the headline's name {task.headline!r}; {fix}")
+    return found
 
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:

@@ -22,7 +22,6 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import (
     autocast,
     build_optimizer,
@@ -77,7 +76,10 @@ def options(argv: Sequence[str] | None = None) -> DDPOptions:
 def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> DistributedDataParallel:
     """Return the model with gradients that are averaged over all ranks."""
     # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
-    model = sync_batch_norm(model, args, world)
+    if args.sync_batchnorm:
+        from recipes.common.models.batchnorm import sync_batch_norm
+
+        model = sync_batch_norm(model, args, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
     ddp = DistributedDataParallel(

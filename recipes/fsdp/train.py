@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.loop import Technique, begin_run, load_checked_data, set_batchnorm_groups, train_epochs
-from recipes.common.models.batchnorm import plain_layers
+from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
+from recipes.common.models.batchnorm import plain_layers, set_groups
 from recipes.common.models.models import build_model, check_model, make_model
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
@@ -161,7 +161,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     data = load_checked_data(args, "fsdp", world, stop)
     with world.watch("model", computes=True):
         model, shards = run_on_all_ranks(lambda: build(args, data, world), world)
-        set_batchnorm_groups(model, args, world)
+        if args.batchnorm_group:
+            set_groups(model, args, world)
         module = wrap(model, args, world)
         if shards:
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.errors import UserError
-from recipes.common.models.models import layers
+from recipes.common.models.layers import layers
 from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options, check_divides
 from recipes.common.world.agreement import map_tree

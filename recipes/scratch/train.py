@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.batchnorm import sync_batch_norm
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, switch
 from recipes.common.process.entry import exit_status
@@ -126,7 +125,10 @@ def ring_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> N
 def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     """Return the model with the parameters of rank 0."""
     # Scratch: left to torch: with --sync-batchnorm, layers exchange 2C + 1 floats per layer and pass.
-    model = sync_batch_norm(model, args, world)
+    if args.sync_batchnorm:
+        from recipes.common.models.batchnorm import sync_batch_norm
+
+        model = sync_batch_norm(model, args, world)
     # Scratch: the model's size to each rank, once; all have drawn the same from --seed, so this only makes sure.
     get_params(model.parameters(), world)
     if args.compile:

@@ -29,7 +29,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from recipes.common.checkpoint.shard_files import Box
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
-from recipes.common.models.models import GPTS, OWN_MODELS, LeNet, VisionTransformer
+from recipes.common.models.models import GPTS, OWN_MODELS, LeNet
+from recipes.common.models.vit import VisionTransformer
 from recipes.common.parallel.sharding import map_states
 from recipes.common.world.agreement import Slot
 

@@ -140,7 +140,13 @@ class TestJob:
 
     def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
         """A pipeline's model may lie on several devices because it is too large for one."""
+
+        class Telling(Classification):
+            def sample(self, model, device):
+                return "a sample"
+
         job, printed = self.job("--epochs", "1"), []
+        job.data = dataclasses.replace(job.data, task=Telling())
         job.position = Position(step=job.total_steps, epoch=1)
         job.model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
         progress = SimpleNamespace(say=printed.append)

@@ -8,7 +8,8 @@ import torch
 
 from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
-from recipes.common.models.models import build_model, layers
+from recipes.common.models.layers import layers
+from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, load_optimizer_state
 from recipes.common.options import Options, parse
 from recipes.pipeline.partition import (

@@ -12,7 +12,8 @@ from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_file
 from recipes.common.errors import UserError
 from recipes.common.language import TEMPERATURE, LanguageModel, generate
 from recipes.common.models.gpt import GPT, rotate
-from recipes.common.models.models import build_model, layers
+from recipes.common.models.layers import layers
+from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, load_optimizer_state, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.task import SKIPPED, Classification

@@ -2,10 +2,8 @@
 
 # ruff: noqa: E501 (messages stand in one line)
 
-import contextlib
 import re
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +12,9 @@ from torch import nn
 from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
-from recipes.common.job import Job
-from recipes.common.metrics import add_derived
 from recipes.common.models.models import build_model
+from recipes.common.sample import make_sample
+from recipes.common.world.alone import Alone
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -300,15 +298,14 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
         def sample(self, model, device):
             raise RuntimeError("no words")
 
-    peers = SimpleNamespace(watch=lambda *_, **__: contextlib.nullcontext())
-    job = SimpleNamespace(data=SimpleNamespace(task=Mute()), model=nn.Linear(1, 1), device=CPU, peers=peers)
-    said = Job._sample(job, exchanges=False)
+    peers, model = Alone(CPU), nn.Linear(1, 1)
+    said = make_sample(Mute(), model, peers, exchanges=False)
     assert re.fullmatch(
         r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",
         said,
     )
     with pytest.raises(RuntimeError, match="no words"):  # with other ranks in it, one may be lost
-        Job._sample(job, exchanges=True)
+        make_sample(Mute(), model, peers, exchanges=True)
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")
@@ -432,7 +429,7 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
 def test_two_samples_prove_nothing_against_a_quotient():
     data, _ = load(*FIT, "mine:Undefined")
     with pytest.raises(UserError, match=r"derive\(\) failed: ZeroDivisionError"):
-        add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
+        user_code.add_derived({"loss": 1.0, "absolute_error": 1.0}, data.task)
 
 
 def test_what_a_model_keeps_beside_tensors_and_a_checkpoint_gives_back_is_taken():

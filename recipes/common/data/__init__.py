@@ -6,12 +6,9 @@ images, and shards of them, are decoded in worker processes (imagefolder.py, sha
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gzip
 import importlib.util
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, Normalise, Spec, Split, TensorSplit
+from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, RawSplits, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference
 from recipes.common.task import SKIPPED, Classification, Task
-from recipes.common.user_code import call, load
 
 if TYPE_CHECKING:
     from recipes.common.data.imagefolder import Listing
 
-__all__ = ["EVAL_BATCH_SIZE", "SKIPPED", "Batch", "Data", "Normalise", "Spec", "Split", "TensorSplit", "load_data"]
+__all__ = ["EVAL_BATCH_SIZE", "SKIPPED", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]
 
 
 def load_data(
@@ -67,8 +63,7 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
         from recipes.common.data.own import load_own_data
 
         return load_own_data(args, device, on_bad_image)
-    load = {"digits": _digits, "synthetic": _synthetic}.get(args.data, _torchvision)
-    (train_images, train_labels), (test_images, test_labels) = load(args)
+    (train_images, train_labels), (test_images, test_labels) = _load_images(args)
     pixels = train_images.transpose(0, 1).flatten(1).float()
     mean, std = pixels.mean(dim=1), pixels.std(dim=1).clamp(min=1e-6)
 
@@ -84,8 +79,14 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
     )
 
 
-RawSplits = tuple[Batch, Batch]
-"""Training and test images as uint8 (N, C, H, W), each with int64 labels (N,)."""
+def _load_images(args: Options) -> RawSplits:
+    if args.data == "digits":
+        return _digits(args)
+    if args.data == "synthetic":
+        return _synthetic(args)
+    from recipes.common.data.torchvision_data import load_torchvision
+
+    return load_torchvision(args)
 
 
 def _digits(args: Options) -> RawSplits:
@@ -124,53 +125,6 @@ def _synthetic(args: Options) -> RawSplits:
     return draw(args.num_samples), draw(max(1, args.num_samples // 8))
 
 
-def _torchvision(args: Options) -> RawSplits:
-    """Return Fashion-MNIST (60,000 + 10,000 of 1x28x28) or CIFAR-10 (50,000 + 10,000 of 3x32x32)."""
-    from torchvision import datasets  # over a second: paid only by the data sets that need it
-
-    load = {"fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}[args.data]
-
-    def read(train: bool) -> Batch:
-        dataset = load(str(args.data_dir), train=train, download=args.download)
-        images = torch.as_tensor(dataset.data)
-        labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
-        return (images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)), labels
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(args.timeout_s)  # of a download: torchvision would wait for a silent server for ever
-    try:
-        with _one_process_at_a_time(args.data_dir) if args.download else contextlib.nullcontext():
-            return read(train=True), read(train=False)
-    except UserError:
-        raise
-    except OSError as error:  # a failed download is a URLError, which is an OSError
-        raise UserError(f"--data {args.data} from --data-dir {args.data_dir}: {error}") from None
-    except (RuntimeError, ValueError, AssertionError) as error:  # of files that are missing, cut or damaged
-        what = f"--data {args.data} is missing or damaged in --data-dir {args.data_dir}"
-        if not args.download:
-            raise UserError(f"{what}; add --download to fetch it") from None
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        fix = "remove what is there of it, or copy it from a machine with a network"
-        raise UserError(f"{what}, and --download does not replace it ({reason}); {fix}") from None
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one rank of a node download while the others wait; they then find the files in place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".download.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise UserError(
-                f"--download: cannot lock {lock.name}: {error.strerror} (Lustre without the mount option flock?); "
-                "download once without a job, on a local disk, and copy the files there"
-            ) from None
-        yield
-
-
 def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
     """Return --task, or what the targets of the data are for, by their kind and a sample's shape.
 
@@ -179,11 +133,9 @@ def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
     if args.label_smoothing and (is_reference(args.task) or kind != "class"):
         raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")
     if is_reference(args.task):
-        task = call(f"--task {args.task}", load("--task", args.task))
-        if not isinstance(task, Task):
-            fix = "give a subclass of recipes.common.task.Task, without arguments"
-            raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
-        return task
+        from recipes.common.user_code import build_own_task
+
+        return build_own_task(args)
     if kind == "values" and args.task == "auto":
         fix = "add --task package.module:Class (docs/your-model.md)"
         raise UserError(f"--data {args.data}: no built-in task takes values; {fix}")

@@ -29,6 +29,9 @@ Images are float32 of shape (B, C, H, W) and normalised, their labels int64 of s
 (B, T), and so are its targets, one place further.
 """
 
+RawSplits = tuple[Batch, Batch]
+"""Training and test images as uint8 (N, C, H, W), each with int64 labels (N,)."""
+
 
 class Split(ABC):
     """The training or the test half of a data set."""

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.common.errors import UserError
 from recipes.common.options import Options
+from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.peers import Peers
 
 
@@ -65,6 +66,17 @@ def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, GroupBatchNorm | nn.SyncBatchNorm):
             yield module
+
+
+def set_groups(model: nn.Module, args: Options, peers: Peers) -> None:
+    """Let batch norm take the groups of --batchnorm-group in this rank's share of the batch; call it on all ranks.
+
+    Raises UserError, on all of them, where there is nothing to group.
+    """
+    run_on_all_ranks(lambda: check_groups(model, args), peers)
+    size = args.batchnorm_group or 1
+    groups = torch.arange(args.global_batch_size // size)
+    group_batch_norm(model, args, size * len(shard(groups, peers.rank, peers.world_size)))
 
 
 def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
-from recipes.common.metrics import add_derived
+from recipes.common.models.layers import layers
 from recipes.common.options import Options
-from recipes.common.user_code import call, load, name_of
+from recipes.common.user_code import add_derived, call, load, name_of
 
 
 def build_own_model(args: Options, data: Data) -> nn.Module:
@@ -74,6 +74,8 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         # Of two samples a variance may be 0: that says nothing of the whole test set.
         if not isinstance(error.__cause__, ArithmeticError | ValueError):
             raise
+    if getattr(model, "is_sequence", False):
+        check_sequence(model, [module for _, module in layers(model)], args, data)
     model.train()
 
 

@@ -19,7 +19,6 @@ from recipes.common.data import Data, load_data
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.options import Options
-from recipes.common.user_code import digests
 from recipes.common.world.peers import Peers
 
 if TYPE_CHECKING:
@@ -108,7 +107,10 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     folders = {"common", recipe, *(["ddp"] if recipe == "spawn" else [])}  # spawn's ranks are ddp's
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
-    facts.update(digests(args))
+    if args.has_own_code:
+        from recipes.common.user_code import digests
+
+        facts.update(digests(args))
     facts["python"] = platform.python_version()
     for name in LIBRARIES:
         facts[name] = next((found.version for found in distributions(name=name)), "not installed")

@@ -1,0 +1,34 @@
+"""A model as a sequence of layers, for what splits it or holds it to that."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from recipes.common.errors import UserError
+
+FLATTENED_BEFORE = {"ResNet": "fc", "VGG": "classifier", "AlexNet": "classifier"}
+"""Families of torchvision that are a sequence of layers but for a flattening that forward() does itself."""
+
+
+def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a model as a sequence: applying the modules in order equals model(images).
+
+    The names are those of the whole model: layer "layer1.0" holds the parameters "layer1.0.conv1.weight", ...
+
+    Raises UserError if the model's forward() is more than a sequence of its parts.
+    """
+    family = type(model).__name__
+    is_sequence = isinstance(model, nn.Sequential) or getattr(model, "is_sequence", False)
+    if not is_sequence and family not in FLATTENED_BEFORE:
+        known = "lenet, vit-tiny, gpt-tiny, gpt-small, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
+        raise UserError(
+            f"a {family} is no plain sequence of layers and cannot be split; --model may be {known}, or your "
+            "own that applies its children in order and has is_sequence = True"
+        )
+    sequence: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        if name == FLATTENED_BEFORE.get(family):
+            sequence.append(("flatten", nn.Flatten()))
+        inner = layers(child) if isinstance(child, nn.Sequential) else [("", child)]
+        sequence += [(f"{name}.{path}".removesuffix("."), module) for path, module in inner]
+    return sequence
