@@ -51,22 +51,6 @@ class MissingNodeError(UserError):
     status = 1
 
 
-class MissingStoreError(MissingNodeError):
-    """The store of an elastic job did not answer within the bound."""
-
-    status = 68
-    """EX_NOHOST of sysexits.h, of an agent; its node ends with 1, or counts as lost where it was to come back."""
-
-
-class WorkerError(UserError):
-    """A worker process of this rank died or hangs; the next launch may have better luck."""
-
-    status = 1
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, on_one_rank=True)
-
-
 @contextlib.contextmanager
 def as_user_error(verb: str, path: object) -> Iterator[None]:
     """Raise an OSError as a UserError that says what cannot be made, read or written, and what to do about it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -64,25 +63,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
     state = sorted((places[number], values) for number, values in content["state"].items())
     return {"state": dict(state), "param_groups": [{**group, "params": sorted(places)}]}
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what optimizer_state() returns, without its settings: groups, decay and kernels are of this launch.
-
-    Raises ValueError if it is of other parameters.
-    """
-    places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
-    if len(saved) != len(places):
-        raise ValueError(f"its optimizer has {len(saved)} parameters, the model {len(places)}")
-    numbers = iter(range(len(places)))
-    groups = [{**g, "params": list(itertools.islice(numbers, len(g["params"])))} for g in optimizer.param_groups]
-    own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
-    optimizer.load_state_dict({"state": own, "param_groups": groups})
-    for parameter, values in optimizer.state.items():
-        for name, value in (values or {}).items():  # None: ZeRO's, of a parameter that another rank updates
-            # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def learning_rate(args: Options, step: int, total_steps: int) -> float:

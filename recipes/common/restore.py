@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import Position
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.optim import load_optimizer_state
+from recipes.common.optim import places_of
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
@@ -25,6 +29,25 @@ def restore(job: Job, content: dict[str, Any]) -> None:
         job.say(text)
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what optimizer_state() returns, without its settings: groups, decay and kernels are of this launch.
+
+    Raises ValueError if it is of other parameters.
+    """
+    places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
+    if len(saved) != len(places):
+        raise ValueError(f"its optimizer has {len(saved)} parameters, the model {len(places)}")
+    numbers = iter(range(len(places)))
+    groups = [{**g, "params": list(itertools.islice(numbers, len(g["params"])))} for g in optimizer.param_groups]
+    own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
+    optimizer.load_state_dict({"state": own, "param_groups": groups})
+    for parameter, values in optimizer.state.items():
+        for name, value in (values or {}).items():  # None: ZeRO's, of a parameter that another rank updates
+            # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:

@@ -9,7 +9,7 @@ import torch
 
 from recipes.common.data import workers
 from recipes.common.data.splits import Normalise
-from recipes.common.errors import WorkerError
+from recipes.common.data.workers import WorkerError
 from recipes.common.job import Job
 from recipes.common.metrics import IdleShare, Throughput
 from recipes.common.task import Classification

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from recipes.common.optim import (
     build_optimizer,
     build_scaler,
-    load_optimizer_state,
     optimizer_state,
     optimizer_step,
 )
+from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
 from recipes.single import train as single
 

@@ -10,8 +10,9 @@ from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
-from recipes.common.optim import build_optimizer, load_optimizer_state
+from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
+from recipes.common.restore import load_optimizer_state
 from recipes.pipeline.partition import (
     Part,
     PartModule,

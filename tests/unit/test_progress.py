@@ -4,7 +4,9 @@ import io
 import shlex
 import sys
 
+from recipes.common.record.bar import Bar
 from recipes.common.record.progress import Progress
+from recipes.common.record.record import start_progress
 from tests.support import run_command, words_for
 
 
@@ -17,7 +19,8 @@ def test_one_bar_counts_the_steps_of_the_whole_run(monkeypatch):
     terminal = Terminal()
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
-    progress = Progress()
+    progress = start_progress()
+    assert isinstance(progress, Bar)
     progress.begin_epoch(2, 10, 4, run_steps=40, run_done=14)
     progress.show("loss 1.0000  5 samples/s")
     for _ in range(6):
@@ -47,7 +50,8 @@ def test_a_run_whose_reader_has_gone_ends_in_one_line(tmp_path):
 
 
 def test_without_a_terminal_there_are_lines(capsys):
-    progress = Progress()
+    progress = start_progress()
+    assert type(progress) is Progress
     progress.begin_epoch(2, 10, 4, run_steps=40, run_done=14)
     progress.advance()
     progress.begin_evaluation()

@@ -14,8 +14,9 @@ from recipes.common.language import TEMPERATURE, LanguageModel, generate
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
-from recipes.common.optim import build_optimizer, load_optimizer_state, optimizer_state
+from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
+from recipes.common.restore import load_optimizer_state
 from recipes.common.task import SKIPPED, Classification
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options

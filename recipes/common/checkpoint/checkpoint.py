@@ -221,16 +221,13 @@ class CheckpointWriter:
             # The memory of the last copy serves again: its pages are there already.
             self._copy = copy_tree(content, self._copy)
             what = (self._copy, is_best)
-            self._thread = threading.Thread(target=self._write_aside, args=what, name=CHECKPOINT_THREAD)
+            self._thread = threading.Thread(target=self._try_to_write, args=what, name=CHECKPOINT_THREAD)
             self._thread.start()
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> None:
         """Write the content before training continues; where that fails, on_error gets the reason."""
         with self._stall():
-            try:
-                self.newest = self._write(content, is_best)
-            except UserError as error:
-                self.on_error(error)
+            self._try_to_write(content, is_best)
 
     def wait(self) -> None:
         """Wait until what was begun is on the disk, or has failed."""
@@ -246,12 +243,14 @@ class CheckpointWriter:
         yield
         self.stalls_s.append(time.perf_counter() - started)
 
-    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
+    def _try_to_write(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self.newest = self._write(content, is_best)
         except UserError as error:
             self.on_error(error)
         except RuntimeError as error:  # by a connection; of the gradients', the main thread has more to say
+            if threading.current_thread() is not self._thread:
+                raise
             self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
 
 

@@ -31,12 +31,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from recipes.common.data.splits import Batch, Split
-from recipes.common.errors import UserError, WorkerError
+from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
 
 MAX_WARNINGS = 10
 """Of images that are left out; all are counted."""
+
+
+class WorkerError(UserError):
+    """A worker process of this rank died or hangs; the next launch may have better luck."""
+
+    status = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, on_one_rank=True)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Record:
         self.replaces = replaces
         """The folder holds an earlier run's record, which begin() deletes."""
         self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints, self.check_owner)
-        self.progress = Progress()
+        self.progress = start_progress()
         self._id, self._written = secrets.token_hex(8), ""
         self._config, self._metrics = folder / "config.json", folder / "metrics.jsonl"
         self._events: Any = None
@@ -276,6 +276,15 @@ class Record:
             raise UserError(
                 f"cannot write {self._metrics}: {error.strerror}; fix this, then --resume auto"
             ) from None
+
+
+def start_progress() -> Progress:
+    """Return a progress bar on a terminal, lines elsewhere."""
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
+        return Progress()
+    from recipes.common.record.bar import Bar
+
+    return Bar()
 
 
 def _rename_old_report(folder: Path) -> None:
