@@ -56,7 +56,11 @@ class Job:
         passes = self.args.accumulate_steps
         self.batch_parts = self.batch_parts or self.peers.world_size * len(self.devices) * passes
         self.throughput = Throughput(self.args.global_batch_size, self.device)
-        self.guard = Guard(self.args, self.device, self.stop)
+        self.guard = Guard(self.device, self.stop)
+        if self.args.on_nonfinite == "skip":
+            from recipes.common.skipping import SkippingGuard
+
+            self.guard = SkippingGuard(self.device, self.stop)
         self._idle = IdleShare()
         self._has_warned_of_idle = False
 

@@ -1,4 +1,4 @@
-"""A loss or gradient that is no finite number: stop, or skip the step, on all ranks alike.
+"""A loss or gradient that is no finite number: stop on all ranks alike, or (skipping.py) skip the step.
 
 Each step checks the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
 of one of them is not: so all decide alike, and nothing more has to be exchanged.
@@ -18,11 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.errors import UserError
-from recipes.common.options import Options
 from recipes.common.process.signals import Stop
-
-MOST_IN_A_ROW = 10
-"""Steps that `skip` leaves out one after another before it gives up: by then the weights are at fault."""
 
 MIN_LOSS_SCALE = 1.0
 """Below it, gradients overflow that nothing has scaled up: from 2^16, 17 bad steps in a row lead there."""
@@ -63,17 +59,15 @@ def raise_first(errors: Sequence[UserError | None]) -> None:
 
 
 class Guard:
-    """Decides on each step whether it may change the weights."""
+    """Stops the job after a step that was not finite: --on-nonfinite stop (skipping.py: skip)."""
 
-    def __init__(self, args: Options, device: torch.device, stop: Stop) -> None:
-        self.mode, self.stop = args.on_nonfinite, stop
-        self.skipped = 0
-        """Steps that were left out."""
-        self._in_a_row = 0
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._scale: float | None = None
-        # With `stop` a GPU notes the first bad step for itself, and is asked only when it is waited for anyway.
-        self._is_lazy = device.type != "cpu" and self.mode == "stop"
+    skipped = 0
+    """Steps that were left out."""
+
+    def __init__(self, device: torch.device, stop: Stop) -> None:
+        self.stop = stop
+        # A GPU notes the first bad step for itself, and is asked only when it is waited for anyway.
+        self._is_lazy = device.type != "cpu"
         self._first_bad = torch.full((), -1, device=device)
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -85,47 +79,28 @@ class Guard:
             loss: this rank's part of it.
             gradients: the averaged ones, the first layer's first, as all ranks have them.
         """
-        is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1] if self.mode == "stop" else gradients))
+        is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1]))
         if self._is_lazy:
             is_first = is_bad & (self._first_bad < 0)
             self._first_bad = torch.where(is_first, step, self._first_bad)
             self._bad_loss = torch.where(is_first, ~torch.isfinite(loss), self._bad_loss)
             return True
-        if not is_bad:
-            self._in_a_row = 0
-            return True
-        self._in_a_row += 1
-        if self.mode == "stop":
-            self._fail(step, not bool(torch.isfinite(loss)), "the weights are those before it")
-        elif self._in_a_row > MOST_IN_A_ROW:
-            self._fail(
-                step, not bool(torch.isfinite(loss)), f"so were the {MOST_IN_A_ROW} before it: skipped those"
-            )
-        else:
-            self.skipped += 1
-        return False
+        if is_bad:
+            self.fail(step, not bool(torch.isfinite(loss)), "the weights are those before it")
+        return not is_bad
 
     def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
-        """Before a step's passes: with `skip`, copy what they change, such as batch norm's running statistics."""
-        if self.mode == "skip":
-            self._kept = [(buffer, buffer.clone()) for buffer in buffers]
-            self._scale = scaler.get_scale() if self._scale is None else self._scale
+        """Before a step's passes: nothing is kept, as no step is left out."""
 
-    @torch.no_grad()
     def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
-        """After the step: put the copies back if it was skipped, by the scaler or by check_gradients()."""
-        if self.mode == "skip":
-            before, self._scale = self._scale, scaler.get_scale()
-            if self._in_a_row or (before is not None and self._scale < before):
-                for buffer, copy in self._kept:
-                    buffer.copy_(copy)
+        """After the step: nothing is put back."""
 
     def settle(self, step: int, scaler: torch.amp.GradScaler) -> None:
         """Read what a GPU has noted up to a step, and its loss scale; the caller waits for it anyway."""
-        if self._is_lazy and (first_bad := int(self._first_bad)) >= 0:
-            self._fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")
+        if (first_bad := int(self._first_bad)) >= 0:
+            self.fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")
         if (scale := scaler.get_scale()) < MIN_LOSS_SCALE:  # one that is not enabled has 1
-            self._fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
+            self.fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
 
     def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:
         """Whether the weights after a step may be saved; where not, this becomes the rank's vote."""
@@ -134,15 +109,16 @@ class Guard:
         sums = [weight.sum(dtype=torch.float32) for weight in weights]  # no squares: they overflow earlier
         together = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
         if not torch.isfinite(together).all():
-            self._fail(step, False, "it has spoilt the weights, which are not saved")
+            self.fail(step, False, "it has spoilt the weights, which are not saved")
             return False
         return True
 
     def check_loss(self, step: int, loss: float) -> None:
         """Look at the global batch's loss; with a loss scale, gradients that overflow are the scaler's affair."""
-        if self.mode == "stop" and not math.isfinite(loss) and not self.stop.error:
-            self._fail(step, False, "the loss is that of all ranks")
+        if not math.isfinite(loss) and not self.stop.error:
+            self.fail(step, False, "the loss is that of all ranks")
 
-    def _fail(self, step: int, is_loss: bool, hint: str) -> None:
+    def fail(self, step: int, is_loss: bool, hint: str) -> None:
+        """Let this step's error become the rank's vote."""
         fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto restarts before it"
         self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))

@@ -31,12 +31,13 @@ from recipes.common.models.batchnorm import plain_layers, set_groups
 from recipes.common.models.models import build_model, check_model, make_model
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
+from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks
-from recipes.common.world.world import World, connected_world, grid_mesh
+from recipes.common.world.world import World, connected_world
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
 

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options, one_of, option, positive_int
+from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.watch.bounds import bound_of_waits
-from recipes.common.world.world import World, grid_mesh
+from recipes.common.world.world import World
 
 PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""

@@ -28,11 +28,12 @@ from recipes.common.loop import Check, Content, Technique, begin_run, load_data_
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
+from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
-from recipes.common.world.world import World, connected_world, grid_mesh
+from recipes.common.world.world import World, connected_world
 from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20

@@ -1,7 +1,6 @@
 """What a step's norm and loss decide, without any process group."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import Guard, NonFiniteError, raise_first
+from recipes.common.skipping import SkippingGuard
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)
@@ -22,7 +22,7 @@ class Stop:
 
 
 def guard_of(mode):
-    return Guard(SimpleNamespace(on_nonfinite=mode), torch.device("cpu"), Stop())
+    return {"stop": Guard, "skip": SkippingGuard}[mode](torch.device("cpu"), Stop())
 
 
 def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step():

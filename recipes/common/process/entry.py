@@ -15,7 +15,6 @@ from typing import NoReturn
 from recipes.common.errors import UserError
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
-from recipes.common.watch.bounds import TIME_OUTS
 from recipes.common.watch.watch import Watch
 
 USAGE_STATUS = 2
@@ -29,23 +28,6 @@ CHECKPOINT_THREAD = "checkpoint"
 
 CHECKPOINT_GRACE_S = 2.0
 """How long a rank that has lost another still writes at a checkpoint: launchers leave it 3 s."""
-
-LOST_PEER = (
-    # gloo and the store
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    # NCCL
-    "Connection closed by remote peer",
-    "remote process exited",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    *TIME_OUTS,
-)
-"""Parts of the messages of a collective whose other ranks have gone or do not answer."""
-
-NCCL_ERROR = "NCCL error"
-"""How all messages of NCCL begin, those about a full disk or a broken GPU too; the last line is the reason."""
 
 
 def exit_status(main: Callable[[], object]) -> int:
@@ -71,8 +53,10 @@ def exit_status(main: Callable[[], object]) -> int:
             _end_now(error.status)
         return error.status
     except RuntimeError as error:
-        said = _said(error)
-        reason = _reason(said)
+        from recipes.common.process.lost_peer import find_reason, messages_of
+
+        said = messages_of(error)
+        reason = find_reason(said)
         if reason is None:
             raise
         if Watch.active and Watch.active.is_hang(said):
@@ -114,24 +98,3 @@ def _print_refusal(error: UserError) -> None:
             return
     sys.stdout.flush()
     print(f"error: {error}", file=sys.stderr, flush=True)
-
-
-def _reason(said: str) -> str | None:
-    """Return one line on a collective that has failed with this message; None if it is about something else."""
-    lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
-    if NCCL_ERROR in said:
-        text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
-        return f"{'lost another rank' if lost else 'cannot exchange data'}: {' '.join(text.split())[:500]}"
-    if lost:
-        return f"lost another rank: {' '.join(said[said.index(lost) :].split(chr(10))[0].split('. ')[0].split())}"
-    return None
-
-
-def _said(error: BaseException) -> str:
-    """Return what an error says, and after it what those say that it was raised from."""
-    texts: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(texts) < 10:
-        texts.append(str(cause))
-        cause = cause.__cause__ or cause.__context__
-    return "\n".join(texts)

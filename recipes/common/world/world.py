@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.errors import MissingNodeError, UserError, is_port_chosen, port_taken
 from recipes.common.nonfinite import NonFiniteError
@@ -183,17 +182,6 @@ def connect(
             "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
             on_every_node=True,
         ) from None
-
-
-def grid_mesh(args: Options, world: World, row_size: int, names: tuple[str, str]) -> DeviceMesh:
-    """Return the mesh of all ranks in rows of `row_size` neighbours, each wait bounded; call it on all ranks.
-
-    `names` are those of its two dimensions: the groups of the columns, and the groups of the rows.
-    """
-    grid = torch.arange(world.world_size).view(-1, row_size)
-    timeout = bound_of_group(bound_of_waits(args), world.device.type)
-    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
-    return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:

@@ -1,0 +1,24 @@
+"""Groups of ranks beside the one of all ranks, for the recipes that split more than the batch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from recipes.common.options import Options
+from recipes.common.watch.bounds import bound_of_group, bound_of_waits
+from recipes.common.world.peers import Peers
+
+
+def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return the mesh of all ranks in rows of `row_size` neighbours, each wait bounded; call it on all ranks.
+
+    `names` are those of its two dimensions: the groups of the columns, and the groups of the rows.
+    """
+    grid = torch.arange(world.world_size).view(-1, row_size)
+    timeout = bound_of_group(bound_of_waits(args), world.device.type)
+    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
+    return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)

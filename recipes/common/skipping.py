@@ -1,0 +1,50 @@
+"""--on-nonfinite skip: leave out a step whose loss or gradient is not finite, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recipes.common.nonfinite import Guard
+
+MOST_IN_A_ROW = 10
+"""Steps that are left out one after another before the job gives up: by then the weights are at fault."""
+
+
+class SkippingGuard(Guard):
+    """Leaves out steps that are not finite, up to MOST_IN_A_ROW."""
+
+    _in_a_row = 0
+    _kept: Sequence[tuple[Tensor, Tensor]] = ()
+    _scale: float | None = None
+
+    def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
+        """Return whether the weights may be changed: all gradients are looked at, the same on all ranks."""
+        if torch.isfinite(nn.utils.get_total_norm(gradients)):
+            self._in_a_row = 0
+            return True
+        self._in_a_row += 1
+        if self._in_a_row > MOST_IN_A_ROW:
+            hint = f"so were the {MOST_IN_A_ROW} before it: skipped those"
+            self.fail(step, not bool(torch.isfinite(loss)), hint)
+        else:
+            self.skipped += 1
+        return False
+
+    def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
+        """Before a step's passes: copy what they change, such as batch norm's running statistics."""
+        self._kept = [(buffer, buffer.clone()) for buffer in buffers]
+        self._scale = scaler.get_scale() if self._scale is None else self._scale
+
+    @torch.no_grad()
+    def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
+        """After the step: put the copies back if it was skipped, by the scaler or by check_gradients()."""
+        before, self._scale = self._scale, scaler.get_scale()
+        if self._in_a_row or (before is not None and self._scale < before):
+            for buffer, copy in self._kept:
+                buffer.copy_(copy)
+
+    def check_loss(self, step: int, loss: float) -> None:
+        """Leave the loss of a skipped step alone."""
