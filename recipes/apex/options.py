@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.options import Options, one_of, option
+from recipes.common.options import Options, choice, one_of, option
 
 MEANING = {
     "O0": "fp32 throughout",
@@ -27,10 +27,9 @@ class ApexOptions(Options):
         one_of("O0", "O1", "O2", "O3"),
         "O0: fp32; O1: half per operation; O2: half model, fp32 master weights and batch norm; O3: half",
     )
-    amp_backend: str = option(
-        "auto",
-        one_of("auto", "apex", "torch"),
+    amp_backend: str = choice(
         "apex: NVIDIA's apex.amp; torch: torch.amp; auto: apex where it imports and there is a GPU",
+        *("auto", "apex", "torch"),
     )
 
     def check(self) -> None:

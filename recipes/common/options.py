@@ -148,8 +148,7 @@ def one_of_or_own(*words: str) -> Callable[[str], str]:
 
 def plain_name(text: str) -> str:
     """Accept a run's name: it becomes a folder below --runs-dir and cannot lead out of it."""
-    allowed = all(char.isascii() and (char.isalnum() or char in "._-") for char in text)
-    if not text or not allowed or not text[0].isalnum() or len(text) > 100:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
         raise argparse.ArgumentTypeError(
             f"expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
         )
@@ -160,6 +159,11 @@ def option(default: Any, parse_value: Callable[[str], Any], help_text: str, meta
     """Return a field of a dataclass of options: --flag VALUE, where the flag is the field's name."""
     settings = {"type": parse_value, "help": help_text, "metavar": metavar}
     return field(default=default, metadata=settings)
+
+
+def choice(help_text: str, *words: str) -> Any:
+    """Return a field of a dataclass of options: --flag with one of these values, by default the first."""
+    return option(words[0], one_of(*words), help_text, f"{{{','.join(words)}}}")
 
 
 def switch(help_text: str, default: bool | None = False) -> Any:
@@ -261,7 +265,7 @@ class TrainingOptions(DataOptions):
     )
     epochs: int = option(40, positive_int, "passes over the data", "N")
     max_steps: int | None = option(None, positive_int, "end after this many optimizer steps in all", "N")
-    optimizer: str = option("sgd", one_of("sgd", "adamw"), "sgd or adamw")
+    optimizer: str = choice("the optimizer", "sgd", "adamw")
     lr: float = option(0.02, positive_float, "peak learning rate")
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
     momentum: float = option(0.9, fraction, "momentum of sgd")
@@ -269,21 +273,16 @@ class TrainingOptions(DataOptions):
     decay_norm_bias: bool = switch(
         "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
     )
-    lr_schedule: str = option(
-        "cosine",
-        one_of("cosine", "constant"),
-        "the learning rate after the warm-up: cosine (to zero) or constant",
-    )
+    lr_schedule: str = choice("the learning rate after the warm-up; cosine: to zero", "cosine", "constant")
     warmup_steps: int = option(100, non_negative_int, "steps of linear warm-up", "N")
     label_smoothing: float = option(
         0.0, fraction, "classification: share of a target that is spread over all classes, in test_loss too", "X"
     )
     clip_grad_norm: float | None = option(None, positive_float, "largest norm of the whole gradient", "NORM")
-    on_nonfinite: str = option(
-        "stop",
-        one_of("stop", "skip"),
+    on_nonfinite: str = choice(
         "a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
         "with a dynamic loss scale (fp16) the scaler decides, and skips it",
+        *("stop", "skip"),
     )
 
 
@@ -292,10 +291,8 @@ class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
     has_shards = False  # whether the ranks of the recipe hold shards of the model: no option
-    device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
-    amp: str = option(
-        "none", one_of("none", "bf16", "fp16"), "mixed precision: none, bf16, or fp16 with a gradient scaler"
-    )
+    device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
+    amp: str = choice("mixed precision; fp16: with a gradient scaler", "none", "bf16", "fp16")
     tf32: bool | None = switch(
         "TF32 for float32 matrix products and convolutions of GPUs, or for neither (default: convolutions)", None
     )
@@ -308,10 +305,9 @@ class Options(TrainingOptions):
     )
     channels_last: bool = switch("NHWC memory layout, the faster one for convolutions", default=True)
     compile: bool = switch("torch.compile the model")
-    compile_mode: str = option(
-        "default",
-        one_of("default", "reduce-overhead", "max-autotune"),
+    compile_mode: str = choice(
         "torch.compile's mode; reduce-overhead records CUDA graphs, which speed up small models",
+        *("default", "reduce-overhead", "max-autotune"),
     )
     seed: int = option(0, whole_number(0, 2**63 - 1), "seed of weights, order and augmentation")
     deterministic: bool = switch("bit-for-bit repeatable kernels")
@@ -362,10 +358,6 @@ class Options(TrainingOptions):
     def records_graphs(self) -> bool:
         """Whether --compile-mode records CUDA graphs, if there is a GPU; both modes but the default one do."""
         return self.compile_mode != "default" and self.device != "cpu"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the options by name."""
-        return dict(vars(self))
 
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from recipes.common.optim import (
     optimizer_state,
     parameter_groups,
 )
-from recipes.common.options import Options, one_of, option, parse, positive_float, positive_int, switch
+from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
@@ -42,10 +42,8 @@ from recipes.common.world.world import World, connected_world
 class DDPOptions(Options):
     """DistributedDataParallel."""
 
-    grad_compression: str = option(
-        "none",
-        one_of("none", "fp16", "bf16", "powersgd"),
-        "how gradients cross the wire: none (fp32), fp16, bf16 or powersgd",
+    grad_compression: str = choice(
+        "how gradients cross the wire; none: as fp32", "none", "fp16", "bf16", "powersgd"
     )
     powersgd_rank: int = option(4, positive_int, "rank of powersgd's two factors", "R")
     bucket_cap_mb: float | None = option(

@@ -22,7 +22,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, one_of, option, parse
+from recipes.common.options import Options, choice, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
@@ -44,7 +44,7 @@ T = TypeVar("T")
 class HorovodOptions(Options):
     """Horovod."""
 
-    compression: str = option("fp16", one_of("fp16", "none"), "how gradients cross the wire: fp16 or none (fp32)")
+    compression: str = choice("how gradients cross the wire; none: as fp32", "fp16", "none")
 
 
 def options(argv: Sequence[str] | None = None) -> HorovodOptions:

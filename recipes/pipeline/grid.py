@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
-from recipes.common.options import Options, one_of, option, positive_int
+from recipes.common.options import Options, choice, one_of, option, positive_int
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.watch.bounds import bound_of_waits
 from recipes.common.world.world import World
@@ -34,15 +34,12 @@ class PipelineOptions(Options):
         "gpipe: all forward passes first; 1f1b: alternating, at most P microbatches in memory; interleaved: 1f1b "
         "with two parts a stage",
     )
-    split: str = option(
-        "ranks",
-        one_of("ranks", "in-process"),
+    split: str = choice(
         "ranks: a process for each stage; in-process: the whole model in each process, on P devices",
+        *("ranks", "in-process"),
     )
-    balance: str = option(
-        "parameters",
-        one_of("parameters", "cost"),
-        "what the parts have in equal amounts: parameters, or cost (time measured on a microbatch)",
+    balance: str = choice(
+        "what the parts have in equal amounts; cost: the time measured on a microbatch", "parameters", "cost"
     )
 
     @property

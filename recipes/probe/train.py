@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int, one_of, option, parse, positive_int, seconds
+from recipes.common.options import choice, non_negative_int, one_of, option, parse, positive_int, seconds
 from recipes.common.process.entry import exit_status
 from recipes.common.process.node import read_master
 from recipes.common.process.ranks import Ranks, read_ranks
@@ -44,7 +44,7 @@ COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", 
 class ProbeOptions:
     """Probe."""
 
-    device: str = option("auto", one_of("auto", "cpu", "cuda"), "auto, cpu or cuda")
+    device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
     timeout_s: float = option(
         300.0, seconds, "longest wait for another rank, in seconds, before the job ends with an error", "S"
     )

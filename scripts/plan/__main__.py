@@ -186,7 +186,7 @@ def method_of(args: Namespace, options: Options) -> model.Method:
     """Return how the recipe exchanges gradients under its options."""
     is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex's: the model itself, and so its gradients
     compression = "fp16" if is_half else getattr(options, "compression", "none")
-    known: dict[str, Any] = {"grad_compression": compression} | vars(args) | options.as_dict()
+    known: dict[str, Any] = {"grad_compression": compression} | vars(args) | vars(options)
     return model.Method(**{one.name: known[one.name] for one in fields(model.Method) if one.name in known})
 
 
@@ -387,7 +387,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         "flops_per_sample": workload.flops_per_sample,
         "compute": {**asdict(compute), "source": source},
         "fabric": {"name": fabric, **asdict(link), "intra": args.intra},
-        "options": {name: str(value) for name, value in {**options.as_dict(), **vars(args)}.items()},
+        "options": {name: str(value) for name, value in {**vars(options), **vars(args)}.items()},
         "rows": rows,
     }
     return plan, lines, args.output

@@ -131,7 +131,7 @@ def test_other_code_libraries_or_data_on_a_rank(tmp_path, name):
 def test_what_decides_a_run_is_compared():
     args = importlib.import_module("recipes.ddp.train").options([])
     facts = agreement.training_facts(args, "ddp")
-    flags = {f"--{name.replace('_', '-')}" for name in args.as_dict()}
+    flags = {f"--{name.replace('_', '-')}" for name in vars(args)}
     local = {"--config", "--data-dir", "--cache-dir", "--runs-dir", "--workers"}
     assert {name for name in facts if name.startswith("--")} == flags - local
     assert {"recipes/ddp/train.py", "recipes/common/job.py", "python", "torch"} <= set(facts)

@@ -122,7 +122,7 @@ def tf32():
 )
 def test_tf32_is_for_convolutions_unless_told_otherwise(argv, expected, tf32):
     args = single.options(argv)
-    assert args.as_dict()["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # in config.json
+    assert vars(args)["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # in config.json
     choose_kernels(args)
     assert tf32() == expected
 

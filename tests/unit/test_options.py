@@ -152,7 +152,7 @@ CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("recipe", [single, ddp])
 def test_a_shipped_configuration_says_what_a_run_takes(path, recipe):
-    args = recipe.options(["--config", str(path)]).as_dict()
+    args = vars(recipe.options(["--config", str(path)]))
     content = yaml.safe_load(path.read_text())
     assert {key: args[key.replace("-", "_")] for key in content} == content
     assert path.name in (ROOT / "recipes" / "README.md").read_text()

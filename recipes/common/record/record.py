@@ -326,7 +326,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _plain_options(args: Options) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in args.as_dict().items()}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

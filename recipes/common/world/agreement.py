@@ -101,7 +101,7 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
 def training_facts(args: Options, recipe: str) -> dict[str, str]:
     """Return all that decides what a run computes from its data, by name."""
-    values = args.as_dict().items()
+    values = vars(args).items()
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
     root = Path(__file__).parents[2]
     folders = {"common", recipe, *(["ddp"] if recipe == "spawn" else [])}  # spawn's ranks are ddp's
