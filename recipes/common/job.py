@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.metrics import MAX_IDLE_SHARE, IdleShare, Throughput, peak_memory_bytes
+from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
@@ -61,8 +60,6 @@ class Job:
             from recipes.common.skipping import SkippingGuard
 
             self.guard = SkippingGuard(self.device, self.stop)
-        self._idle = IdleShare()
-        self._has_warned_of_idle = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -170,18 +167,14 @@ class Job:
         if self.record:
             self.record.progress.advance()
 
-    def gradient_check(self, loss_sum: Tensor) -> Callable[[Sequence[Tensor]], bool]:
-        """Return a function that checks the averaged gradients before the step (see nonfinite.py)."""
-
-        def check(gradients: Sequence[Tensor]) -> bool:
-            step, before = self.position.step + 1, self.guard.skipped
-            with self.peers.watch("gradients"):
-                is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
-            if self.guard.skipped > before:
-                self.say(f"warning: skipped step {step}: its loss or gradient is not finite")
-            return is_allowed
-
-        return check
+    def check_gradients(self, loss_sum: Tensor, gradients: Sequence[Tensor]) -> bool:
+        """Check the averaged gradients before the step (see nonfinite.py); return whether to make it."""
+        step, before = self.position.step + 1, self.guard.skipped
+        with self.peers.watch("gradients"):
+            is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
+        if self.guard.skipped > before:
+            self.say(f"warning: skipped step {step}: its loss or gradient is not finite")
+        return is_allowed
 
     def pause(self) -> None:
         """Stop the clock: what follows is no training."""
@@ -191,9 +184,9 @@ class Job:
     def log_step(self, loss: float, rate: float) -> None:
         """Record the step just done: the global batch's mean loss and the learning rate."""
         self.guard.check_loss(self.position.step, loss)
-        for text in self.peers.watch.take_stragglers():
+        slow = self.data.train.take_warnings(self.throughput.seconds())
+        for text in (*self.peers.watch.take_stragglers(), *slow):
             self.say(f"warning: {text}")
-        self._warn_of_idle()
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
         self._record(
@@ -206,14 +199,6 @@ class Job:
             **self._units_per_s(speed),
             **skipped,
         )
-
-    def _warn_of_idle(self) -> None:
-        """Say once, with the measured share, that the device waits for data."""
-        share = self._idle.end_window(self.data.train.idle_s(), self.throughput.seconds())
-        if share > MAX_IDLE_SHARE and not self._has_warned_of_idle:
-            self._has_warned_of_idle = True
-            workers = f"{self.args.workers} per rank now, {os.cpu_count()} CPUs on this node"
-            self.say(f"warning: {share:.0%} of the time rank 0 waits for data; raise --workers ({workers})")
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""

@@ -9,6 +9,7 @@ import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -226,7 +227,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        (technique.update or update)(job, job.gradient_check(loss_sum))
+        (technique.update or update)(job, partial(job.check_gradients, loss_sum))
         job.guard.restore_buffers(job.scaler)
         job.count_step()
         if job.is_log_due():

@@ -13,10 +13,6 @@ from torch import Tensor
 
 from recipes.common.task import Task
 
-IDLE_WINDOW_S = 10.0
-"""Seconds of training by which the idle share is judged; a share above MAX_IDLE_SHARE is worth a warning."""
-MAX_IDLE_SHARE = 0.2
-
 
 def new_totals(task: Task, device: torch.device) -> Tensor:
     """Return an evaluation's totals: float64 [evaluated, left out, skipped in the run, loss, *task.metrics]."""
@@ -117,27 +113,6 @@ class Throughput:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-class IdleShare:
-    """The share of training for which a device is idle, window by window."""
-
-    def __init__(self) -> None:
-        self._begin: tuple[float, float] | None = None
-
-    def end_window(self, idle_s: float, train_s: float) -> float:
-        """Return the idle share since the last window; 0 if that is not IDLE_WINDOW_S ago.
-
-        Args:
-            idle_s: idle seconds so far; the first call begins the first window, so that starting does not count.
-            train_s: seconds of training so far.
-        """
-        begin = self._begin = self._begin or (idle_s, train_s)
-        window_s = train_s - begin[1]
-        if window_s < IDLE_WINDOW_S:
-            return 0.0
-        self._begin = idle_s, train_s
-        return (idle_s - begin[0]) / window_s
 
 
 def sent_bytes() -> dict[str, int]:

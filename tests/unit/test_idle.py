@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from recipes.common.data import workers
+from recipes.common.data.idle import IdleClock, IdleShare
 from recipes.common.data.splits import Normalise
 from recipes.common.data.workers import WorkerError
 from recipes.common.job import Job
-from recipes.common.metrics import IdleShare, Throughput
+from recipes.common.metrics import Throughput
 from recipes.common.task import Classification
 from recipes.common.world.alone import Alone
 from recipes.single.train import options
@@ -38,14 +39,14 @@ def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
 
     split = make_split()
     split.loader = Loader()
-    assert split.idle_s() == 0
+    assert split.idle.seconds() == 0
     began_at, worked_s = time.perf_counter(), 0.0
     for images, _ in split.batches(torch.arange(6).split(2), 0):
         assert images.shape == (2, 3, 8, 8)
         since = time.perf_counter()
         time.sleep(0.2)
         worked_s += time.perf_counter() - since
-    assert 0.15 <= split.idle_s() <= time.perf_counter() - began_at - worked_s
+    assert 0.15 <= split.idle.seconds() <= time.perf_counter() - began_at - worked_s
 
 
 def test_a_gpu_is_idle_between_two_events_of_its_queue(monkeypatch):
@@ -66,7 +67,7 @@ def test_a_gpu_is_idle_between_two_events_of_its_queue(monkeypatch):
 
     times = [100.0, 100.0, 250.0, 290.0]
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = workers.IdleClock(torch.device("cuda", 0))
+    clock = IdleClock(torch.device("cuda", 0))
     for _ in range(2):
         with clock.waiting():
             pass
@@ -89,8 +90,10 @@ def test_the_share_is_that_of_a_window():
 def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     said, clock = [], SimpleNamespace(now=0.0)
     monkeypatch.setattr(Throughput, "seconds", lambda self: clock.now)
-    train = SimpleNamespace(idle_s=lambda: clock.now / 10 * idle_s)
-    args = options(["--workers", "3"])
+    train = make_split()
+    train.idle = SimpleNamespace(seconds=lambda: clock.now / 10 * idle_s)
+    train.loader = SimpleNamespace(num_workers=3)
+    args = options([])
     data = SimpleNamespace(train=train, task=Classification())
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())

@@ -352,7 +352,7 @@ def test_what_reads_from_a_gpu_is_watched(args):
         job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
         observed = Observed(watch, seen)
         job.guard.check_gradients = job.guard.settle = job.throughput._synchronize = observed
-        assert job.gradient_check(torch.ones(()))([torch.ones(1)])
+        assert job.check_gradients(torch.ones(()), [torch.ones(1)])
         job.count_step()  # the first waits for the device
         job.count_step()  # the second is logged
         job.pause()

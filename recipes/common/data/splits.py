@@ -46,9 +46,9 @@ class Split(ABC):
     def fingerprint(self) -> str:
         """Return what identifies this split: its size, and a digest of samples in memory."""
 
-    def idle_s(self) -> float:
-        """Return for how long the device has only waited for batches: not at all for samples that it holds."""
-        return 0.0
+    def take_warnings(self, train_s: float) -> list[str]:
+        """Return the warnings since the last call, after so many seconds of training."""
+        return []
 
     @abstractmethod
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:

@@ -18,9 +18,7 @@ import signal
 import socket
 import sys
 import threading
-import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
@@ -30,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from recipes.common.data.idle import MAX_IDLE_SHARE, IdleClock, IdleShare
 from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
@@ -142,40 +141,6 @@ def bounded(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-class IdleClock:
-    """Add up the time for which a device stands idle while this process waits.
-
-    A CPU is idle for as long as its process waits. A GPU first works off what it was given before: it is idle
-    between two events, recorded in its queue before and after the wait.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._seconds = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=10_000)
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure a wait."""
-        if self.device.type != "cuda":
-            since = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - since
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._events.append((begin, end))
-
-    def seconds(self) -> float:
-        """Return the idle seconds of all waits so far; of a GPU, those that it has come to."""
-        while self._events and self._events[0][1].query():
-            begin, end = self._events.popleft()
-            self._seconds += begin.elapsed_time(end) / 1000
-        return self._seconds
-
-
 class Sample(NamedTuple):
     """A sample as a dataset gives it; of a batch, each field holds those of all samples."""
 
@@ -221,7 +186,8 @@ class LoadedSplit(Split):
     ) -> None:
         self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have said that they wait for this one
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
-        self.skips_damaged, self.idle = args.skip_bad_images, IdleClock(device)
+        self.skips_damaged = args.skip_bad_images
+        self.idle, self.idle_share, self.has_warned = IdleClock(device), IdleShare(), False
         # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
         self.keys: list[Keys] = []
         self.loader: DataLoader[Any] = DataLoader(
@@ -242,9 +208,14 @@ class LoadedSplit(Split):
         """Return what identifies this split; raises UserError where it cannot be read."""
         return str(self.dataset.fingerprint())
 
-    def idle_s(self) -> float:
-        """Return for how long the device has had nothing to do but to wait for batches."""
-        return self.idle.seconds()
+    def take_warnings(self, train_s: float) -> list[str]:
+        """Return that the device waits for samples, once, with its share of the training."""
+        share = self.idle_share.end_window(self.idle.seconds(), train_s)
+        if share <= MAX_IDLE_SHARE or self.has_warned:
+            return []
+        self.has_warned = True
+        workers = f"{self.loader.num_workers} per rank now, {os.cpu_count()} CPUs on this node"
+        return [f"{share:.0%} of the time rank 0 waits for data; raise --workers ({workers})"]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor that is not empty (the share of a rank too many is).

@@ -1,0 +1,69 @@
+"""For how long a device waits for samples that worker processes read."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+IDLE_WINDOW_S = 10.0
+"""Seconds of training by which the idle share is judged; a share above MAX_IDLE_SHARE is worth a warning."""
+MAX_IDLE_SHARE = 0.2
+
+
+class IdleClock:
+    """Add up the time for which a device stands idle while this process waits.
+
+    A CPU is idle for as long as its process waits. A GPU first works off what it was given before: it is idle
+    between two events, recorded in its queue before and after the wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._seconds = 0.0
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=10_000)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure a wait."""
+        if self.device.type != "cuda":
+            since = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - since
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._events.append((begin, end))
+
+    def seconds(self) -> float:
+        """Return the idle seconds of all waits so far; of a GPU, those that it has come to."""
+        while self._events and self._events[0][1].query():
+            begin, end = self._events.popleft()
+            self._seconds += begin.elapsed_time(end) / 1000
+        return self._seconds
+
+
+class IdleShare:
+    """The share of training for which a device is idle, window by window."""
+
+    def __init__(self) -> None:
+        self._begin: tuple[float, float] | None = None
+
+    def end_window(self, idle_s: float, train_s: float) -> float:
+        """Return the idle share since the last window; 0 if that is not IDLE_WINDOW_S ago.
+
+        Args:
+            idle_s: idle seconds so far; the first call begins the first window, so that starting does not count.
+            train_s: seconds of training so far.
+        """
+        begin = self._begin = self._begin or (idle_s, train_s)
+        window_s = train_s - begin[1]
+        if window_s < IDLE_WINDOW_S:
+            return 0.0
+        self._begin = idle_s, train_s
+        return (idle_s - begin[0]) / window_s
