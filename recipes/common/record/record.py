@@ -21,18 +21,15 @@ import json
 import math
 import os
 import secrets
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from recipes.common.checkpoint.checkpoint import (
     CheckpointFolder,
-    names_in,
 )
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options
@@ -42,22 +39,6 @@ from recipes.common.world.places import Place, describe, shorten
 
 LAUNCHER_LOGS = "slurm"
 """The folder within a run's in which launch files keep what the nodes print."""
-
-NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
-"""Options that differ between the launches of a run without meaning anything."""
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a config.json; raises UserError if it is none, OSError if it cannot be read."""
-    text = path.read_text(errors="replace")
-    with contextlib.suppress(LookupError, TypeError, ValueError):
-        config: dict[str, Any] = json.loads(text)
-        last = {**config, **config["launches"][-1]}
-        has_texts = isinstance(last["recipe"], str) and isinstance(last["checkpoint"], str | None)
-        has_zone = datetime.fromisoformat(last["time"]).tzinfo is not None
-        if has_texts and has_zone and isinstance(last["options"], dict):
-            return config
-    raise UserError(f"{path} is damaged or not of this project; restore or remove it, or choose another --name")
 
 
 class Record:
@@ -95,9 +76,13 @@ class Record:
         Raises:
             UserError: the checkpoint is beyond what is asked for, or the record cannot be read or written.
         """
-        with as_user_error("read", self.folder):
-            if is_complete and not self.is_new:
-                self._earlier_result = self._read_result(step)
+        config: dict[str, Any] = {}
+        kept: list[dict[str, Any]] = []
+        if self.replaces or not self.is_new:
+            from recipes.common.record import earlier
+        if not self.is_new:
+            with as_user_error("read", self.folder):
+                self._earlier_result = earlier.read_result(self.folder, step) if is_complete else None
         if self._earlier_result:
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
@@ -105,13 +90,15 @@ class Record:
             self.discard()
             asked = f"the {total_steps} steps of --epochs and --max-steps; raise them"
             raise UserError(f"{self.checkpoint} is at step {step}, beyond {asked}")
+        if self.replaces:
+            with as_user_error("write", self.folder):
+                earlier.remove_record(self.folder, LAUNCHER_LOGS)
+        elif not self.is_new:
+            with as_user_error("read", self.folder):
+                config, kept = earlier.read_record(self.folder, step)
         with as_user_error("write", self.folder):
-            if self.replaces:
-                _empty(self.folder)
-        with as_user_error("read", self.folder):
-            config = read_config(self._config) if self._config.name in names_in(self.folder) else {}
-            kept = [line for line in _json_lines(self._metrics) if line["step"] <= step]
-        with as_user_error("write", self.folder):
+            if not self.is_new:
+                earlier.rename_report(self.folder)
             self._write_launch(config, step, kept)
         self._say_launch(config, step)
 
@@ -131,6 +118,8 @@ class Record:
         try:
             if self._config.read_text(errors="replace") == self._written:
                 return  # without parsing what grows with every launch
+            from recipes.common.record.earlier import read_config
+
             last = read_config(self._config)["launches"][-1]
         except FileNotFoundError:
             what = "is gone: another job replaces the run, or somebody has deleted it"
@@ -142,7 +131,6 @@ class Record:
             raise UserError(f"another job has taken over the run {self.folder}, on {who}; {fix}")
 
     def _write_launch(self, config: dict[str, Any], step: int, kept: list[dict[str, Any]]) -> None:
-        _rename_old_report(self.folder)
         own = {
             "recipe": self.recipe,
             "options": _plain_options(self.args),
@@ -186,18 +174,11 @@ class Record:
         elif not self.is_new:
             say("no checkpoint yet: starting from step 0")
         if config:
-            before = {**config, **config["launches"][-1]}["options"]
-            if changes := _changes(before, _plain_options(self.args)):
-                say(f"options that differ from the last launch (defaults if not given): {', '.join(changes)}")
+            from recipes.common.record.earlier import changes_of
 
-    def _read_result(self, step: int) -> dict[str, Any] | None:
-        """Return result.json; None where there is none, it was cut, or it is that of another step."""
-        try:
-            result = json.loads((self.folder / "result.json").read_text(errors="replace"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
-        is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
-        return result if is_whole and _headline(result) in result and result.get("step") == step else None
+            before = {**config, **config["launches"][-1]}["options"]
+            if changes := changes_of(before, _plain_options(self.args)):
+                say(f"options that differ from the last launch (defaults if not given): {', '.join(changes)}")
 
     def log_step(self, **values: float) -> None:
         """Append a logged step: step, epoch, loss, lr, samples_per_s."""
@@ -236,7 +217,7 @@ class Record:
 
     def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
-        headline = _headline(final)
+        headline = final.get("headline", "test_accuracy")  # results of earlier versions do not say
         print(
             f"result recipe={final['recipe']} world_size={final['world_size']} "
             f"{headline}={final[headline]:.4f} "
@@ -287,57 +268,8 @@ def start_progress() -> Progress:
     return Bar()
 
 
-def _rename_old_report(folder: Path) -> None:
-    """Keep the report of a hang in an earlier launch of the run under another name."""
-    shutil.rmtree(folder / "hang", ignore_errors=True)
-    path = folder / "hang-report.txt"
-    if path.exists():
-        number = len(list(folder.glob("hang-report-*.txt"))) + 1
-        path.rename(folder / f"hang-report-{number}.txt")
-
-
-def _empty(folder: Path) -> None:
-    """Delete a run's record, but not the logs that a launcher is writing."""
-    for path in folder.iterdir():
-        if path.name == LAUNCHER_LOGS:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _headline(result: dict[str, Any]) -> str:
-    """Return which of a result's values its line shows; results of earlier versions do not say."""
-    return str(result.get("headline", "test_accuracy"))
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the options that two launches have in common and set differently."""
-
-    def text(value: Any) -> Any:
-        return {"True": "on", "False": "off", "None": "none"}.get(str(value), value)
-
-    return [
-        f"--{name.replace('_', '-')} {text(now[name])} (was {text(old)})"
-        for name, old in before.items()
-        if name in now and now[name] != old and name not in NOT_COMPARED
-    ]
-
-
 def _plain_options(args: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are whole: a kill may have cut the last, and a power cut any."""
-    lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.name in names_in(path.parent) else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            line = json.loads(text)
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
-    return lines
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -1,0 +1,91 @@
+"""What a launch finds of earlier ones in the folder of its run, with --resume auto or --overwrite."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from recipes.common.checkpoint.checkpoint import names_in
+from recipes.common.errors import UserError
+
+NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
+"""Options that differ between the launches of a run without meaning anything."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a config.json; raises UserError if it is none, OSError if it cannot be read."""
+    text = path.read_text(errors="replace")
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        config: dict[str, Any] = json.loads(text)
+        last = {**config, **config["launches"][-1]}
+        has_texts = isinstance(last["recipe"], str) and isinstance(last["checkpoint"], str | None)
+        has_zone = datetime.fromisoformat(last["time"]).tzinfo is not None
+        if has_texts and has_zone and isinstance(last["options"], dict):
+            return config
+    raise UserError(f"{path} is damaged or not of this project; restore or remove it, or choose another --name")
+
+
+def read_record(folder: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the content of config.json ({} if there is none), and the lines of metrics.jsonl up to a step."""
+    path = folder / "config.json"
+    config = read_config(path) if path.name in names_in(folder) else {}
+    return config, [line for line in _json_lines(folder / "metrics.jsonl") if line["step"] <= step]
+
+
+def read_result(folder: Path, step: int) -> dict[str, Any] | None:
+    """Return result.json; None where there is none, it was cut, or it is that of another step."""
+    try:
+        result = json.loads((folder / "result.json").read_text(errors="replace"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
+    has_headline = is_whole and result.get("headline", "test_accuracy") in result
+    return result if has_headline and result.get("step") == step else None
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that are whole: a kill may have cut the last, and a power cut any."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.name in names_in(path.parent) else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
+    return lines
+
+
+def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the options that two launches have in common and set differently."""
+
+    def text(value: Any) -> Any:
+        return {"True": "on", "False": "off", "None": "none"}.get(str(value), value)
+
+    return [
+        f"--{name.replace('_', '-')} {text(now[name])} (was {text(old)})"
+        for name, old in before.items()
+        if name in now and now[name] != old and name not in NOT_COMPARED
+    ]
+
+
+def rename_report(folder: Path) -> None:
+    """Keep the report of a hang in an earlier launch of the run under another name."""
+    shutil.rmtree(folder / "hang", ignore_errors=True)
+    path = folder / "hang-report.txt"
+    if path.exists():
+        number = len(list(folder.glob("hang-report-*.txt"))) + 1
+        path.rename(folder / f"hang-report-{number}.txt")
+
+
+def remove_record(folder: Path, launcher_logs: str) -> None:
+    """Delete a run's record, but not the logs that a launcher is writing."""
+    for path in folder.iterdir():
+        if path.name == launcher_logs:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
