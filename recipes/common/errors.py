@@ -26,31 +26,6 @@ class UserError(ValueError):
         self.on_one_rank = on_one_rank
 
 
-class PortTakenError(UserError):
-    """Another process took MASTER_PORT after a launcher had chosen it, which is nobody's mistake: try again."""
-
-    status = 75
-    """EX_TEMPFAIL of sysexits.h: a Slurm job with it is requeued, and other launchers take another port."""
-
-
-def is_port_chosen() -> bool:
-    """Whether a launcher chose MASTER_PORT, and not the user."""
-    return bool(os.environ.get("PORT_IS_CHOSEN"))
-
-
-def port_taken(port: int) -> UserError:
-    """Return the error of a port that is taken: the user's mistake, unless a launcher chose it."""
-    if is_port_chosen():
-        return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
-    return UserError(f"MASTER_PORT {port} is taken; choose another one")
-
-
-class MissingNodeError(UserError):
-    """A node did not come within the bound; another start may find it."""
-
-    status = 1
-
-
 @contextlib.contextmanager
 def as_user_error(verb: str, path: object) -> Iterator[None]:
     """Raise an OSError as a UserError that says what cannot be made, read or written, and what to do about it."""

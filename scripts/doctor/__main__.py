@@ -27,8 +27,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import UserError
 from recipes.common.options import one_of, positive_float, positive_int
+from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
 from scripts.doctor import folder, meeting, network, node, ranks, report
 from scripts.doctor.folder import RunsFolder

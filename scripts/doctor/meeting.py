@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
 from scripts.doctor.network import call_within
 from scripts.launch.echo import CONNECT_TIMEOUT_S, mac

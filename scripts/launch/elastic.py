@@ -44,10 +44,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from recipes.common.errors import MissingNodeError, UserError, port_taken
+from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.node import MissingStoreError, Node, wait_for_head
+from recipes.common.process.meeting import MissingNodeError, MissingStoreError, port_taken
+from recipes.common.process.node import Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
 from scripts.launch import script, torch_agent
 from scripts.launch.command import command

@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from recipes.common.errors import UserError, port_taken
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import port_taken
 from recipes.common.process.node import Node, check_head
 from scripts.launch.agent import main
 from scripts.launch.ranks import rank_command, run_processes

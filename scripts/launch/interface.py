@@ -13,8 +13,9 @@ import socket
 import sys
 import time
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import UserError
 from recipes.common.options import read_number
+from recipes.common.process.meeting import MissingNodeError
 from scripts.launch.command import command
 
 

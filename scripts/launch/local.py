@@ -26,9 +26,10 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from recipes.common.errors import PortTakenError, UserError
+from recipes.common.errors import UserError
 from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import how_ended
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS

@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from recipes.common.errors import MissingNodeError, UserError, port_taken
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import MissingNodeError, port_taken
 from recipes.common.process.node import Node, check_head
 from scripts.launch import script
 from scripts.launch.processes import end_groups, wait_for

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
 from scripts.doctor import meeting
 from scripts.launch import echo

@@ -7,7 +7,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from recipes.common.errors import PortTakenError, UserError
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import Node
 from scripts.launch import horovod as horovod_agent
 from scripts.launch.local import free_port

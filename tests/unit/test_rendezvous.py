@@ -17,7 +17,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
-from recipes.common.errors import PortTakenError, UserError
+from recipes.common.errors import UserError
+from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import Node
 from scripts.launch import elastic, local, ranks, rejoin, torch_agent
 from scripts.launch.local import free_port

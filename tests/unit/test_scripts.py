@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from recipes.common.errors import MissingNodeError, PortTakenError, UserError, as_user_error
+from recipes.common.errors import UserError, as_user_error
+from recipes.common.process.meeting import MissingNodeError, PortTakenError
 from recipes.common.process.node import Node, check_head, wait_for_head
 from scripts.launch import agent, local, ranks, script
 from tests import support

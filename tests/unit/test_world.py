@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.errors import MissingNodeError, UserError
+from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
+from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect

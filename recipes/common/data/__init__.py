@@ -83,7 +83,9 @@ def _load_images(args: Options) -> RawSplits:
     if args.data == "digits":
         return _digits(args)
     if args.data == "synthetic":
-        return _synthetic(args)
+        from recipes.common.data.synthetic import draw_images
+
+        return draw_images(args)
     from recipes.common.data.torchvision_data import load_torchvision
 
     return load_torchvision(args)
@@ -110,19 +112,6 @@ def _digits(args: Options) -> RawSplits:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     test, train = order[:360], order[360:]
     return (images[train], labels[train]), (images[test], labels[test])
-
-
-def _synthetic(args: Options) -> RawSplits:
-    """Return random images with random labels of 1,000 classes (fewer where samples are fewer)."""
-    generator = torch.Generator().manual_seed(0)
-    num_classes = min(1000, args.num_samples)
-
-    def draw(count: int) -> Batch:
-        shape = (count, 3, args.image_size, args.image_size)
-        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        return images, torch.arange(count) % num_classes
-
-    return draw(args.num_samples), draw(max(1, args.num_samples // 8))
 
 
 def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:

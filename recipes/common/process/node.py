@@ -14,17 +14,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-from recipes.common.errors import MissingNodeError, PortTakenError, UserError, port_taken
+from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.meeting import MissingNodeError, MissingStoreError, PortTakenError, port_taken
 from recipes.common.watch.bounds import HANG_STATUS
-
-
-class MissingStoreError(MissingNodeError):
-    """The store of an elastic job did not answer within the bound."""
-
-    status = 68
-    """EX_NOHOST of sysexits.h, of an agent; its node ends with 1, or counts as lost where it was to come back."""
 
 
 @dataclass(frozen=True)

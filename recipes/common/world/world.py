@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recipes.common.errors import MissingNodeError, UserError, is_port_chosen, port_taken
+from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.ranks import Ranks
@@ -172,16 +172,9 @@ def connect(
         )
         return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:
-        is_taken = "EADDRINUSE" in str(error)
-        if is_taken and is_port_chosen():
-            raise port_taken(int(os.environ["MASTER_PORT"])) from None
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        reason = str(error).strip().split("\n")[0].strip()
-        raise (UserError if is_taken else MissingNodeError)(
-            f"rank {ranks.rank} cannot meet the others at {place} ({reason}); "
-            "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
-            on_every_node=True,
-        ) from None
+        from recipes.common.process.meeting import cannot_meet
+
+        raise cannot_meet(ranks.rank, str(error)) from None
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
