@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,14 +20,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.optim import (
-    autocast,
-    build_optimizer,
-    build_scaler,
-    optimizer_class,
-    optimizer_state,
-    parameter_groups,
-)
+from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, settle_buckets
 from recipes.common.process.entry import exit_status
@@ -90,54 +81,13 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
     )
     if args.deterministic:
         settle_buckets(ddp, data, world.device)
-    register_compression(ddp, args)
+    if args.grad_compression != "none":
+        from recipes.ddp.compression import compress_gradients
+
+        compress_gradients(ddp, args.grad_compression, args.powersgd_rank)
     if args.compile:
         ddp.compile(mode=args.compile_mode)
     return ddp
-
-
-def register_compression(ddp: DistributedDataParallel, args: DDPOptions) -> None:
-    """Let buckets cross the wire in half precision or as two low-rank factors."""
-    if args.grad_compression == "none":
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if args.grad_compression == "powersgd":
-        # DDP: an n x m gradient travels as (n + m) x rank numbers; what is lost is added to the next step's.
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=args.powersgd_rank, start_powerSGD_iter=10
-        )
-
-        # DDP: a bucket is three messages, one after another. Gloo matches messages by their order, which differs
-        # between ranks while two buckets are under way: so buckets go one by one.
-        def one_by_one(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 (DDP reads types)
-            exchange = powerSGD_hook.powerSGD_hook(state, bucket)
-            exchange.wait()
-            return exchange
-
-        ddp.register_comm_hook(state, one_by_one if ddp.device.type == "cpu" else powerSGD_hook.powerSGD_hook)
-    else:
-        # DDP: half the bytes; the sum is formed in half precision too.
-        hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        ddp.register_comm_hook(None, hooks[args.grad_compression])
-
-
-def shard_optimizer(model: nn.Module, args: DDPOptions) -> torch.optim.Optimizer:
-    """Return an optimizer whose state is sharded across ranks."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # 0.7 s, paid only with --zero
-
-    # DDP: each rank steps its share, then broadcasts it: the model's size crosses the wire once more.
-    make, settings = optimizer_class(args)
-    groups = parameter_groups(args, model.parameters())
-    return ZeroRedundancyOptimizer(groups, optimizer_class=make, **settings)
-
-
-def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any] | None:
-    """Return the whole optimizer's state on rank 0; call it on all ranks."""
-    # DDP: rank 0 collects the optimizer's shards.
-    with world.watch("checkpoint"):
-        optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
-    return {"optimizer": optimizer_state(optimizer)} if world.rank == 0 else None
 
 
 def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Job, Technique]:
@@ -145,7 +95,14 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
     data, model = load_data_and_model(args, recipe, world, stop)
     with world.watch("model", computes=True):
         ddp = wrap(model, args, world, data)
-    optimizer = shard_optimizer(model, args) if args.zero else build_optimizer(args, model.parameters())
+    gather = None
+    if args.zero:
+        from recipes.ddp.zero import consolidate, shard_optimizer  # 0.7 s, paid only with --zero
+
+        optimizer = shard_optimizer(args, model.parameters())
+        gather = partial(consolidate, optimizer, world)
+    else:
+        optimizer = build_optimizer(args, model.parameters())
     job = Job(args, recipe, data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
@@ -158,7 +115,6 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
             job.scaler.scale(loss * world.world_size).backward()
         return loss.detach()
 
-    gather = partial(consolidate, optimizer, world) if args.zero else None
     # DDP: ddp() evaluates too: without gradients it exchanges nothing, and it is what --compile compiled.
     return job, Technique(forward_backward, ddp, gather_state=gather)
 

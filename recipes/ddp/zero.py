@@ -1,0 +1,32 @@
+"""--zero: the optimizer's state in shards over the ranks (ZeRO stage 1).
+
+Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
+from recipes.common.options import Options
+from recipes.common.world.peers import Peers
+
+
+def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer whose state is sharded across ranks."""
+    # DDP: each rank steps its share, then broadcasts it: the model's size crosses the wire once more.
+    make, settings = optimizer_class(args)
+    return ZeroRedundancyOptimizer(parameter_groups(args, parameters), optimizer_class=make, **settings)
+
+
+def consolidate(optimizer: torch.optim.Optimizer, world: Peers) -> dict[str, Any] | None:
+    """Return the whole optimizer's state on rank 0; call it on all ranks."""
+    # DDP: rank 0 collects the optimizer's shards.
+    with world.watch("checkpoint"):
+        optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
+    return {"optimizer": optimizer_state(optimizer)} if world.rank == 0 else None
