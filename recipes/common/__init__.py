@@ -12,5 +12,6 @@ loop.py is the loop over epochs and steps, job.py one rank's job in it; below th
     parallel/    what several techniques share
 
 Of these, only world/world.py and parallel/ use torch.distributed: gathers, broadcasts and barriers on the CPU.
-What exchanges gradients is in the recipes. A room imports from lower rooms, never in a circle.
+What exchanges gradients is in the recipes. A room imports from lower rooms, never in a circle. What only an option
+needs is a file of its own, imported where the option is read: a default run loads none of these.
 """

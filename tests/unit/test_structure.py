@@ -224,11 +224,34 @@ def test_every_collective_says_what_crosses_the_wire(path):
             assert any(text.strip().startswith("# ") and ": " in text for text in above), f"{path}:{number + 1}"
 
 
+OF_OPTIONS = tuple(
+    f"recipes.{name}"
+    for name in (
+        *("common.config_file", "common.language", "common.restore", "common.sample", "common.skipping"),
+        *("common.user_code", "common.checkpoint.reading", "common.checkpoint.shard_files", "common.data.cache"),
+        *("common.data.imagefolder", "common.data.own", "common.data.shards", "common.data.text"),
+        *(
+            "common.data.synthetic",
+            "common.data.torchvision_data",
+            "common.data.workers",
+            "common.models.batchnorm",
+        ),
+        *("common.models.gpt", "common.models.layers", "common.models.own", "common.models.torchvision_models"),
+        *("common.models.vit", "common.parallel.mesh", "common.process.lost_peer", "common.process.meeting"),
+        *("common.record.bar", "common.record.earlier", "common.record.resume", "common.watch.report"),
+        *("common.watch.stragglers", "common.world.transport", "common.world.tree"),
+        *("ddp.compression", "ddp.zero"),
+    )
+)
+"""What only an option or a failure needs: a default run of ddp neither loads nor shows it."""
+
+
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
         ("recipes.single.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "pandas")),
         ("recipes.ddp.train", ("torchvision", "sklearn", "tensorboard", "yaml", "PIL", "torch._dynamo")),
+        ("recipes.ddp.train", OF_OPTIONS),
         ("scripts.launch.local", ("torch", "numpy", "yaml", "psutil")),
         ("scripts.doctor.__main__", ("torch", "numpy", "yaml", "psutil")),
         ("scripts.launch.agent", ("torch", "numpy", "yaml", "psutil")),
@@ -237,6 +260,8 @@ def test_every_collective_says_what_crosses_the_wire(path):
     ],
 )
 def test_importing_costs_no_more_than_it_must(module, unwanted):
+    ours = [name for name in unwanted if name.startswith("recipes.")]
+    assert [name for name in ours if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
     code = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
