@@ -273,10 +273,10 @@ def _run_rank(
     faulthandler.enable()
     os.environ.update(env)
     torch.set_num_threads(1)
-    from recipes.common.process import entry
+    from recipes.common.process import entry, failure
 
     if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
-        entry.REFUSAL_GRACE_S = 0.0  # nobody ends ranks before rank 0 has printed, and no other node prints it too
+        failure.REFUSAL_GRACE_S = 0.0  # nobody ends ranks before rank 0 has printed, no other node prints it
     if setup:
         setup()
     module = importlib.import_module(f"recipes.{recipe}.train")

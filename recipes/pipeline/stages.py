@@ -18,7 +18,7 @@ from recipes.common.parallel.buckets import NO_BUFFER_SYNC
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
-# One line reports a lost neighbour (entry.py); torch would log the whole interleaved schedule besides.
+# One line reports a lost neighbour (failure.py); torch would log the whole interleaved schedule besides.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 SCHEDULES: dict[str, Any] = {

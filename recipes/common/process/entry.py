@@ -1,27 +1,20 @@
-"""How a recipe's process ends: the exit status, and one line in place of a traceback where that says more."""
+"""How a recipe's process ends, and with which status."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import socket
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
 from recipes.common.errors import UserError
-from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.watch import Watch
 
 USAGE_STATUS = 2
 """Exit status of a refusal, the one that argparse and most Unix tools use."""
-
-REFUSAL_GRACE_S = 3.0
-"""How long the other ranks leave rank 0 to print why all of them end."""
 
 CHECKPOINT_THREAD = "checkpoint"
 """The name of the thread that writes a checkpoint."""
@@ -47,23 +40,15 @@ def exit_status(main: Callable[[], object]) -> int:
     gc.freeze()
     try:
         main()
-    except UserError as error:
-        _print_refusal(error)
-        if error.on_one_rank:
-            _end_now(error.status)
-        return error.status
-    except RuntimeError as error:
-        from recipes.common.process.lost_peer import find_reason, messages_of
+    except (UserError, RuntimeError) as error:
+        from recipes.common.process.failure import explain
 
-        said = messages_of(error)
-        reason = find_reason(said)
-        if reason is None:
+        if not explain(error):
             raise
-        if Watch.active and Watch.active.is_hang(said):
-            Watch.active.end(error)
-        rank, host = os.environ.get("RANK", "0"), socket.gethostname()
-        print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
-        _end_now(1)
+        status = error.status if isinstance(error, UserError) else 1
+        if not isinstance(error, UserError) or error.on_one_rank:
+            _end_now(status)
+        return status
     finally:
         # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
         for number in STOP_SIGNALS:
@@ -80,21 +65,3 @@ def _end_now(status: int) -> NoReturn:
         if thread.name == CHECKPOINT_THREAD:
             thread.join(CHECKPOINT_GRACE_S)
     os._exit(status)
-
-
-def _print_refusal(error: UserError) -> None:
-    """Print one line, if this is the rank to do so; where others are to, leave them the time for it."""
-    rank = os.environ.get("RANK", "0")
-    local_rank = os.environ.get("LOCAL_RANK", rank)
-    if rank != "0" and not error.on_one_rank and not (error.on_every_node and local_rank == "0"):
-        # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that, and after it
-        # the first rank of this node.
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: sys.exit(error.status))
-        # A launcher may have started this process with them blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        time.sleep(REFUSAL_GRACE_S * (1 if local_rank in ("0", rank) else 2))
-        if HAVE_MET.is_set() or local_rank != "0":
-            return
-    sys.stdout.flush()
-    print(f"error: {error}", file=sys.stderr, flush=True)

@@ -118,7 +118,7 @@ def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, fl
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every operation and size; call it on every rank."""
-    # Rank 0 alone prints refusals (recipes/common/process/entry.py); not every launcher says RANK.
+    # Rank 0 alone prints refusals (recipes/common/process/failure.py); not every launcher says RANK.
     rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
     has_ranks = "RANK" in os.environ
     os.environ["RANK"] = str(rank)
