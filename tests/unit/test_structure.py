@@ -237,9 +237,13 @@ OF_OPTIONS = tuple(
             "common.models.batchnorm",
         ),
         *("common.models.gpt", "common.models.layers", "common.models.own", "common.models.torchvision_models"),
-        *("common.models.vit", "common.parallel.mesh", "common.process.failure", "common.process.meeting"),
-        *("common.record.bar", "common.record.earlier", "common.record.resume", "common.watch.report"),
-        *("common.watch.stragglers", "common.world.transport", "common.world.tree"),
+        *("common.models.vit", "common.parallel.mesh", "common.process.meeting"),
+        *(
+            "common.record.bar",
+            "common.record.earlier",
+            "common.record.resume",
+        ),
+        *("common.world.transport", "common.world.tree"),
         *("ddp.compression", "ddp.zero"),
     )
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from recipes.common.errors import UserError
+from recipes.common.process.failure import explain  # not later: a disk that fails may be the reason
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.watch import Watch
 
@@ -41,8 +42,6 @@ def exit_status(main: Callable[[], object]) -> int:
     try:
         main()
     except (UserError, RuntimeError) as error:
-        from recipes.common.process.failure import explain
-
         if not explain(error):
             raise
         status = error.status if isinstance(error, UserError) else 1
