@@ -470,7 +470,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the command's own arguments, with the recipe's in `options`; raises UserError."""
     parser = CommandParser("python -m k8s.apply", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
-    parser.add_argument("--kind", default="", help=f"one of {', '.join(KINDS)} (default: indexed-job)")
+    parser.add_argument("--kind", default="", help=f"{', '.join(KINDS)} (default: indexed-job)")
     parser.add_argument("--nodes", type=count, default=2, metavar="N", help="number of nodes")
     parser.add_argument(
         "--gpus",
@@ -484,7 +484,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")
     parser.add_argument("--components", default="", help="folders of k8s/components, separated by spaces")
     parser.add_argument("--name", help="the job's and the run's name (default: the recipe's)")
-    parser.add_argument("--namespace", help="(default: that of the kubectl context)")
+    parser.add_argument("--namespace", help="namespace (default: the kubectl context's)")
     parser.add_argument("--start-timeout-s", type=count, default=900, metavar="S", help="longest wait for node 0")
     parser.add_argument("--render", action="store_true", help="print the manifest and end")
     parser.add_argument("--delete", metavar="NAME", help="delete a job")

@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     """Return this command's own arguments; what follows -- is the recipe's, in `options`. Raises UserError."""
     parser = CommandParser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", metavar="RECIPE")
-    shape = parser.add_argument_group("shape (what is not given is the cluster's default)")
+    shape = parser.add_argument_group("resources (default: the cluster's)")
     shape.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
     shape.add_argument("--gpus-per-node", type=non_negative_int, metavar="G", help="GPUs to ask for on each node")
     shape.add_argument(

@@ -63,13 +63,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Show the default of every option that has a telling one."""
+    """Show the default of every option that has one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS) or not action.help:
+        if action.default in (None, False, "", argparse.SUPPRESS) or not action.help:
             return action.help
         return f"{action.help} (default: %(default)s)"
 
@@ -206,7 +206,7 @@ class RunOptions:
         "name a rank whose own work is longer than that of the others by this share of a step; 0: never",
         "X",
     )
-    straggler_window_s: float = option(10.0, positive_float, "seconds to judge that by", "S")
+    straggler_window_s: float = option(10.0, positive_float, "window of --straggler-share, in seconds", "S")
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,13 @@ class DataOptions(RunOptions):
     )
     download: bool = switch("fetch fashion-mnist or cifar10 into --data-dir when missing")
     image_size: int = option(
-        224, positive_int, "side of the images that imagefolder, shards and synthetic yield", "PIXELS"
+        224, positive_int, "height and width of the images of imagefolder, shards and synthetic", "PIXELS"
     )
     num_samples: int = option(2048, positive_int, "training images of synthetic data", "N")
     workers: int = option(
         2,
         non_negative_int,
-        "processes that read samples, per rank (imagefolder, shards, and your own unless tensors)",
+        "processes that read samples, per rank (imagefolder, shards, your own data sets)",
         "N",
     )
     skip_bad_images: bool = switch("count images that do not decode and train without them")
@@ -248,7 +248,7 @@ class DataOptions(RunOptions):
     task: str = option(
         "auto",
         one_of_or_own(*TASKS),
-        "how outputs and targets become a loss: classification, language-model, or package.module:Class for your "
+        "the loss and metrics: classification, language-model, or package.module:Class for your "
         "own; auto: what the data are for",
     )
 

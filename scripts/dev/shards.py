@@ -20,9 +20,7 @@ def main(argv: list[str]) -> None:
     parser = CommandParser("python -m scripts.dev.shards", (__doc__ or "").split("\n")[0])
     parser.add_argument("source", metavar="DATA_DIR", type=Path)
     parser.add_argument("folder", metavar="OUT", type=Path)
-    parser.add_argument(
-        "--shard-mb", type=count, default=1000, help="begin another shard after so many 10^6 bytes"
-    )
+    parser.add_argument("--shard-mb", type=count, default=1000, help="size of a shard in MB")
     args = parse(parser, argv)
     images = 0
     try:

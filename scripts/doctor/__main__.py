@@ -57,9 +57,9 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
     add("--as-node", action="store_true", help=SUPPRESS)  # one of the N that --nodes starts
-    add("--nproc-per-node", type=positive_int, metavar="P", help="with --nodes: processes a node")
-    add("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder to be shared")
-    add("--json", type=Path, metavar="FILE", help="node 0 writes all it has found out")
+    add("--nproc-per-node", type=positive_int, metavar="P", help="processes per node, with --nodes")
+    add("--runs-dir", type=Path, default=Path("runs"), metavar="DIR", help="the folder that all nodes share")
+    add("--json", type=Path, metavar="FILE", help="file for the full report, written by node 0")
     add("--quick", action="store_true", help="leave torch out: no all-reduce and bandwidth checks")
     add("--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="auto, cpu or cuda")
     longest = "longest time for the all-reduce checks"

@@ -41,12 +41,12 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser = CommandParser("python -m scripts.drill", (__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("faults", nargs="*", metavar="FAULT", help=f"some of {', '.join(FAULTS)} (all)")
-    add("--nodes", type=count, default=2, help="local nodes of one process each (2)")
-    add("--rounds", type=count, help="so many faults, drawn at random: a soak")
-    add("--seed", type=non_negative_int, default=0, help="decides on faults, steps and victims (0)")
-    add("--steps", type=count, default=400, help="steps of a job (400)")
-    add("--runs-dir", type=Path, default=ROOT / "runs", help="where drill-001 is made")
-    add("--plain", action="store_true", help="plain processes, also where root allows networks")
+    add("--nodes", type=count, default=2, help="local nodes of one process each")
+    add("--rounds", type=count, help="number of faults, drawn at random: a soak")
+    add("--seed", type=non_negative_int, default=0, help="seed of faults, steps and victims (0)")
+    add("--steps", type=count, default=400, help="steps of a job")
+    add("--runs-dir", type=Path, default=ROOT / "runs", help="parent folder of drill-001")
+    add("--plain", action="store_true", help="processes without network namespaces, also as root")
     args = parse(parser, argv)
     if args.nodes < 2:
         raise UserError(f"NODES: a drill needs at least 2 nodes, got {args.nodes}")

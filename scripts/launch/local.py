@@ -314,14 +314,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """Return the launcher's own arguments; what follows -- is the recipe's."""
     parser = CommandParser("python -m scripts.launch.local", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="")
-    parser.add_argument("--nodes", type=count, default=1)
-    parser.add_argument("--nproc-per-node", type=count)
-    parser.add_argument("--min-nodes", type=count, help="go on with so many, and take in those that come back")
+    parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
+    parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")
+    parser.add_argument("--min-nodes", type=count, help="elastic: least nodes to continue with")
     restarts = whole_number(0, 1000)
-    parser.add_argument("--max-restarts", type=restarts, help="after failures, with --min-nodes (3)")
+    parser.add_argument("--max-restarts", type=restarts, help="elastic: restarts after failures (3)")
     # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
     parser.add_argument("--networks", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--name", default="", help="the run's name, where SCRIPT is set")
+    parser.add_argument("--name", default="", help="the run's name, with SCRIPT")
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     return parse(parser, argv)
 

@@ -81,33 +81,33 @@ Row = dict[str, Any]
 
 OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     "cluster": [
-        ("--nodes", whole_number(1, 100_000), 16, "N", "nodes, up to which to plan"),
-        ("--gpus", positive_int, 8, "G", "GPUs of a node, a rank each"),
-        ("--fabric", one_of(*FABRICS), None, "NAME", f"between nodes: {', '.join(FABRICS)}"),
-        ("--alpha-us", non_negative_float, None, "US", "a hop's latency instead"),
-        ("--gbit", positive_float, None, "GBIT", "what arrives at a node instead"),
-        ("--intra", one_of(*INTRA), "nvlink", "NAME", f"in a node: {', '.join(INTRA)}"),
+        ("--nodes", whole_number(1, 100_000), 16, "N", "largest number of nodes"),
+        ("--gpus", positive_int, 8, "G", "GPUs per node, one rank each"),
+        ("--fabric", one_of(*FABRICS), None, "NAME", f"network between nodes: {', '.join(FABRICS)}"),
+        ("--alpha-us", non_negative_float, None, "US", "latency of a hop, instead of the fabric's"),
+        ("--gbit", positive_float, None, "GBIT", "usable Gbit/s of a node, instead of the fabric's"),
+        ("--intra", one_of(*INTRA), "nvlink", "NAME", f"links within a node: {', '.join(INTRA)}"),
     ],
     "what a rank computes": [
-        ("--local-batch-size", positive_int, 128, "N", "samples of a rank and step; what --compute-ms is for"),
-        ("--compute-ms", positive_float, None, "MS", "of a step in one pass, without exchange, known"),
-        ("--fixed-ms", non_negative_float, 0.0, "MS", "of it: what each pass takes, however few its samples"),
-        ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"else estimate: {', '.join(GPUS)}"),
-        ("--utilisation", positive_float, 0.15, "X", "of the GPU's peak"),
+        ("--local-batch-size", positive_int, 128, "N", "samples per rank and step, also those of --compute-ms"),
+        ("--compute-ms", positive_float, None, "MS", "known time of a step in one pass, without exchange"),
+        ("--fixed-ms", non_negative_float, 0.0, "MS", "part of --compute-ms that a smaller batch does not save"),
+        ("--gpu-type", one_of(*GPUS), "h100", "NAME", f"GPU, for an estimate: {', '.join(GPUS)}"),
+        ("--utilisation", positive_float, 0.15, "X", "share of the GPU's peak, for the estimate"),
     ],
     "data": [
-        ("--num-classes", positive_int, None, "N", "instead of the data set's"),
-        ("--samples", positive_int, None, "N", "of an epoch, instead of the data set's"),
-        ("--images-per-s", positive_float, None, "X", "that a node can decode"),
-        ("--storage-gb-s", positive_float, None, "X", "that all nodes together can read"),
+        ("--num-classes", positive_int, None, "N", "classes, instead of the data set's"),
+        ("--samples", positive_int, None, "N", "samples per epoch, instead of the data set's"),
+        ("--images-per-s", positive_float, None, "X", "images that a node can decode per second"),
+        ("--storage-gb-s", positive_float, None, "X", "GB/s that all nodes together can read"),
     ],
     "failures and money": [
         ("--mtbf-gpu-hours", positive_float, 50_000.0, "H", "GPU hours between failures that end a job"),
-        ("--restart-s", non_negative_float, 300.0, "S", "until steps go on"),
-        ("--checkpoint-gb-s", positive_float, 1.0, "X", "that a node writes or reads of them"),
-        ("--copy-gb-s", positive_float, 5.0, "X", "copied while steps wait"),
-        ("--price", non_negative_float, 2.5, "X", "of a GPU hour"),
-        ("--output", Path, None, "DIR", "where the plan goes (runs/plan-001)"),
+        ("--restart-s", non_negative_float, 300.0, "S", "seconds from a failure until training continues"),
+        ("--checkpoint-gb-s", positive_float, 1.0, "X", "GB/s of a node to and from storage, for checkpoints"),
+        ("--copy-gb-s", positive_float, 5.0, "X", "GB/s of the copy that steps wait for"),
+        ("--price", non_negative_float, 2.5, "X", "price of a GPU hour"),
+        ("--output", Path, None, "DIR", "output folder (runs/plan-001)"),
     ],
 }
 """By group: flag, type, default, what stands for the value, help."""
@@ -124,7 +124,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     """Return the plan's own options and the recipe's; raises UserError."""
     parser = CommandParser("python -m scripts.plan", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
-    parser.add_argument("--measure", action="store_true", help="measure what a rank computes here, on one device")
+    parser.add_argument("--measure", action="store_true", help="measure the computing time on one device here")
     for title, own in OWN_OPTIONS.items():
         group = parser.add_argument_group(title)
         for flag, convert, default, metavar, text in own:

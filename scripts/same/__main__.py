@@ -41,12 +41,17 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("script", nargs="?", default="", metavar="SCRIPT", help="a file, or a module's dotted name")
     add("--global-batch", type=positive_int, metavar="N", help="samples of a step over all processes")
-    add("--world-sizes", default="1 2 3", metavar='"1 2 3"', help="numbers of processes; 1 is first")
+    add("--world-sizes", default="1 2 3", metavar='"1 2 3"', help="numbers of processes, 1 first")
     add("--resume", default="none", choices=("none", "auto"), help="auto: also kill a run, and resume it")
     add("--stop-after", type=positive_int, metavar="N", help="steps until the kill (60%% of all)")
-    add("--launch", default="", metavar="COMMAND", help="start ranks by it, not from a fork server")
-    add("--loss", default="", metavar="REGEX", help="finds the losses in a line: its first group")
-    add("--timeout-s", type=positive_float, default=600.0, metavar="S", help="the end of a run")
+    add(
+        "--launch",
+        default="",
+        metavar="COMMAND",
+        help="command that starts the ranks, instead of torchrun's variables",
+    )
+    add("--loss", default="", metavar="REGEX", help="regular expression whose first group is the loss in a line")
+    add("--timeout-s", type=positive_float, default=600.0, metavar="S", help="longest time of a run")
     args = parse(parser, argv)
     check_words(args)
     check_sizes(args)

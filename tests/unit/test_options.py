@@ -9,7 +9,7 @@ import yaml
 
 from recipes.common.errors import UserError
 from recipes.common.optim import learning_rate
-from recipes.common.options import check_batch
+from recipes.common.options import Parser, check_batch
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train as ddp
 from recipes.single import train as single
@@ -276,6 +276,17 @@ def test_help_is_printed_once_and_names_every_default(monkeypatch, capsys):
     assert "samples per optimizer step over all ranks, whatever their number (default: 64)" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_help_shows_no_empty_default(capsys):
+    parser = Parser("prog", "What it does.")
+    parser.add_argument("--empty", default="", help="a text")
+    parser.add_argument("--full", default="x", help="another")
+    parser.print_help()
+    assert [line.split()[2:] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        ["a", "text"],
+        ["another", "(default:", "x)"],
+    ]
 
 
 def test_without_horovod_its_recipe_says_how_to_build_it(monkeypatch):

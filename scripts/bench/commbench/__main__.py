@@ -56,12 +56,12 @@ def options(argv: Sequence[str]) -> Namespace:
     """Return what was asked for; raises UserError for what cannot work."""
     parser = CommandParser("python -m scripts.bench.commbench", (__doc__ or "").split("\n")[0])
     add = parser.add_argument
-    add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all there are)")
+    add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all that are installed)")
     add("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")
     add("--nproc-per-node", type=count, help="processes of each (GPUs of a node, else 1)")
     add_options(parser)
-    add("--narrow", metavar="RATE", help="as root: a network for each node, with links of 1gbit, say")
-    add("--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="where commbench-001 goes")
+    add("--narrow", metavar="RATE", help="as root: a network namespace per node, links of RATE, such as 1gbit")
+    add("--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="parent folder of commbench-001")
     args = parse(parser, argv)
     check_options(args)
     check_names("BACKENDS", args.backends, BACKENDS)
