@@ -403,7 +403,8 @@ class TestYourOwn:
 
     def test_mpiruns_ranks_of_a_node_share_its_cores(self, cluster, tmp_path):
         need_mpi()
-        source = "import os; print('threads', os.environ['OMP_NUM_THREADS'])"
+        # One write: lines of several ranks may not mix.
+        source = "import os; os.write(1, f'threads {os.environ[\"OMP_NUM_THREADS\"]}\\n'.encode())"
         env = {"START": "mpirun", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": ""}
         job = self.submit(cluster, tmp_path, "horovod.sbatch", source, **env)
         assert job.wait() == "COMPLETED", job.text
