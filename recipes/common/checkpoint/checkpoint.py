@@ -221,7 +221,7 @@ class CheckpointWriter:
             # The memory of the last copy serves again: its pages are there already.
             self._copy = copy_tree(content, self._copy)
             what = (self._copy, is_best)
-            self._thread = threading.Thread(target=self._try_to_write, args=what, name=CHECKPOINT_THREAD)
+            self._thread = threading.Thread(target=self._write_aside, args=what, name=CHECKPOINT_THREAD)
             self._thread.start()
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> None:
@@ -248,9 +248,11 @@ class CheckpointWriter:
             self.newest = self._write(content, is_best)
         except UserError as error:
             self.on_error(error)
+
+    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
+        try:
+            self._try_to_write(content, is_best)
         except RuntimeError as error:  # by a connection; of the gradients', the main thread has more to say
-            if threading.current_thread() is not self._thread:
-                raise
             self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
 
 
