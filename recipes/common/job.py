@@ -20,6 +20,7 @@ from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
+from recipes.common.task import has_own
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
 
@@ -232,7 +233,7 @@ class Job:
             return
         # The result first: whatever becomes of the sample, the run is complete.
         result = run_on_all_ranks(self._write_result, self.peers)
-        if self.data.task.has_sample and (self.record or sample_on_all_ranks):
+        if has_own(self.data.task, "sample") and (self.record or sample_on_all_ranks):
             from recipes.common.sample import make_sample
 
             if text := make_sample(self.data.task, self.model, self.peers, sample_on_all_ranks):

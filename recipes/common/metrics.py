@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.task import Task
+from recipes.common.task import Task, has_own
 
 
 def new_totals(task: Task, device: torch.device) -> Tensor:
@@ -36,7 +36,7 @@ def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
     means = {name: value / max(count, 1) for name, value in zip(("loss", *task.metrics), sums, strict=True)}
-    if getattr(task.derive, "__func__", None) is not Task.derive:
+    if has_own(task, "derive"):
         from recipes.common.user_code import add_derived
 
         means = add_derived(means, task)

@@ -54,10 +54,10 @@ class Task:
         """Return something that the trained model has made, to print on rank 0 at a run's end ("": nothing)."""
         return ""
 
-    @property
-    def has_sample(self) -> bool:
-        """Whether the task has a sample() of its own."""
-        return getattr(self.sample, "__func__", None) is not Task.sample
+
+def has_own(task: Task, method: str) -> bool:
+    """Whether a task has its own method of this name, in place of the one of Task."""
+    return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
 
 
 class Classification(Task):
