@@ -43,8 +43,10 @@ def read_result(folder: Path, step: int) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
-    has_headline = is_whole and result.get("headline", "test_accuracy") in result
-    return result if has_headline and result.get("step") == step else None
+    if not is_whole or result.get("step") != step:
+        return None
+    result.setdefault("headline", "test_accuracy")  # results of earlier versions do not say
+    return result if result["headline"] in result else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

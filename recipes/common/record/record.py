@@ -28,9 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.checkpoint.checkpoint import (
-    CheckpointFolder,
-)
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options
 from recipes.common.record.facts import hardware, revision, versions
@@ -217,23 +215,21 @@ class Record:
 
     def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
-        headline = final.get("headline", "test_accuracy")  # results of earlier versions do not say
-        print(
+        headline = final["headline"]
+        self.progress.say(
             f"result recipe={final['recipe']} world_size={final['world_size']} "
             f"{headline}={final[headline]:.4f} "
             + " ".join(f"{name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s"))
-            + f" record={self.folder}",
-            flush=True,
+            + f" record={self.folder}"
         )
 
     def leave(self, signal_name: str, path: Path) -> None:
         """Print how to resume a run that a signal has ended."""
         self.close()
-        print(
+        self.progress.say(
             f"stopped by {signal_name}: wrote {path}\n"
             f"resume with --name {self.folder.name} --resume auto and the other options as before "
-            f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="... --resume auto")',
-            flush=True,
+            f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="... --resume auto")'
         )
 
     def close(self) -> None:
