@@ -22,6 +22,7 @@ if LIGHT not in os.environ.get("PYTHONPATH", ""):
 # Several jobs share the cores: a thread or rank that waits leaves its core to others, and mpirun binds none.
 for name, value in (
     ("GOMP_SPINCOUNT", "1000"),
+    ("OPENBLAS_NUM_THREADS", "1"),  # its threads spin from the import of NumPy on
     ("OMPI_MCA_mpi_yield_when_idle", "1"),
     ("OMPI_MCA_hwloc_base_binding_policy", "none"),
 ):
@@ -30,8 +31,36 @@ for name, value in (
 # What imports torch is imported where it is used: the process that only shares out the tests needs none.
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--once", type=Path, metavar="FILE", help="leave out the tests in FILE; add those that pass to it"
+    )
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has passed in an earlier run with the same --once, and share out the rest."""
+    once = config.getoption("once")
+    if once and once.exists():
+        passed = set(once.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
+    share_out(items)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Note for --once what has passed, to its end."""
+    once = config.getoption("once")
+    if once and not hasattr(config, "workerinput"):
+        ids = {
+            kind: {report.nodeid for report in terminalreporter.stats.get(kind, ())}
+            for kind in ("passed", "error")
+        }
+        with open(once, "a") as file:
+            file.writelines(f"{test}\n" for test in sorted(ids["passed"] - ids["error"]))
+
+
+def share_out(items: list[pytest.Item]) -> None:
     """Let each worker begin with its share of the slow tests, a file's on one worker, first of those of clusters.
 
     Of the others, files of few tests come first: theirs are the longest. One of a cluster counts as five.
