@@ -69,11 +69,13 @@ say "installing requirements/$want.txt into .venv ($size); log: $log"
 [[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"
 if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \
-    --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
+    --no-compile --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
     tail -n 20 "$log" >&2
     echo "error: pip could not install requirements/$want.txt; its last lines are above, all of them in $log" >&2
     exit 2
 fi
+# As pip would, but on all cores; templates among the packages are no Python.
+.venv/bin/python -m compileall -q -j 0 .venv/lib &>>"$log" || true
 mkdir -p .venv/.installed
 for list in run "$want"; do cp "requirements/$list.txt" .venv/.installed/; done
 say "done"

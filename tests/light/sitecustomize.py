@@ -1,9 +1,10 @@
 """Let processes that tests start begin and end sooner: half of a test's time is the import of torch.
 
-Python imports this file at its start, where the folder is in PYTHONPATH. DDP and optimizers import torch._dynamo,
-2 s of a core. A process that compiles nothing asks it for the few names below, which do nothing then. One that asks
-for others gets the module itself. And torch's 300,000 objects never become garbage: no collection looks for it
-while they are made, nor once more at the end.
+Python imports this file at its start, where the folder is in PYTHONPATH.
+
+- DDP and optimizers import torch._dynamo, 2 s of a core. A process that compiles nothing asks it for the few names
+  below, which do nothing then. One that asks for others gets the module itself.
+- Torch's 300,000 objects never become garbage: no collection walks over them at start and end, 0.4 s of a core.
 """
 
 import atexit

@@ -386,6 +386,10 @@ case "$*" in
     echo "Installing collected packages: mpmath, triton, torch"
     exit "${PIP_STATUS:-0}"
     ;;
+*" compileall "*)
+    echo "$*" >>compiled
+    exit 1 # as where a template is no Python
+    ;;
 *) exec REAL "$@" ;;
 esac
 """
@@ -423,6 +427,7 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
         "setup: done",
     ]
     assert len((checkout / ".venv/setup.log").read_text().splitlines()) == 24
+    assert (checkout / "compiled").read_text() == "-m compileall -q -j 0 .venv/lib\n"
     assert sorted(path.name for path in (checkout / ".venv/.installed").iterdir()) == sorted(
         {"run.txt", f"{want}.txt"}
     )
