@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests; with COVERAGE=1 also print how much of the code they have run, in all processes: ranks, agents, ...
+# With ONCE=FILE, leave out the tests that have passed in earlier runs with the same FILE.
 #
 #   scripts/dev/test.sh quick [PYTEST ARGUMENTS]   all but those marked slow: minutes
 #   scripts/dev/test.sh all [PYTEST ARGUMENTS]     all, e.g. tests/unit --numprocesses 0
@@ -22,7 +23,8 @@ shift
 python=${PYTHON:-.venv/bin/python}
 # Else each worker compiles all tests at each run, 5 s of a core, and each process what it imports.
 unset PYTHONDONTWRITEBYTECODE
-tests=(pytest --numprocesses 4 --dist worksteal "${chosen[@]}" "$@")
+tests=(pytest --numprocesses 4 --dist worksteal ${ONCE:+--once "$ONCE"} "${chosen[@]}" "$@")
+unset ONCE # a test may start these, too
 
 if [[ -z ${COVERAGE:-} ]]; then exec "$python" -m "${tests[@]}"; fi
 
