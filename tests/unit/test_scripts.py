@@ -398,3 +398,16 @@ def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, n
     (tmp_path / "runs").touch()
     with pytest.raises(UserError, match=rf"^cannot make {tmp_path}/runs.*: (File exists|Not a directory)$"):
         script.make_run_dir(tmp_path / "train.py", name)
+
+
+@pytest.mark.slow
+def test_what_has_passed_with_the_same_file_is_left_out(tmp_path):
+    """The file is outside of the checkout, and no argument says where the tests are, as in `make test`."""
+    env = {"ONCE": str(tmp_path / "passed"), "PYTHON": sys.executable}
+    words = ("scripts/dev/test.sh", "quick", "--numprocesses", "0", "-k", "test_wire_sums")
+    passed = []
+    for more in ("and by_hand", ""):
+        done = run_command(*words[:-1], f"{words[-1]} {more}", **env)
+        assert done.status == 0, done.stderr
+        passed.append(int(re.findall(r"(\d+) passed", done.stdout)[0]))
+    assert passed == [1, 4]
