@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack
 from recipes.common.data import Data
+from recipes.common.data.splits import Split
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
@@ -23,6 +24,12 @@ from recipes.common.seeding import permutation
 from recipes.common.task import has_own
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
+
+
+def draw_order(split: Split, args: Options, epoch: int) -> Tensor:
+    """Return the samples in the order of an epoch, the same on every rank: int64, shape (N,)."""
+    order = permutation(len(split), args.seed, epoch, args.shuffle_block)
+    return order if args.shuffle_block == 1 else split.storage_order()[order]
 
 
 @dataclass
@@ -142,7 +149,7 @@ class Job:
         They depend on the seed and the step alone: the ranks, however many, share out the same batches.
         """
         size = self.args.global_batch_size
-        order = permutation(len(self.data.train), self.args.seed, self.position.epoch)
+        order = draw_order(self.data.train, self.args, self.position.epoch)
         first_step = self.position.epoch * self.steps_per_epoch
         for step in range(self.position.step, self.epoch_end):
             start = (step - first_step) * size

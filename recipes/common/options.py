@@ -237,6 +237,12 @@ class DataOptions(RunOptions):
         "processes that read samples, per rank (imagefolder, shards, your own data sets)",
         "N",
     )
+    shuffle_block: int = option(
+        1,
+        positive_int,
+        "shards: draw the order of blocks of N images that lie side by side, and read a block at a time",
+        "N",
+    )
     skip_bad_images: bool = switch("count images that do not decode and train without them")
     seq_len: int = option(128, positive_int, "bytes of a sample of text", "N")
     model: str = option(
@@ -320,6 +326,8 @@ class Options(TrainingOptions):
             raise UserError(f"--data-dir {url_of(self.data_dir)}: of a server, only shards are read; {fix}")
         if self.cache_dir and not is_remote:
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
+        if self.shuffle_block > 1 and self.data != "shards":
+            raise UserError(f"--shuffle-block {self.shuffle_block} is for --data shards; drop it")
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp or tensor"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")

@@ -25,9 +25,15 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """Return the order of the samples in an epoch, the same on every rank: int64, shape (size,)."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(mix(seed, epoch)))
+def permutation(size: int, seed: int, epoch: int, block: int = 1) -> torch.Tensor:
+    """Return the order of the samples in an epoch, the same on every rank: int64, shape (size,).
+
+    Blocks of so many samples stay together; the last block may be shorter.
+    """
+    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    blocks = torch.randperm(-(-size // block), generator=generator)
+    order = (blocks.unsqueeze(1) * block + torch.arange(block)).flatten()
+    return order[order < size]
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

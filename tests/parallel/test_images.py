@@ -83,6 +83,21 @@ def test_shards_on_a_server_give_the_curve_of_their_folder(images, single, tmp_p
 
 
 @pytest.mark.slow
+def test_blocks_of_shards_give_one_curve(images, single, tmp_path):
+    """Another one than that of single images, and the same on 1, 2 and 3 ranks, also after an interruption."""
+    assert sum(number for _, number in pack(images, tmp_path / "shards", 9000)) == 28 + 12
+    argv = (*WORDS, "--data", "shards", "--data-dir", str(tmp_path / "shards"), "--workers", "0")
+    argv = (*argv, "--shuffle-block", "4")
+    whole = train("single", tmp_path / "single", 1, *argv)
+    when = Interrupt(signal.SIGTERM, 4)  # in the second epoch
+    outcome = Ranks("ddp", words_for(tmp_path, "ddp-3", *argv), 2, tmp_path / "first", interrupt=when).wait()
+    assert outcome.statuses == [0, 0], outcome.text
+    run = train("ddp", tmp_path, 3, *argv, "--resume", "auto")
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(run) != pytest.approx(losses(single()), rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_same_goes_on_after_an_interruption(images, single, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "1")
     when = Interrupt(signal.SIGTERM, 4)  # in the second epoch

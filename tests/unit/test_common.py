@@ -75,6 +75,16 @@ class TestSeeding:
         assert len({tuple(order.tolist()) for order in orders}) == 4
         assert torch.equal(permutation(100, 1, 1), orders[3])
 
+    @pytest.mark.parametrize("size", [12, 14])
+    def test_blocks_stay_together(self, size):
+        order = permutation(size, 1, 0, 4).tolist()
+        assert sorted(order) == list(range(size))
+        starts = [order.index(first) for first in range(0, size, 4)]
+        assert sorted(starts) != starts, "in another order"
+        for first, start in zip(range(0, size, 4), starts, strict=True):
+            block = list(range(first, min(first + 4, size)))
+            assert order[start : start + len(block)] == block
+
     def test_permutation_is_the_same_in_every_version(self):
         """A checkpoint goes on with the same samples for ever: the order is part of its format."""
         assert permutation(10, 0, 0).tolist() == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]

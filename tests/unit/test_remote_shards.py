@@ -1,6 +1,7 @@
 """Shards on a server: the images of the local ones, and one line for whatever the server does, within a bound."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from recipes.common.data import SKIPPED, load_data
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
+from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.bench.range_server import serve
 from tests.images import make_images
@@ -57,11 +59,20 @@ def assert_equal(split, other):
             assert torch.equal(b, d)
 
 
-def one_error(data, number=0):
-    """Return what is told of one image."""
+def requests_for(split, epochs):
+    """Return the requests that assert_equal() takes: neighbours that follow one another come together."""
+    order, shards = split.storage_order().tolist(), split.dataset.fields["shard"]
+    neighbours = {pair for pair in itertools.pairwise(order) if shards[pair[0]] == shards[pair[1]]}
+    drawn = [torch.cat(order_of(split, epoch)).tolist() for epoch in range(epochs)]
+    return sum(len(split) - sum(pair in neighbours for pair in itertools.pairwise(one)) for one in drawn)
+
+
+def one_error(data, number=None):
+    """Return what is told of one image, by default the first of the first shard."""
     told = []
     data.train.on_fault = told.append
-    ((_, labels),) = data.train.batches([torch.tensor([number])], 0)
+    index = data.train.storage_order()[:1] if number is None else torch.tensor([number])
+    ((_, labels),) = data.train.batches([index], 0)
     assert labels.tolist() == [SKIPPED]
     [error] = map(str, told)
     return error
@@ -77,9 +88,9 @@ def test_a_run_sees_the_images_of_the_disk(shards, tmp_path, has_cache):
         opened = counts.requests
         assert_equal(data.train, local.train)
         assert_equal(data.test, local.test)
-        read = counts.requests - opened
         # Without a cache each of 2 epochs reads each image, with it one of them does.
-        assert read == (2 - has_cache) * (28 + 12)
+        expected = sum(requests_for(split, 2 - has_cache) for split in (data.train, data.test))
+        assert counts.requests - opened == expected > (2 - has_cache) * (28 + 12 - 10)
         if has_cache:
             before = counts.requests
             assert_equal(load(url, *flags).train, local.train)
@@ -100,6 +111,38 @@ def test_the_cache_heals(shards, tmp_path):
         after = counts.requests
         assert_equal(data.train, load(shards).train)
         assert counts.requests == after, "what was read again is in the cache again"
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_block_is_one_read(shards, tmp_path, has_cache):
+    """As many images as lie side by side in a shard and in the block, whichever batches they are in."""
+    flags = ["--cache-dir", str(tmp_path)] * has_cache
+    with serve(shards) as (url, counts):
+        split = load(url, "--shuffle-block", "4", *flags).train
+        shard_of = split.dataset.fields["shard"]
+        order = split.storage_order()[permutation(len(split), 0, 0, 4)]
+        spans = {(place // 4, int(shard_of[index])) for place, index in enumerate(split.storage_order())}
+        before = counts.requests
+        ours = list(split.batches(order.split(6), 0))
+        assert counts.requests - before == len(spans) < 28 / 2
+        theirs = load(shards).train.batches(order.split(6), 0)
+        for (a, b), (c, d) in zip(ours, theirs, strict=True):
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
+        list(split.batches(order.split(6), 0))
+        assert counts.requests - before == len(spans) * (2 - has_cache)
+
+
+def test_reads_together_are_bounded(shards, monkeypatch):
+    with serve(shards) as (url, _):
+        dataset = load(url).train.dataset
+        order = dataset.storage_order().tolist()
+        most = 4 * max(dataset.fields["size"]).item()
+        monkeypatch.setattr("recipes.common.data.shards.PART_BYTES", most)
+        groups = list(dataset._groups(order))
+        assert [index for group in groups for index in group] == order
+        assert max(map(len, groups)) >= 3
+        assert all(dataset._end(g[-1]) - dataset._value("offset", g[0]) <= most for g in groups)
 
 
 def test_reads_are_in_flight_together(shards):
@@ -244,7 +287,7 @@ def test_a_server_that_recovers_costs_nothing(shards):
         data = load(url, "--timeout-s", "8")
         assert_equal(data.train, load(shards).train)
         assert set(seen.values()) >= {3}
-        assert counts.requests > 2 * 28 + 28
+        assert counts.requests > 2 * 28 + requests_for(data.train, 1)
 
 
 @pytest.mark.parametrize("has_cache", [False, True])

@@ -1,14 +1,19 @@
 """Shards: the very images of the folder that was packed, and one line for whatever is wrong with them."""
 
+import itertools
+import json
 import os
 import tarfile
 
+import numpy as np
 import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
-from recipes.common.data.shards import INDEX, pack
+from recipes.common.data.shards import INDEX, pack, write_index
 from recipes.common.errors import UserError
+from recipes.common.job import draw_order
+from recipes.common.seeding import permutation
 from recipes.single.train import options
 from scripts.dev import shards
 from tests.images import make_images
@@ -69,22 +74,28 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
 
 
 def test_the_layout_is_webdatasets(images, whole):
-    """An image, and its class beside it under the same name; a shard ends once it is large enough."""
+    """An image, and its class beside it under the same name, in random order; a shard ends at its size."""
     names = sorted(path.name for path in whole.glob("*.tar"))
     trained = [name for name in names if name.startswith("train-")]
     assert trained == [f"train-{i:06d}.tar" for i in range(len(trained))]
     assert len(trained) > 2
-    found = []
+    found = {}
     for name in trained:
         with tarfile.open(whole / name) as tar:
             members = tar.getmembers()
             for image, label in zip(members[::2], members[1::2], strict=True):
-                assert image.name.split(".")[0] == label.name.split(".")[0] == f"{len(found):08d}"
-                assert label.name.endswith(".cls")
-                found.append((tar.extractfile(image).read(), int(tar.extractfile(label).read())))
+                number, kind = label.name.split(".")
+                assert (image.name.split(".")[0], kind, len(number)) == (number, "cls", 8)
+                found[int(number)] = tar.extractfile(image).read(), int(tar.extractfile(label).read())
     classes = sorted(os.listdir(images / "train"))
     paths = [path for name in classes for path in sorted((images / "train" / name).glob("*.*[gG]"))]
-    assert found == [(path.read_bytes(), classes.index(path.parent.name)) for path in paths]
+    assert [found[i] for i in range(len(found))] == [
+        (path.read_bytes(), classes.index(path.parent.name)) for path in paths
+    ]
+    order = load("shards", whole).train.storage_order().tolist()
+    assert list(found) == order != sorted(order)
+    changes = sum(found[a][1] != found[b][1] for a, b in itertools.pairwise(order))
+    assert changes > len(order) / 2, "neighbours are of many classes"
 
 
 def test_other_images_have_another_fingerprint(images, whole, tmp_path):
@@ -105,14 +116,38 @@ def test_a_damaged_image_is_one_line(copy):
     content[700] ^= 1
     path.write_bytes(content)
     told = []
-    ((_, labels),) = load("shards", copy, told.append).train.batches([torch.tensor([0])], 0)
+    split = load("shards", copy, told.append).train
+    ((_, labels),) = split.batches([split.storage_order()[:1]], 0)
     assert labels.tolist() == [SKIPPED]
     [error] = map(str, told)
     assert error.startswith(f"{path} at byte 512 does not decode (its checksum is not that of the image")
     assert error.endswith("; fix or remove it, or add --skip-bad-images")
     split = load("shards", copy, told.append, "--skip-bad-images").train
-    list(split.batches([torch.tensor([0, 1])], 0))
+    list(split.batches([split.storage_order()[:2]], 0))
     assert (split.skipped, len(told)) == (1, 1)
+
+
+def test_a_block_is_side_by_side_in_the_shards(whole):
+    split = load("shards", whole).train
+    args = options(["--data", "shards", "--shuffle-block", "4"])
+    places = {index: place for place, index in enumerate(split.storage_order().tolist())}
+    order = [places[index] for index in draw_order(split, args, 0).tolist()]
+    assert sorted(order) == list(range(28))
+    assert order == permutation(28, 0, 0, 4).tolist()
+    single_images = draw_order(split, options(["--data", "shards"]), 0)
+    assert torch.equal(single_images, permutation(28, 0, 0)), "as in the folder"
+
+
+def test_blocks_of_shards_in_the_folders_order_are_refused(copy):
+    """Those that were packed before 0.2.0: a block of them has one class."""
+    with np.load(copy / INDEX) as index:
+        arrays = dict(index)
+    about = json.loads(str(arrays.pop("about")))
+    del about["is_shuffled"]
+    write_index(copy, about, arrays)
+    assert len(load("shards", copy).train) == 28
+    with pytest.raises(UserError, match=r"^--shuffle-block 4: the shards of \S+ hold class after class"):
+        load("shards", copy, print, "--shuffle-block", "4")
 
 
 @pytest.mark.parametrize(

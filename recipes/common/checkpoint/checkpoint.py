@@ -32,7 +32,8 @@ from recipes.common.process.entry import CHECKPOINT_THREAD
 
 FORMAT = "cluster-recipes/1"
 MUST_MATCH = (
-    *("data", "image_size", "num_samples", "seq_len", "model", "task", "optimizer", "global_batch_size", "seed"),
+    *("data", "image_size", "num_samples", "seq_len", "shuffle_block", "model", "task", "optimizer"),
+    *("global_batch_size", "seed"),
 )
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 

@@ -1,11 +1,13 @@
 """Images packed into tar files, and an index of where each lies: few large files instead of many small ones.
 
-`make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards` packs an image folder, in its order: a run on the
-shards gives the very numbers of a run on the folder. The layout is WebDataset's (https://github.com/webdataset),
-00000007.jpg and 00000007.cls one after the other, so that others can read the shards too.
+`make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards` packs an image folder. The index has the folder's
+order: a run on the shards gives the very numbers of a run on the folder. The layout is WebDataset's
+(https://github.com/webdataset), 00000007.jpg and 00000007.cls one after the other, so that others can read the
+shards too. Their images are in random order, so that images side by side (--shuffle-block) are of many classes.
 
 An image is read where the index says, whichever the order: one read without an open, and its checksum is compared.
-From a server (remote.py) threads read ahead what the next batches need, and a cache (cache.py) may keep it.
+From a server (remote.py) threads read ahead what the next batches need, images side by side by one request, and a
+cache (cache.py) may keep it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import resource
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ from recipes.common.data.splits import Data, digest
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError
 from recipes.common.options import Options, url_of
+from recipes.common.seeding import permutation
 
 INDEX = "index.npz"
 """Written last: a folder without it is not whole."""
@@ -44,6 +47,9 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 """Of each image: the number of its shard, where it lies there, its bytes, their CRC-32, and its class."""
 
 HALVES = ("train", "val")
+
+MAX_GAP = 2048
+"""Less than so many bytes are between two neighbours: padding, the first one's class, the second one's header."""
 
 MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**31, 2**28
 """A server may send no more: 28 bytes an image, and an image."""
@@ -96,6 +102,10 @@ class ShardedImages(Images):
             raise ValueError("its checksum is not that of the image that was packed")
         return content
 
+    def storage_order(self) -> torch.Tensor:
+        """Return the images in the order in which they lie in the shards: int64, shape (N,)."""
+        return torch.from_numpy(np.lexsort((self.fields["offset"].numpy(), self.fields["shard"].numpy())))
+
     def fingerprint(self) -> str:
         """Return what identifies the images."""
         return f"{len(self)} images with digest {digest(self.fields['crc'], self.labels):08x}"
@@ -110,7 +120,8 @@ class RemoteImages(ShardedImages):
     def __init__(self, store: Store, cache: Cache | None, *others: Any) -> None:
         super().__init__(store.url, *others)
         self.store, self.cache = store, cache
-        self.pending: dict[int, Future[bytes]] = {}
+        self.pending: dict[int, tuple[Future[bytes], int]] = {}
+        """By image: the read that brings it, and where the image begins in what that gives."""
 
     def __getitems__(self, keys: Keys) -> list[Sample]:
         """Return a batch, and begin to read the next ones; from an image on that cannot be read, all are blank.
@@ -118,7 +129,8 @@ class RemoteImages(ShardedImages):
         It ends the run. To wait for the others, too, takes as long as other ranks wait, many times over.
         """
         wanted = [index for _, index in itertools.chain(keys, keys.ahead)]
-        self.pending = {index: self.pending.get(index) or self._begin(index) for index in wanted}
+        begun = self._begin([index for index in wanted if index not in self.pending])
+        self.pending = {index: begun.get(index) or self.pending[index] for index in wanted}
         samples: list[Sample] = []
         for key in keys:
             samples.append(self[key])
@@ -126,26 +138,64 @@ class RemoteImages(ShardedImages):
                 break
         return samples + [samples[-1]._replace(fault="")] * (len(keys) - len(samples))
 
-    def _begin(self, index: int) -> Future[bytes]:
-        start = self._value("offset", index)
-        place = self._shard(index), start, start + self._value("size", index)
-        if self.cache:
-            future: Future[bytes] = Future()
-            try:
-                content = self.cache.look(*place)
-            except OSError as error:
-                future.set_exception(error)
-                return future
-            if self.is_packed(index, content):  # as quick as from any disk: a thread would take longer
-                future.set_result(content)
-                return future
-        return begin(partial((self.cache or self.store).read, *place, partial(self.is_packed, index)))
+    def _begin(self, indices: list[int]) -> dict[int, tuple[Future[bytes], int]]:
+        """Begin to read images; those that lie side by side and follow one another come by one read."""
+        found: dict[int, tuple[Future[bytes], int]] = {}
+        for index in indices if self.cache else ():
+            if future := self._look(index):
+                found[index] = future, 0
+        for group in self._groups(index for index in indices if index not in found):
+            first, end = self._value("offset", group[0]), self._end(group[-1])
+            are_packed = partial(self._are_packed, group, first)
+            read = partial((self.cache or self.store).read, self._shard(group[0]), first, end, are_packed)
+            future = begin(read)
+            found |= {index: (future, self._value("offset", index) - first) for index in group}
+        return found
+
+    def _look(self, index: int) -> Future[bytes] | None:
+        """Return an image of the cache, or that it cannot be used; None where the image is not in it."""
+        assert self.cache
+        future: Future[bytes] = Future()
+        try:
+            content = self.cache.look(self._shard(index), self._value("offset", index), self._end(index))
+        except OSError as error:
+            future.set_exception(error)
+            return future
+        if not self.is_packed(index, content):
+            return None
+        future.set_result(content)  # as quick as from any disk: a thread would take longer
+        return future
+
+    def _groups(self, indices: Iterable[int]) -> Iterator[list[int]]:
+        """Yield the images in groups of neighbours, each up to PART_BYTES long."""
+        group: list[int] = []
+        for index in indices:
+            if group and not (
+                self._value("shard", index) == self._value("shard", group[-1])
+                and 0 <= self._value("offset", index) - self._end(group[-1]) < MAX_GAP
+                and self._end(index) - self._value("offset", group[0]) <= PART_BYTES
+            ):
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _end(self, index: int) -> int:
+        return self._value("offset", index) + self._value("size", index)
+
+    def _cut(self, index: int, content: bytes, at: int) -> bytes:
+        return content[at : at + self._value("size", index)]
+
+    def _are_packed(self, group: list[int], first: int, content: bytes) -> bool:
+        return all(self.is_packed(i, self._cut(i, content, self._value("offset", i) - first)) for i in group)
 
     def read(self, index: int) -> bytes:
         """Return an image's file; raises OSError where the server does not give it as it was packed."""
-        future = self.pending.pop(index, None) or self._begin(index)
-        content: bytes = self.store.result(future)
-        return content
+        if index not in self.pending:
+            self.pending |= self._begin([index])
+        future, at = self.pending.pop(index)
+        return self._cut(index, self.store.result(future), at)
 
 
 def read_remote_index(args: Options) -> bytes:
@@ -239,6 +289,9 @@ def load_shards(
     folder = url or str(args.data_dir)
     about, halves = parse_index(index or read_index(args), f"{folder}/{INDEX}")
     shards = about["shards"]
+    if args.shuffle_block > 1 and not about.get("is_shuffled"):
+        what = f"the shards of {folder} hold class after class, and so would batches"
+        raise UserError(f"--shuffle-block {args.shuffle_block}: {what}; pack the images again")
     make: Callable[..., ShardedImages] = partial(ShardedImages, folder)
     if url:
         store = open_store(url, args.timeout_s)
@@ -250,7 +303,7 @@ def load_shards(
 
 
 def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, int]]:
-    """Pack the images below `source`, as imagefolder lists them; yield the name and the images of each shard.
+    """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and images.
 
     Raises:
         UserError: no image folder, or shards are there already.
@@ -263,23 +316,26 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     arrays: dict[str, Any] = {}
     shards: dict[str, int] = {}
     for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
-        rows: list[tuple[int, int, int, int, int]] = []
+        order = permutation(len(samples), seed=0, epoch=0).tolist()
+        rows: dict[int, tuple[int, int, int, int, int]] = {}
         numbers = itertools.count()
         while len(rows) < len(samples):
             name, first = f"{half}-{next(numbers):06d}.tar", len(rows)
             with tarfile.open(folder / name, "w") as tar:
                 while len(rows) < len(samples) and (tar.offset < shard_bytes or len(rows) == first):
-                    path, label = samples[len(rows)]
-                    content, key = read(os.path.join(source, path)), f"{len(rows):08d}"
+                    index = order[len(rows)]
+                    path, label = samples[index]
+                    content, key = read(os.path.join(source, path)), f"{index:08d}"
                     offset = tar.offset + tarfile.BLOCKSIZE  # after a header, which is a block for short names
                     add(tar, key + Path(path).suffix.lower(), content)
                     add(tar, f"{key}.cls", str(label).encode())
-                    rows.append((len(shards), offset, len(content), zlib.crc32(content), label))
+                    rows[index] = len(shards), offset, len(content), zlib.crc32(content), label
             shards[name] = (folder / name).stat().st_size
             yield name, len(rows) - first
         for number, (name, kind) in enumerate(FIELDS.items()):
-            arrays[f"{half}_{name}"] = np.array([row[number] for row in rows], kind)
-    write_index(folder, {"num_classes": listing.num_classes, "shards": shards}, arrays)
+            arrays[f"{half}_{name}"] = np.array([rows[index][number] for index in range(len(samples))], kind)
+    about = {"num_classes": listing.num_classes, "shards": shards, "is_shuffled": True}
+    write_index(folder, about, arrays)
 
 
 def write_index(folder: Path, about: dict[str, Any], arrays: dict[str, Any]) -> None:

@@ -50,6 +50,10 @@ class Split(ABC):
         """Return the warnings since the last call, after so many seconds of training."""
         return []
 
+    def storage_order(self) -> Tensor:
+        """Return the samples in the order in which they are stored: int64, shape (N,)."""
+        return torch.arange(len(self))
+
     @abstractmethod
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor, in order; the epoch seeds the augmentation.

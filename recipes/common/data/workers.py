@@ -208,6 +208,11 @@ class LoadedSplit(Split):
         """Return what identifies this split; raises UserError where it cannot be read."""
         return str(self.dataset.fingerprint())
 
+    def storage_order(self) -> Tensor:
+        """Return the samples in the order in which they are stored: int64, shape (N,)."""
+        order: Tensor = self.dataset.storage_order()
+        return order
+
     def take_warnings(self, train_s: float) -> list[str]:
         """Return that the device waits for samples, once, with its share of the training."""
         share = self.idle_share.end_window(self.idle.seconds(), train_s)

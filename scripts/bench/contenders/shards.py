@@ -3,7 +3,7 @@
     python -m scripts.bench.contenders.shards read --data-dir FOLDER-OR-URL
     torchrun --nproc-per-node=2 -m scripts.bench.contenders.shards open --data-dir URL
 
-The last line is a JSON object. Images are decoded in a worker process, in an order drawn anew, as in training.
+The last line is a JSON object. Images are decoded in a worker process, in the order of a run's first epoch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from recipes.common.data import load_data
+from recipes.common.job import draw_order
 from recipes.common.process.ranks import read_ranks
 from recipes.common.world.agreement import load_same_data
 from recipes.common.world.world import connected_world
@@ -26,8 +27,9 @@ BATCH_SIZE, WARM = 32, 4
 
 def read(words: Sequence[str]) -> dict[str, float]:
     """Read the training half once; the first batches, for which workers start, do not count."""
-    split = load_data(options(words), torch.device("cpu"), on_bad_image=print).train
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0)).split(BATCH_SIZE)
+    args = options(words)
+    split = load_data(args, torch.device("cpu"), on_bad_image=print).train
+    order = draw_order(split, args, 0).split(BATCH_SIZE)
     seen, begin = 0, 0.0
     for number, (_, labels) in enumerate(split.batches(order, 0)):
         if number < WARM:
