@@ -115,11 +115,13 @@ def ring_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> N
     chunks = buffer.tensor_split(size)
     for step in range(2 * (size - 1)):
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
-        arrived = torch.empty_like(incoming)
+        is_sum = step < size - 1
+        arrived = torch.empty_like(incoming) if is_sum else incoming
         # Scratch: a chunk goes right, a chunk comes from the left. Each rank sends 2 (N-1) chunks of B/N bytes:
         # B for two ranks and not quite 2 B for a thousand, and all links are busy all the time.
         exchange([(outgoing, (rank + 1) % size)], [(arrived, (rank - 1) % size)], traffic)
-        incoming.copy_(incoming + arrived if step < size - 1 else arrived)
+        if is_sum:
+            incoming += arrived
 
 
 def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:

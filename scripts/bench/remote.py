@@ -27,6 +27,7 @@ from scripts.launch.command import ROOT
 PART = "remote"
 DELAY_S = 0.05
 PHOTOS, COPIES = 256, 8
+BLOCKS = ("--shuffle-block", "8")
 MANY, MANY_VAL, SHARDS, SHARD_BYTES, IMAGE_BYTES = 1_281_167, 50_000, 141, 10**9, 100_000
 """ImageNet-1k's images, in shards as `make shards` writes them."""
 
@@ -92,31 +93,34 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             words = ("read", "--data-dir", str(place), "--workers", "1", *words)
             return contender("shards", words)["images_per_s"]
 
-        def cold() -> float:
+        def cold(*words: str) -> float:
             caches.append(folder / f"cache-{len(caches)}")
-            return speed(url, "--cache-dir", str(caches[-1]))
+            return speed(url, "--cache-dir", str(caches[-1]), *words)
 
         contenders = {
             "disk": lambda: speed(shards),
             "no cache": lambda: speed(url),
             "new cache": cold,
             "full cache": lambda: speed(url, "--cache-dir", str(caches[0])),
+            f"no cache, {' '.join(BLOCKS)}": lambda: speed(url, *BLOCKS),
+            f"new cache, {' '.join(BLOCKS)}": lambda: cold(*BLOCKS),
         }
         values = take_turns(contenders, rounds)
-        before = counts(url)
-        rate = speed(url)
-        after = counts(url)
-        spent = PHOTOS * COPIES / rate
+        in_flight = []
+        for words in ((), BLOCKS):
+            before = counts(url)
+            spent = PHOTOS * COPIES / speed(url, *words)
+            after = counts(url)
+            note = f"{after[1]} at most so far; {after[0] - before[0]} requests"
+            name = " ".join(("reads in flight without a cache, on average", *words))
+            mean = (after[2] - before[2]) / spent
+            in_flight.append(Figure(PART, name, mean, note=note, no_limit="a count"))
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
-    mean = (after[2] - before[2]) / spent
     what, local = "images/s, server 50 ms away", "the same shards on a disk"
     figures = [
         speed_figure(PART, f"{what}, {name}", values, name, "disk", ">= 0.95", local, "images/s", is_limit=True)
-        for name in ("no cache", "new cache", "full cache")
+        for name in contenders
+        if name != "disk"
     ]
-    note = f"{after[1]} at most; {after[0] - before[0]} requests"
-    figures.append(
-        Figure(PART, "reads in flight without a cache, on average", mean, note=note, no_limit="a count")
-    )
     name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
-    return [*figures, Figure(PART, name, *spread(opened), "<= 5", no_limit="a bound on a wait")]
+    return [*figures, *in_flight, Figure(PART, name, *spread(opened), "<= 5", no_limit="a bound on a wait")]

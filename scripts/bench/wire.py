@@ -5,8 +5,9 @@ is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for 
 after as little computing as can be.
 
 A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of
-two, of the same run: its bytes on the link, and the steps on free links, which are the work of the cores, the
-network's included. Four nodes share too few cores for their times to mean anything: there only bytes are measured.
+two, of the same round: forward, before which there is no gradient, and then its bytes on the link; and the steps
+on free links, which are the work of the cores, the network's included. scratch exchanges after backward: its
+bytes and its work add up. Four nodes share too few cores for times to mean anything: there, only bytes count.
 
 Bytes are measured once, they do not vary by round: the difference of two runs that differ in --max-steps alone,
 read from the counters of each node's interface before and after. What a run sends once (the meeting, the first
@@ -18,6 +19,7 @@ counters while a job runs would cut steps in two.
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import sys
 import time
@@ -29,6 +31,7 @@ from statistics import median
 from scripts.bench import programs
 from scripts.bench.figures import Figure, spread, unmeasured
 from scripts.lab.network import Network
+from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
 from scripts.plan.model import ring_bytes
 
@@ -65,6 +68,7 @@ class Variant:
     bytes_per_parameter: int = 4  # on the wire; 0: fewer than the gradients have
     is_timed: bool = False  # whether its time is measured in every round; else in the first
     warm: int = 4  # steps that are left out
+    overlaps: bool = True  # whether it exchanges while it computes
 
 
 VARIANTS = (
@@ -74,7 +78,7 @@ VARIANTS = (
     Variant("ddp-powersgd", "ddp", ("--grad-compression", "powersgd"), "", 0, warm=12),  # ten are in fp32
     Variant("horovod-fp32", "horovod", ("--compression", "none"), is_timed=True),
     Variant("horovod-fp16", "horovod", ("--compression", "fp16"), bytes_per_parameter=2, is_timed=True),
-    Variant("scratch", "scratch"),
+    Variant("scratch", "scratch", overlaps=False),
 )
 
 
@@ -87,6 +91,7 @@ class Measured:
     sent_bytes: list[float]  # what each node sent for a step
     step_s: list[float] = field(default_factory=list)  # by round, the median over the steps on narrow links
     free_s: list[float] = field(default_factory=list)  # the same on links without a limit
+    forward_s: list[float] = field(default_factory=list)  # of which forward alone takes so long
 
     def bytes_figure(self) -> Figure:
         """Return the bytes of the node that sends most, over the ring limit; PowerSGD's over that of fp32."""
@@ -101,7 +106,7 @@ class Measured:
         return Figure("wire", name, high, low, high, self.variant.goal, peer, note, is_limit, reason)
 
     def time_figure(self) -> Figure:
-        """Return a step's time over the longer of its bytes' on the link and a step's on links without a limit."""
+        """Return a step's time over the least that its bytes on the link and its work allow."""
         wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) * PACKET / DATA
         wire_s *= 8 / RATE_BITS
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes"
@@ -110,18 +115,29 @@ class Measured:
             wire_ms = 1e3 * max(self.sent_bytes) * 8 / RATE_BITS
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure("wire", name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
-        ratios = [step_s / max(wire_s, free_s) for step_s, free_s in zip(self.step_s, self.free_s, strict=True)]
         note = f"{step_ms:.0f} ms a step, the wire alone {1e3 * wire_s:.0f} ms, the work alone {free_ms:.0f} ms"
-        peer = "the longer of the wire and the cores' work"
+        if self.variant.overlaps:
+            limits = [max(f + wire_s, free_s) for f, free_s in zip(self.forward_s, self.free_s, strict=True)]
+            note += f" with forward {1e3 * median(self.forward_s):.0f} ms"
+            peer = "the longer of forward and the wire, and the cores' work"
+        else:
+            limits = [wire_s + free_s for free_s in self.free_s]
+            peer = "the wire and the cores' work, one after the other"
+        ratios = [step_s / limit for step_s, limit in zip(self.step_s, limits, strict=True)]
         return Figure("wire", name, *spread(ratios), "<= 1.15", peer, note, is_limit=True)
+
+
+def workload(nodes: int) -> list[str]:
+    """Return the options that say what is computed."""
+    words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
+    return [*words, "--global-batch-size", str(RANK_BATCH * nodes), "--device", "cpu"]
 
 
 def command_of(variant: Variant, net: Network, nodes: int, steps: int, run: Path) -> list[str]:
     """Return what starts a run of a recipe."""
     launch = [sys.executable, "-m", "scripts.launch.local", variant.recipe, "--nodes", str(nodes)]
     launch += ["--nproc-per-node", "1", "--networks", net.option(), "--"]
-    words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
-    words += ["--global-batch-size", str(RANK_BATCH * nodes), "--max-steps", str(steps), "--device", "cpu"]
+    words = [*workload(nodes), "--max-steps", str(steps)]
     words += ["--log-every", str(LOG_EVERY), "--no-tensorboard", "--runs-dir", str(run.parent), "--name", run.name]
     # An untrained model on noise, in halves: gentle steps, so that nothing overflows.
     return [*launch, *words, "--lr", "0.001", "--overwrite", *variant.options]
@@ -170,6 +186,15 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
     return step_s, free_s
 
 
+def time_forward(net: Network, nodes: int) -> float:
+    """Return the seconds of a forward pass, on all nodes at once."""
+    words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", "--forward", "--steps", "20"]
+    threads = max(1, count_cores() // nodes)
+    said = net.run_ranks([*words, "--", *workload(nodes)], nodes, threads, RUN_TIMEOUT_S)
+    found = next(line for line in reversed(said[0].splitlines()) if line.startswith("{"))
+    return float(json.loads(found)["step_ms"]) / 1e3
+
+
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure all variants' bytes on all numbers of nodes, then times in turns."""
     net, has_horovod = Network(max(NODES)), importlib.util.find_spec("horovod")
@@ -181,11 +206,13 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             print(f"  {found[-1].bytes_figure().name}: {found[-1].bytes_figure().measured:.4f}", flush=True)
     timed = [one for one in found if one.nodes == TIMED_NODES]
     for number in range(rounds):
+        forward_s = time_forward(net, TIMED_NODES)
         for one in timed:
             if number == 0 or one.variant.is_timed:
                 step_s, free_s = time_steps(one.variant, net, one.nodes, folder)
                 one.step_s.append(step_s)
                 one.free_s.append(free_s)
+                one.forward_s.append(forward_s)
                 print(f"  {one.variant.name}: {1e3 * step_s:.0f} ms, {1e3 * free_s:.0f} on free links", flush=True)
     missing = [variant for variant in VARIANTS if variant not in variants]
     return [

@@ -25,18 +25,21 @@ def test_figures_by_hand():
     limit = ring_bytes(4 * PARAMETERS, 4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [1.001 * limit, 1.002 * limit, limit, limit]
-    seen = Measured(Variant("ddp-fp32", "ddp"), 4, sent, [0.6, 0.7, 0.65], [0.5, 0.6, 0.65])
+    seen = Measured(Variant("ddp-fp32", "ddp"), 4, sent, [0.7, 0.7, 0.65], [0.5, 0.6, 0.65], [0.05, 0.01, 0.0])
     figure = seen.bytes_figure()
     assert (round(figure.measured, 6), figure.low, round(figure.high, 6)) == (1.002, 1.0, 1.002)
     assert figure.is_met
     assert figure.note == "70.23 MB per node and step"
     figure = seen.time_figure()
     wire_s = limit * 1514 / 1448 * 8 / 1e9
-    # The wire takes longer than the work in the first round, the work in the others.
+    # Forward and the wire take longer than the work in the first round, the work in the others.
     assert [round(value, 4) for value in figure.values] == [
-        round(value, 4) for value in (0.6 / wire_s, 1, 0.7 / 0.6)
+        round(value, 4) for value in (0.7 / (wire_s + 0.05), 1, 0.7 / 0.6)
     ]
     assert figure.is_met
+    assert figure.note == "700 ms a step, the wire alone 586 ms, the work alone 600 ms with forward 10 ms"
+    seen.variant = Variant("scratch", "scratch", overlaps=False)
+    assert seen.time_figure().low == pytest.approx(0.65 / (wire_s + 0.65))
     halves = Variant("ddp-fp16", "ddp", bytes_per_parameter=2)
     figure = Measured(halves, 4, [limit / 2]).bytes_figure()
     assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)

@@ -3,7 +3,8 @@
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 
 Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP; with --alone
-each process computes by itself. --tf32 lets a GPU multiply float32 in TF32.
+each process computes by itself. --forward does the first part of a step alone. --tf32 lets a GPU multiply float32
+in TF32.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--forward", action="store_true")
     own_args = parse(parser, sys.argv[1:])
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
@@ -58,6 +60,8 @@ def main() -> None:
         images, labels = next(ready)
         with autocast(args, device):
             loss = cross_entropy(ddp(images), labels)
+        if own_args.forward:
+            return
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
