@@ -3,10 +3,10 @@
     make commbench NODES=2 BACKENDS="gloo mpi"
     make commbench NODES=2 ARGS="--narrow 1gbit"
 
-Starts the ranks of local nodes; with NNODES, NODE_RANK and MASTER_ADDR set, those of this node of a cluster. The
-launchers start them as they start a script of a user's own.
-Prints a table and writes runs/commbench-001/commbench.json. docs/commbench.md says what the columns are.
-Exit status 0: all results were right; 1: a backend failed; 2: bad usage.
+Starts the ranks of local nodes or, if NNODES, NODE_RANK and MASTER_ADDR are set, the ranks of this node of a
+cluster. The launchers start them in the same way as a user's own script.
+Prints a table and writes runs/commbench-001/commbench.json. docs/commbench.md describes the columns.
+Exit status 0: all results were correct; 1: a backend failed; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from scripts.launch.processes import run_side_by_side
 from scripts.launch.runs import measured_on
 
 START_S = 120
-"""How long ranks may take to start: imports of torch by all processes at once."""
+"""Time allowed for the ranks to start: all processes import torch at once."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks are: on local nodes, or on this node of a cluster and on others."""
+    """Where the ranks run: on local nodes, or on this and other nodes of a cluster."""
 
     nodes: int
-    processes: int  # of a node
-    gpus: int  # of a node
+    processes: int  # per node
+    gpus: int  # per node
     interface: str
     link_gbit: float | None
     net: network.Network | None = None
-    node_rank: int | None = None  # this node's, on a cluster
-    port: int = 0  # of node 0, on a cluster
+    node_rank: int | None = None  # of this node; set only on a cluster
+    port: int = 0  # MASTER_PORT, on a cluster
 
 
 def options(argv: Sequence[str]) -> Namespace:
-    """Return what was asked for; raises UserError for what cannot work."""
+    """Parse the command line; raises UserError if options are invalid or do not combine."""
     parser = CommandParser("python -m scripts.bench.commbench", (__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all that are installed)")
@@ -76,7 +76,7 @@ def options(argv: Sequence[str]) -> Namespace:
 
 
 def rate_gbit(text: str) -> float:
-    """Return a rate of tc's in Gbit/s; raises UserError for anything but whole kbit, mbit or gbit."""
+    """Convert a rate as tc writes it to Gbit/s; raises UserError unless it is whole kbit, mbit or gbit."""
     match = re.fullmatch(r"([1-9][0-9]*)([kmg])bit", text)
     if not match:
         raise UserError(f"--narrow expects a rate such as 100mbit or 1gbit, got {text!r}")
@@ -84,7 +84,7 @@ def rate_gbit(text: str) -> float:
 
 
 def find_place(args: Namespace) -> Place:
-    """Return where the ranks go; raises UserError for what cannot work."""
+    """Return where the ranks run, and create the networks of --narrow; raises UserError if it cannot."""
     gpus = len(visible_gpus())
     if args.is_cluster:
         node = read_node()
@@ -104,7 +104,7 @@ def find_place(args: Namespace) -> Place:
 
 
 def why_not(backend: str, place: Place) -> str:
-    """Return why a backend cannot be measured here, "" if it can."""
+    """Return the reason why a backend cannot be measured here; "" if it can."""
     if backend == "nccl" and place.gpus < place.processes:
         return f"it needs a GPU for each of a node's {place.processes} processes, and a node has {place.gpus}"
     if backend == "horovod" and importlib.util.find_spec("horovod") is None:
@@ -121,7 +121,10 @@ def why_not(backend: str, place: Place) -> str:
 
 
 def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return what starts the ranks of a backend, the number-th one, up to their options; and its environment."""
+    """Return the command that starts a backend's ranks, without their options, and its environment.
+
+    Each backend has its own number. On a cluster, it is added to MASTER_PORT.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "mpi":
         environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
@@ -132,7 +135,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
     script = {"SCRIPT": str(ROOT / "scripts/bench/commbench/rank.py"), "WORKDIR": str(ROOT), "RESUME": "none"}
     environment |= {**script, "RUN_DIR": str(folder), "RUNS_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     environment |= {"RDZV_TIMEOUT_S": str(START_S), "MIN_NODES": ""}
-    recipe = "horovod" if backend == "horovod" else "ddp"  # how its ranks start
+    recipe = "horovod" if backend == "horovod" else "ddp"  # its launcher starts the ranks
     if place.node_rank is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}
@@ -143,10 +146,10 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
 
 
 def run_backend(backend: str, number: int, place: Place, args: Namespace) -> list[Row]:
-    """Start a backend's ranks and return what rank 0 has measured (nothing where that is another node's).
+    """Start a backend's ranks and return the rows of rank 0 (none if rank 0 is on another node).
 
     Raises:
-        RuntimeError: it failed; the message is its own.
+        RuntimeError: it failed or exceeded its time limit; the message is its own error line or its last line.
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
     bound_s = START_S + args.timeout_s + lines * (3 * args.seconds + 5)
@@ -166,7 +169,7 @@ def run_backend(backend: str, number: int, place: Place, args: Namespace) -> lis
 
 @command
 def main(argv: list[str]) -> int:
-    """Measure, print the table, write the file; return 1 where a backend has failed."""
+    """Measure, print the table and write the file; return 1 if a backend failed, else 0."""
     args = options(argv)
     if args.narrow:
         network.enter("scripts.bench.commbench", argv)

@@ -16,27 +16,27 @@ from recipes.probe.train import HorovodWorld, TorchWorld
 
 @dataclass(frozen=True)
 class Backend:
-    """Ranks that one library connects: every rank makes the same calls in the same order."""
+    """Ranks connected by one library. Every rank must make the same calls in the same order."""
 
     rank: int
     size: int
     device: torch.device
-    all_reduce: Callable[[Tensor], object]  # Makes a tensor the sum of the ranks' tensors
-    broadcast: Callable[[Tensor], object]  # Makes a tensor that of rank 0
+    all_reduce: Callable[[Tensor], object]  # In place: the sum of the ranks' tensors
+    broadcast: Callable[[Tensor], object]  # In place: rank 0's tensor
     all_gather: Callable[[Tensor], Tensor]
-    """Returns the ranks' tensors of shape (n,), one after another, as (size * n,)."""
+    """Returns the ranks' tensors of shape (n,), concatenated in rank order to (size * n,)."""
     largest: Callable[[float], float]  # Returns the largest of the ranks' numbers
     leave: Callable[[], None]
 
 
 @functools.lru_cache(maxsize=1)
 def memory_for(numel: int, device: torch.device) -> Tensor:
-    """Return memory for a result, the same for calls of the same size."""
+    """Return a buffer for a result; consecutive calls with the same size and device return the same one."""
     return torch.empty(numel, device=device)
 
 
 def connect_by_torch(name: str, timeout_s: float) -> Backend:
-    """Connect by torch.distributed over gloo or NCCL; a launcher has set the ranks."""
+    """Connect by torch.distributed over gloo or NCCL; a launcher must have set RANK and the other variables."""
     world = TorchWorld(read_ranks("probe"), "cuda" if name == "nccl" else "cpu", timeout_s)
     size, device = world.ranks.world_size, world.device
 
@@ -55,7 +55,7 @@ def connect_by_torch(name: str, timeout_s: float) -> Backend:
 
 
 def connect_by_mpi() -> Backend:
-    """Connect by mpi4py, on the CPU; MPI disconnects at exit."""
+    """Connect by mpi4py, on the CPU. Leaving is a barrier: mpi4py finalises MPI at exit."""
     from mpi4py import MPI
 
     world, device = MPI.COMM_WORLD, torch.device("cpu")
@@ -78,7 +78,7 @@ def connect_by_mpi() -> Backend:
 
 
 def connect_by_horovod() -> Backend:
-    """Connect by Horovod over whatever it was started with: Gloo, MPI, and NCCL where it was built with it."""
+    """Connect by Horovod, over Gloo or MPI as it was started, and over NCCL if it was built with NCCL."""
     import horovod.torch as hvd
 
     world = HorovodWorld("auto" if hvd.nccl_built() else "cpu")
@@ -88,14 +88,14 @@ def connect_by_horovod() -> Backend:
         world.device,
         lambda tensor: hvd.allreduce_(tensor, op=hvd.Sum, name="all-reduce"),
         lambda tensor: hvd.broadcast_(tensor, 0, name="broadcast"),
-        lambda tensor: hvd.allgather(tensor, name="all-gather"),  # in memory that each call takes anew
+        lambda tensor: hvd.allgather(tensor, name="all-gather"),  # allocates its result in each call
         lambda value: float(hvd.allreduce(torch.tensor([value], dtype=torch.float64), op=hvd.Max, name="largest")),
         world.leave,
     )
 
 
 def connect(name: str, timeout_s: float) -> Backend:
-    """Return the backend of that name, connected; call it on all ranks."""
+    """Connect by the named backend and return it; call it on all ranks."""
     if name == "mpi":
         return connect_by_mpi()
     return connect_by_horovod() if name == "horovod" else connect_by_torch(name, timeout_s)

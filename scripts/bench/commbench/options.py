@@ -14,11 +14,11 @@ OPS = ("all-reduce", "broadcast", "all-gather")
 SIZES = "4,1k,16k,256k,4m,64m"
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 LARGEST = 2**33
-"""Bytes; beyond this even one call can outlast every bound."""
+"""In bytes. Above this size, even one call can exceed every time limit."""
 
 
 def add_options(parser: Parser) -> None:
-    """Add what the ranks and the command that starts them have in common."""
+    """Add the options that the ranks and the command that starts them share."""
     add = parser.add_argument
     add("--ops", default=",".join(OPS), metavar="OP,...", help=f"some of {', '.join(OPS)}")
     add("--sizes", default=SIZES, metavar="BYTES,...", help="sizes of the result: 4,64k,16m")
@@ -28,13 +28,16 @@ def add_options(parser: Parser) -> None:
 
 
 def check_options(args: Namespace) -> None:
-    """Raise UserError for sizes that are none, or an unknown operation."""
+    """Raise UserError if a size is invalid or an operation is unknown."""
     parse_sizes(args.sizes)
     check_names("--ops", args.ops.split(","), OPS)
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the bytes that "4,64k,16m" stands for, smallest first; raises UserError for what is no size."""
+    """Parse sizes such as "4,64k,16m"; return them in bytes, each once, smallest first.
+
+    Raises UserError if one is invalid.
+    """
     sizes = []
     for word in text.split(","):
         match = re.fullmatch(r"([0-9]{1,12})([kmg]?)b?", word.strip().lower())

@@ -34,11 +34,11 @@ from scripts.launch.command import CommandParser, parse, table
 from scripts.launch.mpirun import MPI_RANK, first_set
 
 WARM_UPS, FEWEST, MOST = 2, 3, 2000
-"""Calls that are not counted, and how many are, at least and at most."""
+"""Number of warm-up calls, and the minimum and maximum number of timed calls."""
 
 
 def options(argv: Sequence[str]) -> Namespace:
-    """Return the options of a rank; raises UserError for what cannot work."""
+    """Parse the options of a rank; raises UserError if one is invalid."""
     parser = CommandParser("python -m scripts.bench.commbench.rank", (__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", type=one_of(*BACKENDS), required=True, help=f"one of {', '.join(BACKENDS)}")
     add_options(parser)
@@ -49,14 +49,14 @@ def options(argv: Sequence[str]) -> Namespace:
 
 
 class WrongResultError(UserError):
-    """A result that is not what it has to be: no mistake of the user's, but one line and the same on all ranks."""
+    """An incorrect result. Not the user's mistake, but a UserError: all ranks raise it, and it prints one line."""
 
     status = 1
 
 
 @contextlib.contextmanager
 def bounded(what: str, timeout_s: float) -> Iterator[None]:
-    """End this process when something takes too long: MPI and Horovod wait for a lost rank as long as it takes."""
+    """End this process if the block takes too long: MPI and Horovod would wait for a lost rank forever."""
 
     def give_up() -> None:
         message = f"{what} took longer than {timeout_s:g} s (--timeout-s): a rank does not answer"
@@ -71,9 +71,9 @@ def bounded(what: str, timeout_s: float) -> Iterator[None]:
 
 
 def check(world: Backend, op: str, numel: int) -> None:
-    """Raise WrongResultError if a result is not what it has to be; call it on all ranks.
+    """Raise WrongResultError if a result is incorrect on any rank; call it on all ranks.
 
-    Rank r gives (r + 1) times the pattern.
+    Rank r contributes (r + 1) times the pattern.
     """
     given = pattern(numel, world.device)
     own = given * (world.rank + 1)
@@ -93,7 +93,7 @@ def check(world: Backend, op: str, numel: int) -> None:
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, until its result is there."""
+    """Return the seconds that a call takes, the wait for the GPU included."""
     begin = time.perf_counter()
     call()
     if device.type == "cuda":
@@ -102,15 +102,18 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, float, int]:
-    """Return the result's bytes, the seconds of a call and the number of calls; call it on all ranks."""
+    """Return the result's bytes, the seconds per call and the number of timed calls; call it on all ranks.
+
+    The seconds are the median over the calls, of the slowest rank.
+    """
     parts = world.size if op == "all-gather" else 1
     numel = max(1, size // (4 * parts))
     check(world, op, numel)
-    data = torch.zeros(numel, device=world.device)  # zeros stay zeros, however often they are added up
+    data = torch.zeros(numel, device=world.device)  # zeros: repeated sums cannot overflow
     calls = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}
     call = calls[op]
     once = min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS))
-    # All ranks have to repeat as often.
+    # All ranks have to make the same number of calls.
     count = int(min(MOST, max(FEWEST, seconds / max(world.largest(once), 1e-7))))
     times = [timed(lambda: call(data), world.device) for _ in range(count)]
     return numel * 4 * parts, world.largest(median(times)), count
@@ -118,7 +121,7 @@ def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, fl
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every operation and size; call it on every rank."""
-    # Rank 0 alone prints refusals (recipes/common/process/failure.py); not every launcher says RANK.
+    # Only rank 0 prints a UserError (recipes/common/process/failure.py), but not every launcher sets RANK.
     rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
     has_ranks = "RANK" in os.environ
     os.environ["RANK"] = str(rank)

@@ -11,15 +11,15 @@ from scripts.launch.command import Column
 
 @dataclass(frozen=True)
 class Row:
-    """One operation of one size on one backend."""
+    """The measurement of one operation at one size on one backend."""
 
     backend: str
     op: str
     bytes: int
-    """Of the whole result: what an all-reduce or a broadcast leaves on each rank, all parts of an all-gather."""
+    """Size of the whole result on each rank; for an all-gather, the parts of all ranks together."""
     ranks: int
     device: str
-    latency_us: float  # of the rank that it took longest, the median over the calls
+    latency_us: float  # median over the calls, of the slowest rank
     calls: int
 
     @property
@@ -29,15 +29,15 @@ class Row:
 
     @property
     def bus_gb_s(self) -> float:
-        """Gigabytes per second that the best algorithm sends through each rank's link at this speed."""
+        """Gigabytes per second that an optimal algorithm would send through each rank's link at this speed."""
         return self.algorithm_gb_s * bus_factor(self.op, self.ranks)
 
     def link_share(self, link_gbit: float | None) -> float | None:
-        """Return the share of a link's speed that is used; None where that is not known."""
+        """Return the bus bandwidth as a share of the link's speed; None if that speed is unknown."""
         return self.bus_gb_s * 8 / link_gbit if link_gbit else None
 
     def as_dict(self, link_gbit: float | None) -> dict[str, Any]:
-        """Return the row as the JSON file has it."""
+        """Return the row with its derived figures, as in the JSON file."""
         derived = {"algorithm_gb_s": self.algorithm_gb_s, "bus_gb_s": self.bus_gb_s}
         return {**asdict(self), **derived, "link_share": self.link_share(link_gbit)}
 
@@ -51,20 +51,20 @@ COLUMNS = (
     Column("bus GB/s", "bus_gb_s", "{:#.3g}"),
     Column("of the link", "link_share", "{:.1%}"),
 )
-"""Of Row.as_dict()."""
+"""Columns of the table; their keys are those of Row.as_dict()."""
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return by what the algorithm's bandwidth is multiplied to compare it with a link's.
+    """Return the factor that converts algorithm bandwidth to bus bandwidth, which compares with a link's speed.
 
-    They are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md): what a rank has to send at least, as a share of the
-    result's bytes.
+    The factors are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md): the least that a rank has to send, as a
+    share of the result's bytes.
     """
     return {"all-reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0, "all-gather": (ranks - 1) / ranks}[op]
 
 
 def link_speed(interface: str) -> float | None:
-    """Return an interface's speed in Gbit/s as its driver tells it; None for one that has none (lo, veth)."""
+    """Return an interface's speed in Gbit/s as its driver reports it; None if it reports none, as lo does."""
     try:
         megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
     except (OSError, ValueError):
