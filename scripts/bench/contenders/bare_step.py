@@ -2,9 +2,9 @@
 
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 
-Options after -- are those of the recipe that it is measured against. Under torchrun it is plain DDP; with --alone
-each process computes by itself. --forward does the first part of a step alone. --tf32 lets a GPU multiply float32
-in TF32.
+Options after -- are those of the recipe that it is compared with. Under torchrun it trains with plain DDP; with
+--alone, each process computes by itself. --forward runs only the forward pass. --tf32 lets a GPU multiply float32
+matrices in TF32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipes.ddp.train import options
 from scripts.launch.command import parse
 
 READY = 16
-"""Batches that lie ready and are taken in turn, where there are as many."""
+"""Number of batches that are prepared and used in turn; fewer if the data set has fewer."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for count in (3, steps):  # the first ones are not timed
+    for count in (3, steps):  # the first loop is the warm-up
         begin = time.perf_counter()
         for _ in range(count):
             step()

@@ -22,7 +22,7 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 
 
 def arguments() -> argparse.Namespace:
-    """Return what all of these programs are told."""
+    """Parse the options that all of these programs share."""
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--data-dir", type=Path, required=True, help="with FashionMNIST/raw")
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
 
 
 class LeNet(nn.Module):
-    """LeNet-5 as tutorials have it."""
+    """LeNet-5 as tutorials define it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def model_of(args: argparse.Namespace) -> LeNet:
 
 
 def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return the usual loader in the order that all contenders share; this rank's part where there are several."""
+    """Return the usual loader of this rank's share of the samples, in the order that all contenders use."""
     start = torch.load(args.begin_with, weights_only=True)
     normalize = transforms.Normalize((start["mean"] / 255,), (start["std"] / 255,))
     transform = transforms.Compose([transforms.ToTensor(), normalize])
@@ -80,7 +80,7 @@ def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
 
 
 def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that all contenders share."""
+    """Return the optimizer that all contenders use."""
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
@@ -90,7 +90,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> None:
-    """Train by the usual eager loop, and print the result."""
+    """Train with the usual eager loop and print the result."""
     criterion, clock = nn.CrossEntropyLoss(), Clock(args)
     model.train()
     while not clock.is_done:
@@ -106,7 +106,7 @@ def train(
 
 
 class Clock:
-    """Count steps and keep their losses; the first step only starts it."""
+    """Count steps and keep their losses; the time starts at the end of the first step."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -119,13 +119,13 @@ class Clock:
         return len(self.losses) == self.args.steps
 
     def count(self, loss: float) -> None:
-        """Count a step: loss is the mean over its batch, or over this rank's share of it."""
+        """Count a completed step; loss is the mean over this rank's share of the batch."""
         if not self.losses:
             self._since = time.perf_counter()
         self.losses.append(loss)
 
     def report(self) -> None:
-        """Print the result, on rank 0."""
+        """Print samples/s and the losses, on rank 0."""
         seconds = time.perf_counter() - self._since
         if RANK == 0:
             speed = (len(self.losses) - 1) * self.args.batch_size / seconds
@@ -133,7 +133,7 @@ class Clock:
 
 
 def main() -> None:
-    """Train as the tutorials do; under torchrun with DistributedDataParallel."""
+    """Train as the tutorials do; with DistributedDataParallel if there are several processes."""
     args = arguments()
     if WORLD_SIZE > 1:
         dist.init_process_group("gloo")

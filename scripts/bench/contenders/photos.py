@@ -2,7 +2,7 @@
 
     python -m scripts.bench.contenders.photos batches|torchvision|huffman FOLDER
 
-Prints the images in a second of CPU time, and in how many of all its threads: what one core does.
+Prints the images per second of CPU time, summed over the process's threads: the throughput of one core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS = 4.0
 
 
 def batches(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the batches that a recipe trains on: cropped, flipped, normalised."""
+    """Yield the sizes of the batches that a recipe trains on: cropped, flipped and normalised."""
     from recipes.common.data import load_data
     from recipes.single.train import options
 
@@ -34,7 +34,7 @@ def batches(folder: Path) -> Iterator[int]:
 
 
 def torchvision(folder: Path) -> Iterator[int]:
-    """Yield the sizes of batches as torchvision's reference for ImageNet makes them."""
+    """Yield the sizes of batches made as in torchvision's reference training for ImageNet."""
     from torch.utils.data import DataLoader
     from torchvision import datasets, transforms
 
@@ -53,9 +53,10 @@ def torchvision(folder: Path) -> Iterator[int]:
 
 
 def huffman(folder: Path) -> Iterator[int]:
-    """Decode images from memory by libjpeg-turbo, and do nothing else.
+    """Decode images from memory with libjpeg-turbo and do nothing else; yield 1 for each image.
 
-    At the smallest size that the decoder gives, an eighth: all is Huffman-decoded, and an IDCT is one number.
+    The output is the smallest that the decoder offers, an eighth of each side: the whole image is still
+    Huffman-decoded, but the IDCT of a block yields a single number.
     """
     import simplejpeg
 
@@ -70,9 +71,9 @@ CONTENDERS = {reader.__name__: reader for reader in (batches, torchvision, huffm
 
 
 def main() -> None:
-    """Read for some seconds and print the speed."""
+    """Read for SECONDS of CPU time and print the speed."""
     torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what one core does, also where there is a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # measure the CPU even if there is a GPU
     sizes = CONTENDERS[sys.argv[1]](Path(sys.argv[2]))
     warm = 0
     while warm < 2 * BATCH_SIZE:

@@ -26,14 +26,14 @@ from scripts.launch.command import parse
 
 
 def drop_from_memory(path: Path) -> None:
-    """Let the next read of a file come from the disk."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed_read(path: Path) -> float:
-    """Return the seconds of reading a file from the disk into memory that nobody has touched yet."""
+    """Return the seconds to read a file from the disk into newly allocated memory."""
     drop_from_memory(path)
     begin = time.perf_counter()
     memory = np.empty(path.stat().st_size, np.uint8).data
@@ -44,7 +44,7 @@ def timed_read(path: Path) -> float:
 
 
 def copies(size: int, count: int) -> list[float]:
-    """Return the seconds of each copy of so many bytes in memory that was used before."""
+    """Return the seconds of each of `count` copies of `size` bytes between buffers that are already in use."""
     source, target, seconds = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8), []
     for _ in range(count):
         begin = time.perf_counter()
@@ -54,7 +54,7 @@ def copies(size: int, count: int) -> list[float]:
 
 
 def main() -> None:
-    """Print the stalls of saves of both kinds, the seconds of reading back, and the file's size."""
+    """Print the stalls of both kinds of save, the seconds of copies, restores and reads, and the file's size."""
     parser = Parser("python -m scripts.bench.contenders.save", (__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--saves", type=int, default=6)
@@ -87,9 +87,9 @@ def main() -> None:
         content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
         save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
         save(content)
-        if i > 1:  # the first of each kind takes memory that the others use again
+        if i > 1:  # the first save of each kind allocates memory that later ones reuse
             stalls_s.append(writer.stalls_s[-1])
-            train(2 * max(write_s))  # as long as a save in the background may take: none has to wait for the last
+            train(2 * max(write_s))  # long enough for a background save to end: the next save need not wait
     writer.wait()
     assert writer.newest
     for _ in range(own_args.saves):

@@ -3,7 +3,7 @@
     python -m scripts.bench.contenders.shards read --data-dir FOLDER-OR-URL
     torchrun --nproc-per-node=2 -m scripts.bench.contenders.shards open --data-dir URL
 
-The last line is a JSON object. Images are decoded in a worker process, in the order of a run's first epoch.
+The last line is a JSON object. Workers decode the images in the order of a run's first epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH_SIZE, WARM = 32, 4
 
 
 def read(words: Sequence[str]) -> dict[str, float]:
-    """Read the training half once; the first batches, for which workers start, do not count."""
+    """Read the training half once; return the images per second, without the WARM batches while workers start."""
     args = options(words)
     split = load_data(args, torch.device("cpu"), on_bad_image=print).train
     order = draw_order(split, args, 0).split(BATCH_SIZE)
@@ -40,7 +40,7 @@ def read(words: Sequence[str]) -> dict[str, float]:
 
 
 def open_(words: Sequence[str]) -> dict[str, float]:
-    """Load the data as a recipe does; return the longest time of a rank."""
+    """Load the data as a recipe does; return the seconds of the slowest rank and the number of images."""
     args = options(words)
     with connected_world(args, read_ranks("ddp")) as world:
         begin = time.perf_counter()

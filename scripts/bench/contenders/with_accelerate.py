@@ -8,7 +8,7 @@ from scripts.bench.contenders.lenet import arguments, model_of, sgd_of, train
 
 
 def main() -> None:
-    """Train as accelerate's quick tour does; the loader has this process's share already."""
+    """Train as accelerate's quick tour does. The loader is not prepared: it has only this process's share."""
     args = arguments()
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=False))
     model = model_of(args)

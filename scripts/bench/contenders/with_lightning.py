@@ -25,7 +25,7 @@ class Module(lightning.LightningModule):
         return self.criterion(self.model(images), labels)
 
     def on_train_batch_end(self, outputs: dict[str, Tensor], batch: object, batch_idx: int) -> None:
-        """Count the step, once it is done."""
+        """Count the completed step."""
         self.clock.count(outputs["loss"].item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -34,7 +34,7 @@ class Module(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train as Lightning's documentation does; under torchrun with its strategy ddp."""
+    """Train as Lightning's documentation does; with its strategy "ddp" if there are several processes."""
     warnings.filterwarnings("ignore")
     args = arguments()
     clock = Clock(args)
