@@ -1,14 +1,14 @@
 """What the documents claim and what shows it: docs/claims.toml, and the page that `make evidence` writes from it.
 
-A claim is a sentence or a figure of a document, copied there word by word, with one of these:
+A claim is a sentence or a figure of a document, copied to docs/claims.toml word by word, with one of these:
 
-- tests: pytest's names of the tests that hold it;
-- command: what to run. It has to end with status 0; with `prints`, its output has the claim's text;
-- record: a file that keeps an earlier measurement, with its `command`, `date`, `commit` and machine (`on`);
-- not_run: why nothing has shown it yet (beside tests: why they skip here).
+- tests: pytest's names of the tests that check it;
+- command: what to run. It must exit with status 0; with `prints`, its output must contain the claim's text;
+- record: a file with an earlier measurement, with its `command`, `date`, `commit` and machine (`on`);
+- not_run: why nothing has shown it yet (together with tests: why they skip here).
 
-With a command or a record, `finds` gives a pattern for each figure of the text: the part in parentheses is what
-was measured, and has to round to the figure.
+With a command or a record, `finds` gives a pattern for each figure of the text. The pattern's group is the
+measured value, which must round to the figure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Claim:
     """A claim of a document."""
 
     name: str
-    text: tuple[str, ...]  # parts of the document, line breaks aside; each has to be there
+    text: tuple[str, ...]  # parts of the document, which must contain each (line breaks are ignored)
     document: str = "README.md"
     tests: tuple[str, ...] = ()
     command: str = ""
@@ -61,7 +61,7 @@ class Claim:
     not_run: str = ""
 
     def faults(self) -> list[str]:
-        """Return what does not fit: the text in its document, the tests, what was recorded."""
+        """Return what is wrong with the claim: its text, its keys, its tests, or the figures of its record."""
         found = [f"{self.document} has no {part!r}" for part in self.text if part not in flat(self.document)]
         ways = (self.tests, self.record, self.not_run and not self.tests, self.command and self.is_runnable)
         if sum(map(bool, ways)) != 1:
@@ -78,7 +78,7 @@ class Claim:
         return bool(self.tests or (self.command and not self.record and not self.not_run))
 
     def differences(self, output: str) -> list[str]:
-        """Return which figures are not what an output or a record says."""
+        """Return the figures (with prints: also the texts) that an output or a record does not confirm."""
         found = []
         for shown, pattern in self.finds.items():
             match = re.search(pattern, output, re.MULTILINE)
@@ -91,17 +91,20 @@ class Claim:
         return found
 
     def numbers(self) -> list[str]:
-        """Return the figures of its text, which an outcome keeps: it speaks for these alone."""
+        """Return the figures of its text. An outcome keeps them, because it confirms only these."""
         return re.findall(r"\d[\d,.]*(?:e-?\d+)?\b", " ".join(self.text))
 
 
 def flat(document: str = "", text: str = "") -> str:
-    """Return a document, or a text, with every run of spaces and line breaks as one space."""
+    """Return a document, or a text, with every run of white space replaced by one space."""
     return " ".join((text or (ROOT / document).read_text(encoding="utf-8")).split())
 
 
 def rounds_to(measured: str, shown: str) -> bool:
-    """Whether a measured number is a shown one, to half a unit of its last digit; in 30 that is the 3."""
+    """Return whether a measured number rounds to the shown one.
+
+    It may differ by half a unit of the shown number's last significant digit; of 30, that is the 3.
+    """
     try:
         value, goal = (Decimal(text.replace(",", "")) for text in (measured, shown))
     except InvalidOperation:
@@ -111,7 +114,7 @@ def rounds_to(measured: str, shown: str) -> bool:
 
 
 def is_test(name: str) -> bool:
-    """Whether a file or folder of tests, or a test in a file, exists."""
+    """Return whether a file or folder of tests, or a test in a file, exists."""
     path, _, rest = name.partition("::")
     if not rest:
         return (ROOT / path).exists()
@@ -120,7 +123,7 @@ def is_test(name: str) -> bool:
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
-    """Return the claims by name; raises UserError for a file that does not parse, or a key that no claim has."""
+    """Read the claims, by name; raises UserError if the file is invalid, a key is unknown or text is missing."""
     known = {one.name for one in fields(Claim)} - {"name"}
     claims = {}
     try:
@@ -138,7 +141,7 @@ def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
 
 
 def read_outcomes(path: Path = OUTCOMES) -> dict[str, dict[str, Any]]:
-    """Return by claim what its last run gave; nothing before the first."""
+    """Read the outcome of each claim's last run, by name; empty if there is no file yet."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
@@ -146,7 +149,7 @@ def read_outcomes(path: Path = OUTCOMES) -> dict[str, dict[str, Any]]:
 
 
 def machine(facts: Mapping[str, Any]) -> str:
-    """Return what a measurement was made on, with its versions."""
+    """Return the machine and the versions of a measurement, in words."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return f"{describe(facts['hardware'])}; {versions}"
 
@@ -168,7 +171,7 @@ def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
 
 
 def benchmark_row(said: str, figure: Figure, facts: Mapping[str, Any]) -> list[str]:
-    """Return the cells of an answer of README.md's table and its figure, which `make report` writes."""
+    """Return the cells of an answer in README.md's table, with its figure and the facts of its run."""
     spread = f" ({number(figure.low)} .. {number(figure.high)})" if figure.low is not None else ""
     met = {True: ", goal met", False: ", goal not met", None: ""}[figure.is_met]
     goal = f", goal {figure.goal}" if figure.goal else ""
@@ -182,7 +185,7 @@ def page(
     outcomes: Mapping[str, Mapping[str, Any]],
     benchmark: Sequence[tuple[str, Figure, Mapping[str, Any]]] = (),
 ) -> str:
-    """Return docs/evidence.md; machines are letters, explained at its end."""
+    """Return the text of docs/evidence.md; letters stand for machines, which its end lists."""
     documents: dict[str, list[list[str]]] = {"README.md": []}
     for claim in claims.values():
         documents.setdefault(claim.document, []).append(row(claim, outcomes.get(claim.name)))

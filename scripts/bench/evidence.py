@@ -4,11 +4,11 @@
     make evidence CLAIMS="one-curve exact-evaluation" ARGS="--numprocesses 2"
     make test-all ARGS=--junit-xml=report.xml; make evidence REPORT=report.xml
 
-Runs the tests of docs/claims.toml, all at once, and its commands, keeps what came of each claim in
-docs/evidence.json with commit, date and machine, and renders the page, as `make report` does. ARGS go to pytest.
-REPORT takes the tests' results from a run of this commit. Where all tests of a claim skip, for want of a GPU or of
-Slurm, or one was left out, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage, or tests
-that did not run to their end.
+Runs the tests of docs/claims.toml in one run of pytest, then its commands. Keeps the outcome of each claim in
+docs/evidence.json, with commit, date and machine, and renders the page as `make report` does. ARGS go to pytest.
+REPORT takes the tests' results from an earlier run of this commit. If all tests of a claim skip (no GPU or Slurm),
+or one of them did not run, its row stays as it is. Exit status 0; 1: a claim does not hold; 2: bad usage, or the
+tests did not run to completion.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     import pytest
 
 TIMEOUT_S = 1800
-"""The bound of a claim's command."""
+"""Time limit of a claim's command."""
 
 TESTS_TIMEOUT_S = 3 * 3600
-"""The bound of the tests of all claims."""
+"""Time limit of the tests of all claims together."""
 
 END_S = 30
-"""How long a command may take to end by SIGINT."""
+"""How long a command may take to end after SIGINT."""
 
 
 def revision() -> str:
-    """Return the commit, with -dirty where files other than the claims and their evidence differ from it."""
+    """Return the commit, with -dirty if tracked files other than the claims and their evidence differ from it."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
     own = [f":!{path.relative_to(ROOT)}" for path in (documents.CLAIMS, OUTCOMES, documents.PAGE)]
@@ -61,18 +61,18 @@ def revision() -> str:
 
 
 def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[int, str]:
-    """Run a command with a bound; return its status and what it printed. Its process group ends with it.
+    """Run a command with a time limit; return its status and its output. Then kill its process group.
 
-    With shows, it prints where this does, and nothing is returned of that.
+    With shows, the output goes to this process's standard output, and "" is returned for it.
 
-    At the bound and at Ctrl-C it gets the signal of a Ctrl-C first: pytest then ends what its tests have started.
+    At the limit and at Ctrl-C, the group gets SIGINT first: pytest then stops what its tests have started.
     """
     with tempfile.TemporaryFile() as output:
         streams: dict[str, Any] = {"stdout": None if shows else output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(words, cwd=ROOT, env=own_environment(), start_new_session=True, **streams)
         try:
             process.wait(timeout_s)
-        except BaseException as error:  # Ctrl-C too, and it may come twice
+        except BaseException as error:  # also Ctrl-C, which may come twice
             with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                 killpg(process.pid, signal.SIGINT)
                 process.wait(END_S)
@@ -88,18 +88,18 @@ def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[in
 
 
 class Case(NamedTuple):
-    """What came of a test."""
+    """The outcome of a test."""
 
     name: str
     """Folders, file, class and function, joined by dots; parameters follow in brackets."""
     outcome: str  # passed, failed or skipped
-    reason: str = ""  # of a skipped one
+    reason: str = ""  # why it was skipped
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a run of tests."""
+    """The outcome of a run of tests."""
 
     cases: list[Case]
     date: str
@@ -108,7 +108,7 @@ class Report:
 
 
 def properties(config: pytest.Config) -> dict[str, str]:
-    """Return what a report has to say of its run: the commit, the machine, and options that leave tests out."""
+    """Return a report's properties: commit, machine, the named tests, and options that leave tests out."""
     chosen = {"-m": "markexpr", "-k": "keyword", "--maxfail": "maxfail", "--last-failed": "lf"}
     chosen |= {"--deselect": "deselect", "--ignore": "ignore", "--ignore-glob": "ignore_glob"}
     partial = [f"{flag} {value}" for flag, name in chosen.items() if (value := config.getoption(name, None))]
@@ -122,10 +122,10 @@ def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
 
     Args:
         path: the report.
-        tests: the files, folders and tests that pytest was to run, all if empty.
+        tests: the files, folders and tests that pytest was asked to run; empty: all.
 
     Raises:
-        UserError: there is none, or its tests were chosen otherwise, or interrupted, or of no commit.
+        UserError: it is missing or invalid, is of other tests, or the tests did not run to completion.
     """
     try:
         suite = next(ElementTree.parse(path).iter("testsuite"))
@@ -146,17 +146,20 @@ def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
         name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
         marks = {mark.tag: mark.get("message") or "" for mark in case}
         outcome = "failed" if {"failure", "error"} & set(marks) else "skipped" if "skipped" in marks else "passed"
-        if name not in cases or outcome == "failed":  # one that has passed can fail once more as it cleans up
+        if name not in cases or outcome == "failed":  # a test that passed can still fail in its teardown
             cases[name] = Case(name, outcome, marks.get("skipped", ""), float(case.get("time") or 0))
     return Report(list(cases.values()), *about)
 
 
 def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | None, str]:
-    """Return whether the tests of a claim have passed, None where not all of them ran; and the counts."""
+    """Return whether the tests of a claim passed, and the counts or the reason as text.
+
+    None instead of a verdict: one of them did not run, or all were skipped.
+    """
     own: dict[str, Case] = {}
     for test in tests:
         name = test.removesuffix("/").replace(".py", "").replace("::", ".").replace("/", ".")
-        # Its own, those in it, and the file that it is in where that could not be imported.
+        # The test itself, the tests in it, and its file if that could not be imported.
         found = [
             case
             for case in cases
@@ -179,12 +182,12 @@ def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | Non
 
 
 def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | None:
-    """Run the claims' tests, all at once: they share processes. Return what came of each; None: there are none.
+    """Run the tests of all claims in one run of pytest, and return their outcomes; None if there are no tests.
 
     Raises:
-        UserError: they did not run to their end.
+        UserError: they did not run to completion, or files changed meanwhile.
     """
-    # Some are in files or folders that are named as well: pytest runs them once.
+    # If a test's file or folder is named too, pytest still runs it once.
     chosen = sorted({test for claim in claims for test in claim.tests})
     if not chosen:
         return None
@@ -202,18 +205,18 @@ def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | Non
 
 
 def read_own_report(path: Path) -> Report:
-    """Return what came of each test in a report of this commit; raises UserError if it is none."""
+    """Read a report of this commit's tests; raises UserError if it is of another commit or of changed files."""
     report, own = read_report(path), revision()
     fix = f"run them again: make test-all ARGS=--junit-xml={path}"
     if report.revision != own:
         raise UserError(f"REPORT {path}: its tests are of {report.revision}, and this is {own}; {fix}")
-    if own.endswith("-dirty"):  # which changes those were, nobody can say
+    if own.endswith("-dirty"):  # the report does not record those changes
         raise UserError(f"REPORT {path}: its tests ran on files that differ from the commit; commit, {fix}")
     return report
 
 
 def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
-    """Return whether a command shows the claim, and what was found."""
+    """Return whether a command's status and output confirm the claim, and the faults or the figures found."""
     faults = [f"status {status}: {output.strip().splitlines()[-1:]}"] if status else claim.differences(output)
     found = [re.search(pattern, output, re.MULTILINE) for pattern in claim.finds.values()]
     held = ", ".join(match[1] for match in found if match) or "as printed" * claim.prints or "status 0"
@@ -222,12 +225,12 @@ def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
 
 @command
 def main(argv: list[str]) -> int:
-    """Renew the rows of the named claims, of all that can be run without names; write the page."""
+    """Check the named claims (default: all that are runnable) and write the page; return 1 if one fails."""
     parser = CommandParser("python -m scripts.bench.evidence", (__doc__ or "").split("\n")[0])
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="some of docs/claims.toml (all)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="results of the tests, by --junit-xml")
     args = parse(parser, argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it runs, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the running command, as Ctrl-C does
     claims, outcomes = read_claims(), read_outcomes()
     runnable = [name for name, claim in claims.items() if claim.is_runnable]
     where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts())}
@@ -254,7 +257,7 @@ def main(argv: list[str]) -> int:
             outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
             in_order = {name: outcomes[name] for name in runnable if name in outcomes}
             OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
-            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: Ctrl-C leaves both in step
+            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: after Ctrl-C, both agree
         failed += [claim.name] * (passed is False)
     documents.PAGE.write_text(evidence(), encoding="utf-8")
     print(f"wrote {documents.PAGE.relative_to(ROOT)}")

@@ -16,43 +16,43 @@ AGAIN = "not measured in this run"
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure: mostly a ratio of two contenders, the median over rounds."""
+    """A measured figure, usually the ratio of two contenders: the median over the rounds."""
 
     part: str  # the part of the benchmark, as PARTS names it
     name: str  # what was measured, in words
-    measured: float | None  # None where it could not be measured; the note says why
-    low: float | None = None
-    high: float | None = None  # the least and the largest over the rounds
-    goal: str = ""  # ">= 1.8" or "<= 1.05"; empty for a figure that is only told
+    measured: float | None  # None if it could not be measured; the note says why
+    low: float | None = None  # minimum over the rounds
+    high: float | None = None  # maximum over the rounds
+    goal: str = ""  # ">= 1.8" or "<= 1.05"; empty: reported without a goal
     peer: str = ""  # what it was measured against
     note: str = ""  # the figures behind a ratio, with their units
     is_limit: bool = False
-    """Whether the peer is the limit, what the machine allows at most; it is that of all figures of the name."""
-    no_limit: str = ""  # why there is none
+    """Whether the peer is the limit, the most that the machine allows; it applies to all figures of this name."""
+    no_limit: str = ""  # why there is no limit
 
     @property
     def values(self) -> tuple[float, float, float]:
-        """What was measured, with the least and the largest."""
+        """The measured value, with its minimum and maximum."""
         assert self.measured is not None
         low, high = (self.measured if value is None else value for value in (self.low, self.high))
         return self.measured, low, high
 
     @property
     def share(self) -> tuple[float, float, float]:
-        """The speed over the peer's, with the least and the largest; a goal from above is one for times."""
+        """The speed relative to the peer's, with minimum and maximum; a goal of "<=" marks a ratio of times."""
         middle, low, high = self.values
         return (1 / middle, 1 / high, 1 / low) if self.goal.startswith("<=") else self.values
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the goal is met; None without a goal or a measurement."""
+        """Whether the goal is met; None if there is no goal or no measurement."""
         if not self.goal or self.measured is None:
             return None
         sign, value = self.goal.split()
         return self.measured >= float(value) if sign == ">=" else self.measured <= float(value)
 
     def cells(self) -> list[str]:
-        """Return the figure as a row of a table below TITLES."""
+        """Return the figure's cells in a table with the columns of TITLES."""
         between = f"{number(self.low)} .. {number(self.high)}" if self.low is not None else "-"
         met = {True: "yes", False: "no", None: ""}[self.is_met]
         peer = f"**limit:** {self.peer}" if self.is_limit else self.peer
@@ -61,19 +61,19 @@ class Figure:
         return [cell or "-" for cell in cells]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figure as the report's file has it."""
+        """Return the figure as in the JSON file."""
         return {**asdict(self), "is_met": self.is_met}
 
 
 Rounds = dict[str, list[float]]
-"""By contender, a value of each round."""
+"""For each contender, its value in each round."""
 
 
 def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: bool = False) -> Rounds:
-    """Call every contender once a round, so that a noisy moment of the machine hits all alike.
+    """Call every contender once per round, so that noise of the machine affects all of them alike.
 
-    The order turns by one each round. With warm_up, each is called once before, unmeasured: for those that have no
-    process of their own with a warm-up of its own.
+    The order rotates by one each round. With warm_up, each one is first called once without being measured: use it
+    for contenders that do not warm up by themselves.
     """
     names = list(contenders)
     for name in names if warm_up else ():
@@ -86,12 +86,12 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, the least and the largest."""
+    """Return the median, the minimum and the maximum."""
     return median(values), min(values), max(values)
 
 
 def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]:
-    """Return the median, the least and the largest ratio of two contenders of the same round."""
+    """Return the median, minimum and maximum of the ratios of two contenders in the same round."""
     return spread([a / b for a, b in zip(values[name], values[against], strict=True)])
 
 
@@ -106,13 +106,13 @@ def speed_figure(
     unit: str = "samples/s",
     is_limit: bool = False,
 ) -> Figure:
-    """Return the ratio of two speeds."""
+    """Return a figure for the ratio of two contenders' speeds; the note has their medians."""
     note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} {unit}"
     return Figure(part, name, *ratio(values, ours, against), goal, peer, note, is_limit)
 
 
 def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
-    """Return a figure that cannot be measured here, with the reason."""
+    """Return a figure without a measurement, with the reason why it cannot be measured here."""
     return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
 
 
@@ -122,7 +122,7 @@ def of(processes: int) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text that does not end its cell of a table."""
+    """Escape a text for a cell of a Markdown table; empty becomes "-"."""
     return text.replace("|", "\\|").replace("\n", " ") or "-"
 
 
@@ -133,21 +133,21 @@ def table_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[st
 
 
 def describe(hardware: Mapping[str, Any]) -> str:
-    """Return a machine in words."""
+    """Describe a machine in words: cores, memory and GPUs."""
     gpus = hardware["gpus"]
     what = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"
     return f"{hardware['cpus']} cores of {hardware['cpu']}, {hardware['memory_gb']} GB, {what}"
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as a Markdown table: goal, measured, peer."""
+    """Return the figures as an aligned Markdown table: the part, then the columns of TITLES."""
     rows = [["part", *TITLES]]
     rows += [[figure.part, *figure.cells()] for figure in figures]
     return markdown(rows, left=8)
 
 
 def number(value: float | None) -> str:
-    """Return a figure with three digits that say something."""
+    """Format a value with at least three significant digits; None becomes "-"."""
     if value is None:
         return "-"
     if value == 0 or not math.isfinite(value):

@@ -16,29 +16,29 @@ from scripts.drill.trial import ELASTIC_STEP_S, NOTICE_S
 
 @dataclass(frozen=True)
 class Question:
-    """A question that a user has, and what answers it."""
+    """A user's question, and the figures that answer it."""
 
-    name: str  # of its picture
+    name: str  # in the file name of its picture
     text: str
     parts: tuple[str, ...]
-    headline: str  # how the name of the figure begins that answers it, and after a | its peer
-    answer: str  # in words a stranger understands, with what said() knows
-    limit: str = ""  # what follows the answer where the figure's limit was measured
+    headline: str  # the answering figure: the beginning of its name and, after a |, of its peer
+    answer: str  # a template, with the fields that said() fills in
+    limit: str = ""  # follows the answer if the figure's limit was measured
     chinese: tuple[str, ...] = ()
-    """Question, answer and limit for README.zh-CN.md: with them, the question stands in both READMEs."""
+    """Question, answer and limit in Chinese. A question that has them appears in both READMEs."""
 
     @property
     def is_time(self) -> bool:
-        """Whether its figures are seconds with a bound each; else they are held to a limit."""
+        """Whether its figures are seconds, each with a bound; other figures are compared with a limit."""
         return self.parts == ("drill",)
 
     def rows(self, figures: Sequence[Figure]) -> list[Figure]:
-        """Return what its picture shows: the figures that are measured over their limit, but for bytes."""
+        """Return the figures of its picture: all that were measured against a limit, except bytes."""
         own = [one for one in figures if one.part in self.parts and not one.name.startswith("bytes")]
         return [one for one in own if one.is_limit and one.measured is not None]
 
     def figure(self, figures: Sequence[Figure]) -> Figure | None:
-        """Return the figure that answers it, where that was measured."""
+        """Return the figure that answers it; None if that was not measured."""
         name, _, peer = self.headline.partition("|")
         own = [one for one in figures if one.part in self.parts and one.measured is not None]
         return next((one for one in own if one.name.startswith(name) and one.peer.startswith(peer)), None)
@@ -46,8 +46,9 @@ class Question:
     def said(self, figures: Sequence[Figure], is_chinese: bool = False) -> str:
         """Return the answer in words.
 
-        They have {measured} (as a share: {part}), {bound} and {note} of the figure; {percent}, its share of the
-        limit, and {times}, the inverse; and how many goals are {met} of those {judged}.
+        The templates may use these fields of the figure: {measured}, the same in percent {part}, {bound} and
+        {note}; {percent}, its speed as a share of the limit, and {times}, the inverse; and {met}, the number of
+        goals met of those {judged}.
         """
         head = self.figure(figures)
         if head is None or head.measured is None:
@@ -142,13 +143,13 @@ QUESTIONS = (
 
 
 def drill_figures(text: str) -> list[Figure]:
-    """Return from the tables of docs/drill.md how long each fault has taken that has a bound."""
+    """Return a figure for each fault in docs/drill.md's tables that interrupts a job: its seconds and bound."""
     figures = []
     for name, fault in FAULTS.items():
         rows = re.findall(rf"^{name} +\d+ +([\d.]+|-) +([\d.]+|-) +", text, re.MULTILINE)
         is_elastic = fault.then == ROUNDS
         seconds = [float(row[is_elastic]) for row in rows if row[is_elastic] != "-"]
-        if not seconds or rows[0][0] == "-":  # a fault that a job rides out ends nothing
+        if not seconds or rows[0][0] == "-":  # the job survives this fault: there is no end to time
             continue
         end, bound_s = ("trains again", ELASTIC_STEP_S) if is_elastic else ("has ended", NOTICE_S)
         figures.append(
@@ -164,7 +165,7 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 1.5, 2, 5)
 
 
 def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
-    """Draw the figures that have a limit, and their peers."""
+    """Draw the figures that have a limit, and their peers; draw nothing if there are none."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -3,9 +3,9 @@
     make report
 
 Reads docs/benchmarks/*.json and the tables of docs/drill.md; writes docs/benchmarks/README.md, a picture for each
-question, and what stands between the two markers in README.md and README.zh-CN.md; and docs/evidence.md, from
-docs/claims.toml and docs/evidence.json. The same files give the same text, which a test holds.
-Exit status 0; 2: there is nothing to render, or a file that is no benchmark's.
+question, and the text between the two markers in README.md and README.zh-CN.md. Also writes docs/evidence.md, from
+docs/claims.toml and docs/evidence.json. The same files always give the same text; a test checks this.
+Exit status 0; 2: there is nothing to render, or a file is not a benchmark's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ files. The newest run comes first.
 
 @dataclass(frozen=True)
 class Run:
-    """A file of figures."""
+    """The figures of one file that `make bench` has written."""
 
     path: Path
     facts: dict[str, Any]
@@ -58,12 +58,12 @@ class Run:
 
     @property
     def date(self) -> str:
-        """When it was measured."""
+        """The date of the measurement."""
         return str(self.facts["date"])
 
     @property
     def rounds(self) -> str:
-        """The most rounds of a part, and the parts that had fewer."""
+        """The largest number of rounds of a part, and the parts that had fewer."""
         by_part = self.facts["rounds_by_part"]
         most = max(by_part.values())
         fewer = ", ".join(f"{part} {rounds}" for part, rounds in by_part.items() if rounds < most)
@@ -71,12 +71,12 @@ class Run:
 
     @property
     def device(self) -> str:
-        """What it was measured on, in words."""
+        """The machine that it was measured on, in words."""
         return describe(self.facts["hardware"])
 
 
 def read_run(path: Path) -> Run:
-    """Return a file of figures; raises UserError for one that is none."""
+    """Read a file of figures; raises UserError if it is not a benchmark's file."""
     known = {field.name for field in fields(Figure)}
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -89,10 +89,10 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """Return the runs of a folder, the newest first; raises UserError for a file that is none."""
+    """Return the runs of a folder, newest first; raises UserError if a file is not a benchmark's."""
     runs = [read_run(path) for path in folder.glob("*.json")]
     runs.sort(key=lambda run: run.path.name)
-    runs.sort(key=lambda run: run.date, reverse=True)  # stable: files of a day stay in the order of their names
+    runs.sort(key=lambda run: run.date, reverse=True)  # stable: files of the same day stay sorted by name
     return runs
 
 
@@ -104,7 +104,7 @@ def score(figures: Sequence[Figure]) -> str:
 
 
 def sections(figures: Sequence[Figure], stem: str) -> list[str]:
-    """Return for each question its answer, the picture, and a table of all its figures."""
+    """Return the lines of each question that has figures: its answer, its picture, and a table of them."""
     lines = []
     for question in QUESTIONS:
         own = [figure for figure in figures if figure.part in question.parts]
@@ -121,7 +121,7 @@ def sections(figures: Sequence[Figure], stem: str) -> list[str]:
 
 
 def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) -> str:
-    """Return docs/benchmarks/README.md; others are pages of the same folder that people have written."""
+    """Return the text of docs/benchmarks/README.md; others are hand-written pages of the same folder."""
     lines = [HEAD]
     if others:
         lines += ["Other pages: " + ", ".join(f"[{name}]({name})" for name in others) + ".", ""]
@@ -140,12 +140,12 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
 
 
 def short_figures(figures: Sequence[Figure]) -> list[tuple[Question, Figure | None]]:
-    """Return the figures that a user chooses by: the questions of README.md, and what answers each."""
+    """Return the questions of README.md's table, each with the figure that answers it (None: not measured)."""
     return [(question, question.figure(figures)) for question in QUESTIONS if question.chinese]
 
 
 def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
-    """Return README.md's table, of the newest run and the drill; or that of README.zh-CN.md."""
+    """Return the table of README.md, or of README.zh-CN.md, from the newest run and the drill."""
     figures = [*runs[0].figures, *drill]
     titles = ("问题", "回答") if is_chinese else ("question", "answer")
     rows = [
@@ -158,7 +158,7 @@ def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool =
 
 
 def between_markers(text: str, content: str) -> str:
-    """Return a document with the content between the two markers; raises UserError where it has none."""
+    """Return a document with the text between its markers replaced; raises UserError without exactly one pair."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     if len(pattern.findall(text)) != 1:
         raise UserError(f"README.md needs one line {BEGIN} and one line {END} after it")
@@ -166,7 +166,10 @@ def between_markers(text: str, content: str) -> str:
 
 
 def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -> tuple[str, list[str]]:
-    """Return the page and the READMEs, English and Chinese, for the files of a folder; raises UserError."""
+    """Return docs/benchmarks/README.md and the two READMEs, English first, with the figures of a folder.
+
+    Raises UserError if the folder has no benchmark, or a file or README is invalid.
+    """
     runs = read_runs(folder)
     if not runs:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")
@@ -176,12 +179,12 @@ def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -
 
 
 def read_drill() -> list[Figure]:
-    """Return the figures of docs/drill.md."""
+    """Return the figures in the tables of docs/drill.md."""
     return drill_figures(DRILL.read_text(encoding="utf-8"))
 
 
 def evidence() -> str:
-    """Return docs/evidence.md: the claims of the documents, and the figures of README.md's table."""
+    """Return the text of docs/evidence.md: the documents' claims, and the figures of README.md's table."""
     newest = read_runs(FOLDER)[:1]
     benchmark = [
         (question.said(run.figures), one, run.facts)
@@ -194,7 +197,7 @@ def evidence() -> str:
 
 @command
 def main(argv: list[str]) -> None:
-    """Write the page, its pictures and the READMEs' tables."""
+    """Write docs/benchmarks/README.md, its pictures, the READMEs' tables and docs/evidence.md."""
     drill = read_drill()
     text, readmes = render(FOLDER, [path.read_text(encoding="utf-8") for path in READMES], drill)
     for picture in FOLDER.glob("*.png"):
