@@ -3,9 +3,9 @@
     make bench
     make bench PARTS="launch step" ROUNDS=3
 
-Prints goal, measured and peer of every figure, and after each part writes docs/benchmarks/DATE-DEVICE.json
-(--output FILE), from which `make report` renders the page. A part that this machine cannot measure says why. Goals
-are judged by people.
+Prints the goal, the measured value and the peer of every figure. After each part, writes them to
+docs/benchmarks/DATE-DEVICE.json (--output FILE), from which `make report` renders the page. A part that this
+machine cannot measure reports why. A missed goal is not an error: people judge it.
 Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
 """
 
@@ -40,13 +40,13 @@ PARTS = {
     **dict.fromkeys(("checkpoint", "gpu"), 5),
     "plan": 1,
 }
-"""The most rounds of each part, a module of this package with `measure(rounds, folder) -> list[Figure]`."""
+"""The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`."""
 
 PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate", "simplejpeg")
 
 
 def facts() -> dict[str, Any]:
-    """Return when, on what and with which versions something is measured."""
+    """Return the facts of a measurement made now: date, revision, hardware and versions."""
     here, code = hardware(), revision() or "unknown"
     memory_gb = round(psutil.virtual_memory().total / 2**30)
     return {
@@ -58,7 +58,7 @@ def facts() -> dict[str, Any]:
 
 
 def measure(part: str, rounds: int) -> list[Figure]:
-    """Measure one part in a folder of its own."""
+    """Measure one part in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
         if part in namespaces.PARTS:
             return namespaces.measure(part, rounds, Path(folder))
@@ -67,7 +67,10 @@ def measure(part: str, rounds: int) -> list[Figure]:
 
 
 def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an earlier run of the same day left; raises UserError for what is not to be added to."""
+    """Read the output of an earlier run, empty if there is none.
+
+    Raises UserError if it is not a benchmark's file, or is of another day, machine or version.
+    """
     if not path.exists():
         return {"figures": [], "rounds_by_part": {}}
     old = read_run(path).facts
@@ -77,7 +80,7 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str, Any], path: Path) -> None:
-    """Write a part's figures; those of other parts that an earlier run of the same day left there stay."""
+    """Write a part's figures to the file; keep those of other parts from an earlier run of the same day."""
     old = read_output(path, about)
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
     revisions = dict.fromkeys([*old.get("revision", about["revision"]).split(", "), about["revision"]])
@@ -91,7 +94,7 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
 
 @command
 def main(argv: list[str]) -> int:
-    """Measure the parts, print the table, write the file; return the exit status."""
+    """Measure the parts, print the table and write the file; return 1 if a part failed, else 0."""
     parser = CommandParser("python -m scripts.bench", (__doc__ or "").split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--rounds", type=count, default=5, help="most rounds of a part; medians are over them (5)")
@@ -100,7 +103,7 @@ def main(argv: list[str]) -> int:
     parts, about = check_names("PARTS", args.parts, list(PARTS)) or PARTS, facts()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
-    read_output(output, about)  # before the work, not after it
+    read_output(output, about)  # refuse before the work, not after it
     make_folder(output.parent)
     figures: list[Figure] = []
     failed = []
@@ -111,7 +114,7 @@ def main(argv: list[str]) -> int:
         try:
             found = measure(part, rounds)
         except (ImportError, LookupError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-            # Whatever is wrong with one part: the others have hours of work to keep.
+            # A failure of one part must not lose the others, which may take hours.
             print(f"error: {part}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(part)
             continue

@@ -1,6 +1,7 @@
 """What a checkpoint costs: the stall of an asynchronous save over a synchronous one, and how fast one is read.
 
-A save has to copy what it saves, and a restore to read into new memory, which costs as much as the file itself.
+The limits: a save must copy its content in memory, and a restore must read the file into new memory. Touching new
+memory for the first time takes about as long as reading the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SMALL = ("--num-samples", "64", "--global-batch-size", "4", "--lr", "0.0001")
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Save and restore resnet50 with AdamW's state; both kinds of a save and of a read take turns."""
+    """Save and restore resnet50 with AdamW's state; the two kinds of save take turns, and so do the two reads."""
     found = contender("save", [str(folder), "--saves", str(rounds), "--", *OPTIONS, *SMALL])
     stalls: Rounds = {"async": found["begin_s"], "sync": found["write_s"], "copy": found["copy_s"]}
     reads: Rounds = {name: [found["bytes"] / s for s in found[f"{name}_s"]] for name in ("restore", "read")}

@@ -3,8 +3,8 @@
     make compare RECIPES="single ddp" NODES=2
     python -m scripts.bench.compare single ddp --nodes 2 --nproc-per-node 1 -- --epochs 10
 
-writes runs/compare-001/: a run of each recipe, table.md, and compare.png (loss, differences, samples per second).
-The first recipe is the one that the others are compared with. OMP_NUM_THREADS=1 gives each process one thread.
+Writes runs/compare-001/: a run of each recipe, table.md, and compare.png (loss, differences, samples per second).
+The others are compared with the first recipe. Set OMP_NUM_THREADS=1 to give each process one thread.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from scripts.launch.command import (
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
-"""A smaller one is drawn as this: fp32 has no digits for it, and a logarithm none for zero."""
+"""Smaller differences are drawn as this one: fp32 cannot resolve them, and zero has no logarithm."""
 
 TARGET_ACCURACY = 0.97
-"""Test accuracy whose first epoch "time to accuracy" tells."""
+"""The column "s to 97%" is the training time up to the first epoch that reaches this test accuracy."""
 
 
 COLUMNS = (
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return a completed run's losses by step and the figures of its row."""
+    """Return the figures of a completed run's row in the table, and its losses by step."""
     result = json.loads((folder / "result.json").read_text())
     headline = result.get("headline", "test_accuracy")
     epochs = [row for row in read_metrics(folder) if "test_loss" in row]
@@ -75,17 +75,17 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def difference(losses: dict[int, float], reference: dict[int, float], steps: int) -> float | None:
-    """Return the largest relative difference of two loss curves over their first steps."""
+    """Return the largest relative difference of two loss curves up to step `steps`; None if they share no step."""
     return max((value for step, value in differences(losses, reference).items() if step <= steps), default=None)
 
 
 def columns_for(runs: Sequence[dict[str, Any]]) -> list[Column]:
-    """Return the columns, the test's named by what the task measures."""
+    """Return the columns; the title of the test result is the task's metric."""
     return [replace(one, title=runs[0]["test_title"]) if one.key == "test_result" else one for one in COLUMNS]
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the first run's loss curve, how far the others are from it, and the samples per second of all."""
+    """Plot the first run's loss, the other runs' relative differences from it, and all samples per second."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -118,7 +118,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def notes_of(folder: Path, args: Namespace) -> list[str]:
-    """Return the sentences that say what was compared, on what."""
+    """Return the notes below the table: options, machine, versions, and how the figures are defined."""
     first = args.recipes[0]
     config = json.loads((folder / first / "config.json").read_text())
     options, hardware, versions = config["options"], config["hardware"], config["versions"]
@@ -138,7 +138,10 @@ def notes_of(folder: Path, args: Namespace) -> list[str]:
 
 @command
 def main(argv: list[str]) -> int:
-    """Run, compare, write; return 0, or the status of the first recipe that failed."""
+    """Run the recipes, compare them and write the results.
+
+    The first recipe that fails ends it: return 2 if that recipe refused its options, else 1.
+    """
     parser = CommandParser("python -m scripts.bench.compare", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--nodes", type=count, default=1)

@@ -1,7 +1,7 @@
 """One GPU: resnet50 with all that makes it fast, from its memory and from JPEGs, and an epoch of LeNet.
 
-resnet50 is measured against plain eager loops and the roofline; LeNet, whose kernels are shorter than their
-launch, with CUDA graphs and without, against the epoch time that the third of the tutorials tells.
+resnet50 is compared with plain eager loops and the roofline. LeNet's kernels take less time than their launch: it
+is measured with and without CUDA graphs, and compared with the epoch time that the third tutorial reports.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FAST = ("--amp", "bf16", "--channels-last", "--compile")
 GRAPHS = ("--compile", "--compile-mode", "reduce-overhead")
 
 TRAINING_FLOP = 3 * 2 * 4.09e9
-"""Of a 224 x 224 image in resnet50: 4.09 G multiply-adds forward (He et al. 2016), twice as many backward."""
+"""Per image of 224 x 224 in resnet50: 4.09 G multiply-adds forward (He et al. 2016), twice as many backward."""
 
 TUTORIAL_EPOCH_S = 4.1
-"""LeNet on Fashion-MNIST, batch 256, on one GPU, as the tutorial on data parallelism from scratch tells."""
+"""LeNet on Fashion-MNIST, batch 256, one GPU, as the tutorial on data parallelism from scratch reports it."""
 
 RESNET = "resnet50, 224, bf16, channels_last, compiled: images/s"
 LENET = "LeNet, 60,000 images, batch 256: seconds of an epoch"
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure images per second with the memory that they take, and the seconds of an epoch."""
+    """Measure images/s and peak memory of resnet50, and the seconds of an epoch of LeNet."""
     if not torch.cuda.is_available():
         reason = "there is no GPU"
         return [unmeasured(PART, RESNET, reason), unmeasured(PART, LENET, reason, f"<= {TUTORIAL_EPOCH_S}")]
@@ -65,11 +65,11 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
             "photos": lambda: ours(*photos),
             "fp32": plain,
             "tf32": lambda: plain("--tf32"),
-            # As many images as the tensor cores could do if there were nothing but products of large matrices.
+            # Images/s if the tensor cores computed nothing but products of large matrices.
             "roofline": lambda: matmul_tflops() * 1e12 / TRAINING_FLOP,
         },
         rounds,
-        warm_up=True,  # compiled kernels are in torch's cache
+        warm_up=True,  # puts the compiled kernels into torch's cache
     )
     peak = f"images/s; peak memory {max(memory) / 2**30:.1f} GiB"
     peers = {
@@ -85,13 +85,13 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
 
 
 def matmul_tflops() -> float:
-    """Return the most that the GPU's tensor cores give, as the doctor measures it, in a process of its own."""
+    """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures in a process of its own."""
     facts = json.loads(run([sys.executable, "-m", "scripts.doctor.torch_facts"]).splitlines()[-1])
     return facts["devices"][0]["tflops"]
 
 
 def lenet(rounds: int, folder: Path) -> list[Figure]:
-    """Measure an epoch of the tutorial's work, all of it on the GPU."""
+    """Measure an epoch of the tutorial's training on the GPU, in eager mode and with CUDA graphs."""
     small_data.write_data(folder / "small")
     options = ["--data", "fashion-mnist", "--data-dir", str(folder / "small"), "--epochs", "4"]
     options += ["--global-batch-size", "256", "--log-every", "100"]

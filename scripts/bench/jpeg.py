@@ -1,8 +1,8 @@
 """JPEG input on one core: the recipes' crops beside torchvision's, and beside Huffman decoding alone.
 
-Huffman decoding cannot be done in part: it is the limit. A decode to an eighth of the size does little else.
+The limit is Huffman decoding: no part of it can be skipped. A decode to an eighth of the size does little else.
 
-The images are parts of the two photographs that scikit-learn carries: 500x375 and some 110 KB each, as ImageNet's.
+The images are crops of the two photographs in scikit-learn: 500x375 and about 110 KB each, like ImageNet's.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from scripts.bench.programs import contender
 PART = "jpeg"
 COUNT, WIDTH, HEIGHT = 192, 500, 375
 QUALITY = {"china.jpg": 97, "flower.jpg": 98}
-"""Of each photograph, for about 110 KB with 4:2:0 chroma, as cameras and the web have it."""
+"""JPEG quality for each photograph that gives about 110 KB with 4:2:0 chroma, as cameras and the web use."""
 
 
 def write_photos(folder: Path, images: int) -> float:
-    """Write so many images, as ImageNet's folders have them; return their mean size in KB."""
+    """Write `images` JPEGs to train/ and two to val/, in folders like ImageNet's; return their mean size in KB."""
     photos = {name: Image.fromarray(load_sample_image(name)) for name in QUALITY}
     chance = random.Random(0)
     sizes = []
@@ -46,12 +46,12 @@ def write_photos(folder: Path, images: int) -> float:
 
 
 def speed(name: str, folder: Path) -> float:
-    """Return the images in a second of CPU time."""
+    """Return a contender's images per second of CPU time."""
     return contender("photos", [name, str(folder)])["images_per_s"]
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure each contender in a process of its own."""
+    """Measure each contender in its own process."""
     kilobytes = write_photos(folder, COUNT)
     values = take_turns({name: partial(speed, name, folder) for name in CONTENDERS}, rounds)
     name = f"normalised batches of JPEGs of {WIDTH}x{HEIGHT}, {kilobytes:.0f} KB, on one core"

@@ -42,7 +42,10 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 def _seconds(command: Sequence[str], is_reached: Callable[[Path], bool]) -> float:
-    """Return how long a command took until its first step; wait for its end."""
+    """Return the seconds from a command's start to its first step, after waiting for its end.
+
+    Raises RuntimeError if it does no step within the time limit, or fails.
+    """
     with tempfile.NamedTemporaryFile() as file:
         output = Path(file.name)
         begin = time.perf_counter()

@@ -4,7 +4,7 @@
     python -m scripts.bench.namespaces wire --rounds 1
 
 Prints the figures, or writes them to --result.
-Exit status 0 whatever the figures are; 1: a run failed; 2: bad usage, or there can be no such nodes here.
+Exit status 0 whatever the figures are; 1: a run failed; 2: bad usage, or this machine cannot have such networks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ PARTS = ("overlap", "scaling", "wire", "plan")
 
 
 def measure(part: str, rounds: int, folder: Path) -> list[Figure]:
-    """Measure a part in a process of its own.
+    """Measure a part in its own process; return an unmeasured figure if that is not possible here.
 
     Raises:
-        RuntimeError: it failed, and has said why.
+        RuntimeError: it failed; the process has printed why.
     """
     if reason := network.why_not(narrow=True):
         return [unmeasured(part, "nodes with a network each", reason)]
@@ -43,7 +43,7 @@ def measure(part: str, rounds: int, folder: Path) -> list[Figure]:
 
 @command
 def main(argv: list[str]) -> int:
-    """Measure a part in namespaces of this process's own."""
+    """Measure a part in new namespaces of this process; return 1 if it fails."""
     parser = CommandParser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
     parser.add_argument("part", type=one_of(*PARTS), metavar="PART", help=f"one of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=count, default=3, help="medians are over them (3)")

@@ -1,19 +1,19 @@
 """The step: whether gradients travel while backward still computes, on links of 1 Gbit/s.
 
-Two nodes with a network each (scripts/bench/namespaces.py), one thread each, train resnet18 on images of 32x32 by
-the ddp recipe's own loop. Three things take turns in the same two processes:
+Two nodes, each with its own network (scripts/bench/namespaces.py) and one thread, train resnet18 on images of
+32x32 with the ddp recipe's own loop. Four things take turns in the same two processes:
 
-compute         the same steps with the exchange of gradients switched off (no_sync), on both nodes at once: they
+compute         the same steps without the exchange of gradients (no_sync), on both nodes at once, because they
                 share the machine's memory and cache
-communication   all-reduces of tensors of the sizes of DDP's buckets, all begun at once, and nothing computed
+forward         the forward passes alone
+communication   all-reduces of tensors as large as DDP's buckets, a step's all begun at once, and no computing
 step            the recipe as it is
 
-The limit is the longest of three, of the same round. No gradient is there before backward: forward, and then the
-longer of backward and communication. And a node has one core, which does the network's work too: computing, and
-the processor's time of the communication.
+The limit is the larger of two lower bounds from the same round. First, there is no gradient before backward: a
+step takes at least forward plus the longer of backward and communication. Second, a node has one core, which does
+the network's work too: a step takes at least computing plus the CPU time of the communication.
 
-The batch decides how long computing takes: it is chosen so that it is a quarter of the communication, the same,
-and twice as long.
+The batch size sets how long computing takes: a quarter of the communication's time, the same, or twice as long.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from scripts.lab.network import Network
 
 NODES, RATE = 2, "1gbit"
 STEPS = 4
-"""Of one measurement: an epoch of so many batches."""
+"""Steps per measurement: the number of batches in an epoch."""
 
 SHARES = (0.25, 1.0, 2.0)
-"""Computing over communication."""
+"""Ratios of computing time to communication time."""
 
 PROBE_BATCH = 4
-"""Of a rank, to find out how long a sample takes."""
+"""Batch size of a rank in the run that measures how long a sample takes."""
 
 PRECISIONS = {"fp32": ("none", torch.float32), "fp16": ("fp16", torch.float16)}
-"""By name: --grad-compression, and what travels."""
+"""For each name: the value of --grad-compression, and the type that is sent."""
 
 TIMEOUT_S = 600
 
 
 class Trainer:
-    """The recipe's own training of one batch size, ready to do a few steps at a time."""
+    """The recipe's own training with one batch size, a few steps at a time."""
 
     def __init__(self, world: World, batch: int, precision: str) -> None:
         compression, dtype = PRECISIONS[precision]
@@ -68,30 +68,30 @@ class Trainer:
         self.job, self.technique = train.prepare(args, "ddp", world, Stop())
         self.ddp = cast(DistributedDataParallel, self.technique.module)
         self.share = torch.arange(batch)
-        self.run()  # the first backward puts the buckets together as they stay
-        # Their bytes as fp32 gradients, in the order in which they travel.
+        self.run()  # DDP rebuilds its buckets once, after the first backward
+        # Bytes of fp32 gradients in each bucket, in the order in which DDP sends them.
         sizes = str(self.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
         self.buckets = [torch.zeros(int(size) // 4, dtype=dtype) for size in sizes]
         self.exchange_cpu_s: list[float] = []
 
     def run(self) -> None:
-        """Train an epoch of STEPS batches."""
+        """Train for one epoch of STEPS batches."""
         train_one_epoch(self.job, self.technique)
         self.job.position.record_evaluation({}, 0.0)
 
     def compute(self) -> None:
-        """Train without the exchange."""
+        """Train for one epoch without exchanging gradients."""
         with self.ddp.no_sync():
             self.run()
 
     def forward(self) -> None:
-        """Do the first half of a step alone, as often."""
+        """Run only the forward pass, STEPS times."""
         images, labels = next(iter(self.job.data.train.batches([self.share], 0)))
         for _ in range(STEPS):
             cross_entropy(self.job.model(images), labels, reduction="sum")
 
     def communicate(self) -> None:
-        """Exchange what as many steps exchange, without training; note the processor's time of one."""
+        """All-reduce the buckets of STEPS steps without training; record the CPU time per step."""
         begin = time.process_time()
         for _ in range(STEPS):
             works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
@@ -100,7 +100,7 @@ class Trainer:
         self.exchange_cpu_s.append((time.process_time() - begin) / STEPS)
 
     def measure(self, rounds: int) -> Rounds:
-        """Return by round the seconds of a step of each, which take turns."""
+        """Run the contenders in turns; return the seconds per step of each, and of CPU time, for each round."""
         contenders = {
             "compute": partial(seconds, self.compute),
             "forward": partial(seconds, self.forward),
@@ -108,11 +108,11 @@ class Trainer:
             "step": partial(seconds, self.run),
         }
         found = take_turns(contenders, rounds, warm_up=True)
-        return {**found, "exchange_cpu": self.exchange_cpu_s[1:]}  # the first was the warm-up's
+        return {**found, "exchange_cpu": self.exchange_cpu_s[1:]}  # the first is of the warm-up
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Return the seconds of a step of what all ranks begin together."""
+    """Return the seconds per step of work that all ranks begin together; call it on all ranks."""
     dist.barrier()
     begin = time.perf_counter()
     work()
@@ -120,14 +120,14 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def agreed(value: float) -> float:
-    """Return the mean of the ranks' numbers."""
+    """Return the mean of the ranks' numbers; call it on all ranks."""
     number = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(number)
     return float(number) / dist.get_world_size()
 
 
 def be_a_rank(precision: str, number: int, result: Path) -> None:
-    """Measure all batch sizes of one precision in so many rounds; rank 0 writes them."""
+    """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     quick = Trainer(world, PROBE_BATCH, precision).measure(2)
     sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
@@ -143,7 +143,7 @@ def be_a_rank(precision: str, number: int, result: Path) -> None:
 
 
 def limits(rounds: Rounds) -> list[float]:
-    """Return by round the seconds that no step is below."""
+    """Return the lower bound of a step's seconds, for each round."""
     names = ("compute", "forward", "communication", "exchange_cpu")
     return [
         max(forward + max(compute - forward, communication), compute + exchange_cpu)
@@ -152,7 +152,7 @@ def limits(rounds: Rounds) -> list[float]:
 
 
 def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rounds: Rounds) -> Figure:
-    """Return the step's time over its limit."""
+    """Return the ratio of the step's time to its limit."""
     values = ratio({"step": rounds["step"], "limit": limits(rounds)}, "step", "limit")
     middle = {name: f"{1e3 * median(times):.0f} ms" for name, times in rounds.items()}
     sizes = " + ".join(f"{size / 1e6:.1f}" for size in buckets)
@@ -166,7 +166,7 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure both precisions, each in two processes of its own."""
+    """Measure each precision in two new processes."""
     net, found, result = Network(NODES), [], folder / "rounds.json"
     for node in range(NODES):
         net.narrow(node, RATE, burst="256kb")

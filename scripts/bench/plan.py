@@ -3,11 +3,11 @@
     make plan CHECK=1
     make bench PARTS=plan
 
-Each node is a network namespace (scripts/bench/namespaces.py) whose link lets a set rate through; its rank is the
-recipe's own code over gloo. The prediction knows nothing of those runs. It is made of how long as many processes
-as there are nodes take to compute a step, side by side on these cores, without any exchange; of what all-reduces
-of one number and of a bucket's size take on those links, alone and beside computing; and of how much they slow
-computing down. docs/plan.md has the figures.
+Each node is a network namespace (scripts/bench/namespaces.py) whose link has a set rate; its rank runs the
+recipe's own code over gloo. The prediction uses no result of those runs. It is computed from three measurements on
+the same nodes: the time of a step that computes without any exchange, on all nodes at once; the time of an
+all-reduce of one number, and of a bucket both alone and while computing; and how much the latter slows computing.
+docs/plan.md has the figures.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from scripts.plan.workload import kind_of, look_at, timed_step
 NODES, MBIT = (1, 2, 4, 8), (100, 300, 1000)
 
 PACKET_SHARE = 1448 / 1514
-"""Of the bytes that a limited link counts: it cuts what it sends into packets of 1,500 bytes."""
+"""Payload per byte that a limited link counts: 1,448 of the 1,514 bytes of a full packet (MTU 1,500)."""
 
 MODEL = "squeezenet1_1"
-"""1.2 M parameters in 26 layers of about the same work: buckets come all along backward."""
+"""1.2 M parameters in 26 layers of similar work: buckets become ready throughout backward."""
 
 IMAGE_SIZE, LOCAL_BATCH, BUCKET_MB = 64, 4, 1.0
 BUCKET_BYTES = int(BUCKET_MB * 2**20)
 
 COMPUTE_S = 2.0
-"""How long ranks compute side by side, without any exchange."""
+"""How long the ranks compute at the same time, without any exchange."""
 
 RUN_S, FEWEST, MOST = 4.0, 6, 40
-"""About how long the steps of a run take, and how many there are at least and at most."""
+"""Approximate time of all steps of a run, and the minimum and maximum number of steps."""
 
 MOST_LOAD = 0.95
 TIMEOUT_S = 300.0
 
 
 def recipe_words(nodes: int, folder: Path) -> list[str]:
-    """Return the ddp recipe's options: the same samples a rank at any number of nodes."""
+    """Return the ddp recipe's options; the batch per rank is the same at any number of nodes."""
     words = ["--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
     words += ["--model", MODEL, "--bucket-cap-mb", str(BUCKET_MB), "--device", "cpu", "--no-async-checkpoints"]
     words += ["--global-batch-size", str(nodes * LOCAL_BATCH), "--no-tensorboard", "--log-every", "1000"]
@@ -65,7 +65,7 @@ def recipe_words(nodes: int, folder: Path) -> list[str]:
 
 
 def be_a_rank(folder: Path) -> None:
-    """Measure, then train; rank 0 writes what was measured."""
+    """Measure, then train. Rank 0 writes the measurements to probe.json; the recipe writes the run."""
     dist.init_process_group("gloo")
     words = recipe_words(dist.get_world_size(), folder)
     options = train.options(words)
@@ -78,13 +78,13 @@ def be_a_rank(folder: Path) -> None:
     buckets_s = look_at(options, kind).parameter_bytes / BUCKET_BYTES * figures.get("bucket_s", 0.0)
     step_s = max(figures.get("busy_step_s", 0.0), figures["forward_s"] + figures["backward_s"], buckets_s)
     steps = min(MOST, max(FEWEST, round(RUN_S / step_s)))
-    # A port of its own: the other ranks may come before rank 0 has closed the last store.
+    # A new port: other ranks may connect before rank 0 has closed the first store.
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     train.main([*words, "--max-steps", str(steps)])
 
 
 def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
-    """Return the mean times of computing beside other ranks and of exchanges; call it on all ranks."""
+    """Return the mean times of computing and of all-reduces, alone and together; call it on all ranks."""
     do_step()
     dist.barrier()
     seconds: list[list[float]] = []
@@ -94,7 +94,7 @@ def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
     means = mean_over_ranks([fmean(values) for values in zip(*seconds, strict=True)])
     figures = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
     if dist.get_world_size() > 1:
-        for times in (2, 20):  # the first two are left out
+        for times in (2, 20):  # the first two calls are the warm-up
             begin = time.perf_counter()
             for _ in range(times):
                 dist.all_reduce(torch.zeros(1))
@@ -107,16 +107,16 @@ def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """Return the means of the ranks' numbers; call it on all ranks."""
+    """Return each number's mean over the ranks; call it on all ranks."""
     found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found)
     return (found / dist.get_world_size()).tolist()
 
 
 def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
-    """Return the mean times of an all-reduce and of computing beside it; call it on all ranks.
+    """Return the mean times of an all-reduce and of a call of compute meanwhile; call it on all ranks.
 
-    All of them are under way at once, as DDP has its buckets; the backend takes them one or two at a time.
+    All `number` all-reduces are begun at once, as with DDP's buckets; the backend runs one or two at a time.
     """
     dist.barrier()
     begin, steps = time.perf_counter(), 0
@@ -137,7 +137,7 @@ def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object
 
 
 def predict(probed: dict[str, float], gradients: Sequence[Gradient], nodes: int) -> Step:
-    """Return the plan of a step, from what was measured apart from such a step."""
+    """Return the plan of a step, from the measurements of probe()."""
     compute = Compute(probed["forward_s"], probed["backward_s"], probed["optimizer_s"])
     cluster = Cluster(1, 1, Link(0.0, 1.0))
     if hops := 2 * (nodes - 1):
@@ -153,7 +153,7 @@ def predict(probed: dict[str, float], gradients: Sequence[Gradient], nodes: int)
 
 
 def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
-    """Run a rank on each node, with links of a set rate; 0: no limit."""
+    """Run a rank on each node, on links of `mbit` Mbit/s (0: unlimited)."""
     limited = range(nodes if mbit else 0)
     for node in limited:
         net.narrow(node, f"{mbit}mbit")
@@ -166,7 +166,7 @@ def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Return a figure for the step time of each point, and one for the bytes of all."""
+    """Return a figure for the step time at each point, and one for the bytes at all points."""
     options = train.options(recipe_words(1, folder))
     gradients = look_at(options, kind_of(options, None, None)).gradients
     net = Network(max(NODES))
@@ -194,7 +194,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Sequence[float]) -> Figure:
-    """Return how far off the step time of a point is: the larger of prediction and truth over the smaller."""
+    """Return a figure for the error of a point's step time: the larger of predicted and real over the smaller."""
     nodes, mbit = point
     ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in zip(predicted, real_s, strict=True)]
     name = f"predicted step time, {nodes} node{'s' * (nodes > 1)}" + f" at {mbit} Mbit/s" * bool(mbit)

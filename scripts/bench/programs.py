@@ -22,10 +22,10 @@ _numbers = itertools.count(1)
 
 
 def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """Run a command and return what it printed.
+    """Run a command and return its standard output.
 
     Raises:
-        RuntimeError: it failed or took too long; the message has its last lines.
+        RuntimeError: it failed (the message has its last lines) or took too long.
     """
     own = own_environment() | (env or {})
     try:
@@ -39,12 +39,12 @@ def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: fl
 
 
 def own_environment() -> dict[str, str]:
-    """Return this process's environment without what a make that called it has left there."""
+    """Return this process's environment without the variables that a calling make sets."""
     return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
 def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
-    """Run a recipe as `make run` does; return its result.json, and the logged losses of its steps as "losses"."""
+    """Run a recipe as `make run` does; return its result.json, and the losses of its logged steps as "losses"."""
     run_name = f"{name}-{next(_numbers)}"
     command = [sys.executable, "-m", "scripts.launch.local", name, "--nproc-per-node", str(processes)]
     command += ["--", "--runs-dir", str(folder), "--name", run_name]
@@ -54,9 +54,9 @@ def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) 
 
 
 def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
-    """Run a module of scripts.bench.contenders, under torchrun where it has several processes.
+    """Run a module of scripts.bench.contenders, under torchrun if processes > 1, and return its result.
 
-    It prints what it has measured as a JSON object on a line of its own; libraries may print other lines.
+    It prints its result as a JSON object on a line of its own; libraries may print other lines.
 
     Raises:
         RuntimeError: it failed, took too long or printed no such line.

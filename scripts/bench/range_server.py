@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 Fault = Callable[["Handler", int], bool]
-"""Called for each request with its number; answers in the server's place where it returns True."""
+"""Called for each request with its handler and number. Returns True if it has sent the answer itself."""
 
 
 class Counts:
-    """Requests so far, and how many are under way at once."""
+    """Counts of requests: so far, in progress now, and at most at once; and the seconds spent in them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -33,7 +33,7 @@ class Counts:
 
     @contextlib.contextmanager
     def request(self, path: str) -> Iterator[int]:
-        """Count one; yield its number."""
+        """Count a request while the block runs; yield its number."""
         with self.lock:
             self.requests += 1
             self.paths[path] += 1
@@ -50,7 +50,7 @@ class Counts:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET, the whole file or a range of it."""
+    """Answers GET requests with a whole file or a range of it."""
 
     protocol_version = "HTTP/1.1"
     folder: Path
@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
     counts: Counts
 
     def do_GET(self) -> None:
-        """Send a file."""
+        """Send the file, or the counts at /counts."""
         if self.path == "/counts":
             self.answer(200, repr((self.counts.requests, self.counts.most, self.counts.busy_s)).encode())
             return
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_part()
 
     def send_part(self) -> None:
-        """Send what was asked for."""
+        """Send the file, or its part in a Range header of the form bytes=FIRST-LAST."""
         try:
             with open(self.folder / self.path.lstrip("/"), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404)
 
     def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
-        """Send a status and some bytes."""
+        """Send a status, headers and content."""
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -97,22 +97,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Takes many connections at once."""
+    """A server for many connections at once."""
 
     daemon_threads, request_queue_size = True, 512
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: clients that are killed leave in the middle of an answer."""
+        """Print nothing: clients that are killed close the connection in the middle of an answer."""
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Answer without Nagle's delay."""
+        """Handle a connection with Nagle's algorithm disabled."""
         request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().finish_request(request, client_address)
 
 
 @contextlib.contextmanager
 def serve(folder: Path, delay_s: float = 0.0, fault: Fault | None = None) -> Iterator[tuple[str, Counts]]:
-    """Serve a folder on a free port of 127.0.0.1; yield its URL and the counts."""
+    """Serve a folder on a free port of 127.0.0.1 while the block runs; yield its URL and the counts."""
     counts = Counts()
     facts = {"folder": folder, "delay_s": delay_s, "fault": staticmethod(fault) if fault else None}
     with Server(("127.0.0.1", 0), type("Handler", (Handler,), {**facts, "counts": counts})) as server:

@@ -1,8 +1,8 @@
 """Scaling at equal threads: samples/s of the ddp recipe with 1, 2 and 4 processes of one thread each.
 
-Each process is a node with a network of its own (scripts/bench/namespaces.py), its links without a limit, and has
-as many samples of a batch as the others. The limit is as many processes, at once on the same cores, that compute
-the same and exchange nothing.
+Each process is a node with its own network (scripts/bench/namespaces.py) and unlimited links. The batch per
+process is the same at every number of processes. The limit is the same number of processes, at once on the same
+cores, that compute the same and exchange nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ TIMEOUT_S = 600
 
 
 def options(processes: int) -> list[str]:
-    """Return the options of a recipe; resnet18 on images of 32x32 computes for longer than it exchanges."""
+    """Return a recipe's options: resnet18 on images of 32x32, which computes for longer than it exchanges."""
     words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--num-samples", "1024"]
     words += ["--global-batch-size", str(RANK_BATCH * processes), "--lr", "0.001", "--device", "cpu"]
     return [*words, "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY)]
 
 
 def ours(net: Network, folder: Path, processes: int) -> float:
-    """Run the recipe; return its samples/s after the first logged steps."""
+    """Run the recipe; return the mean of its logged samples/s, without the first LOG_EVERY steps."""
     words = [sys.executable, "-m", "scripts.launch.local", "ddp", "--nodes", str(processes)]
     words += ["--nproc-per-node", "1", "--networks", net.option(), "--", *options(processes), "--no-tensorboard"]
     run([*words, "--runs-dir", str(folder), "--name", "run", "--overwrite"], {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
@@ -40,7 +40,7 @@ def ours(net: Network, folder: Path, processes: int) -> float:
 
 
 def alone(net: Network, processes: int) -> float:
-    """Run as many bare loops at once; return the samples/s of all."""
+    """Run as many bare loops at once; return their total samples/s, from rank 0's step time."""
     words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", "--steps", str(STEPS), "--"]
     said = net.run_ranks([*words, *options(processes)], processes, 1, TIMEOUT_S)
     found = next(line for line in reversed(said[0].splitlines()) if line.startswith("{"))
@@ -48,7 +48,7 @@ def alone(net: Network, processes: int) -> float:
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure in turns."""
+    """Measure the recipe and the bare loops in turns, at each number of processes."""
     net = Network(max(PROCESSES))
     contenders: dict[str, Callable[[], float]] = {}
     for processes in PROCESSES:

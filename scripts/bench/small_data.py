@@ -1,8 +1,8 @@
 """Small data on a CPU: LeNet on 60,000 images of 28x28; the recipes, the usual loop, two frameworks, the limit.
 
-The images are made up, ten classes of them, in Fashion-MNIST's own files: nothing is downloaded, and all read the
-same. Contenders start from the same weights and take the samples in the same order, each in processes of its own
-with a thread for each core in all.
+The images are synthetic, of ten classes, in files of Fashion-MNIST's format: nothing is downloaded, and all
+contenders read the same data. They start from the same weights and take the samples in the same order. Each one
+runs in its own processes, which together have one thread per core.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SAMPLES, SIDE, CLASSES = 60_000, 28, 10
 BATCH_SIZE, STEPS, LOG_EVERY = 256, 60, 10
 PEERS = {"lightning": "Lightning", "accelerate": "accelerate"}
 COMPARED = 30
-"""Steps whose losses are compared: later, rounding tips an activation over the edge of a ReLU, and they part."""
+"""Steps whose losses are compared. Later ones diverge, as rounding moves an activation across a ReLU's zero."""
 
 
 def write_data(folder: Path) -> None:
-    """Write images that can be told apart, more or less, as the four files of Fashion-MNIST."""
+    """Write noisy images of distinguishable classes as the four files of Fashion-MNIST."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(CLASSES, 1, 7, 7, generator=generator)
     shapes = torch.nn.functional.interpolate(coarse, (SIDE, SIDE), mode="bilinear").squeeze(1)
@@ -41,16 +41,16 @@ def write_data(folder: Path) -> None:
         labels = torch.randint(CLASSES, (count,), generator=generator)
         noise = torch.rand(count, SIDE, SIDE, generator=generator)
         images = (255 * (0.4 * shapes[labels] + 0.6 * noise)).to(torch.uint8)
-        # A third of the labels are guesses: the loss cannot fall to where a rounding is most of it.
+        # A third of the labels are random: the loss stays large compared with rounding errors.
         labels = torch.where(torch.rand(count, generator=generator) < 1 / 3, labels.flip(0), labels)
         for kind, values in (("images-idx3", images), ("labels-idx1", labels.to(torch.uint8))):
-            # The idx format: two zeros, 8 for bytes, the number of dimensions; then each, big-endian.
+            # The idx format: two zeros, 8 (bytes), the number of dimensions; then each dimension, big-endian.
             header = bytes([0, 0, 8, values.ndim]) + b"".join(size.to_bytes(4, "big") for size in values.shape)
             (raw / f"{name}-{kind}-ubyte").write_bytes(header + values.numpy().tobytes())
 
 
 def recipe_words(data_dir: Path) -> list[str]:
-    """Return the options of the recipes' runs."""
+    """Return the options with which the recipes run."""
     words = ["--data", "fashion-mnist", "--data-dir", str(data_dir), "--global-batch-size", str(BATCH_SIZE)]
     words += ["--epochs", "1", "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY), "--device", "cpu"]
     return [*words, "--lr-schedule", "constant", "--warmup-steps", "0"]
@@ -62,7 +62,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.data_dir, self.start = folder, folder / "data", folder / "start.pt"
         self.losses: dict[str, list[float]] = {}
-        """By contender, the losses of its last run, of every LOG_EVERY-th step."""
+        """For each contender, the losses of every LOG_EVERY-th step of its last run."""
         write_data(self.data_dir)
         args = options(recipe_words(self.data_dir))
         data = load_data(args, torch.device("cpu"), on_bad_image=print)
@@ -76,14 +76,14 @@ class Bench:
         torch.save(start, self.start)
 
     def ours(self, name: str, processes: int, *more: str) -> float:
-        """Run a recipe as `make run` does; return its samples/s."""
+        """Run single, or ddp if there are several processes, as `make run` does; return its samples/s."""
         words = [*recipe_words(self.data_dir), *more]
         result = recipe("ddp" if processes > 1 else "single", self.folder, words, processes=processes)
         self.losses[name] = result["losses"]
         return result["samples_per_s"]
 
     def other(self, name: str, program: str, processes: int, *more: str, steps: int = STEPS) -> float:
-        """Run another contender; return its samples/s."""
+        """Run a module of scripts.bench.contenders; return its samples/s."""
         words = ["--data-dir", str(self.data_dir), "--begin-with", str(self.start)]
         words += ["--batch-size", str(BATCH_SIZE), "--steps", str(steps), *more]
         result = contender(program, words, processes)
@@ -91,12 +91,12 @@ class Bench:
         return result["samples_per_s"]
 
     def bare(self, processes: int, amp: str = "none") -> float:
-        """Run the recipe's own model on ready tensors, several under DDP, and no more; return its samples/s."""
+        """Run only the recipe's model on ready tensors, under DDP if processes > 1; return its samples/s."""
         words = ["--steps", str(STEPS), "--", *recipe_words(self.data_dir), "--amp", amp]
         return 1000 * BATCH_SIZE / contender("bare_step", words, processes)["step_ms"]
 
     def best_workers(self, processes: int) -> int:
-        """Return with how many workers the usual loop is fastest here."""
+        """Return the number of workers per process with which the usual loop is fastest here."""
         most = count_cores() // processes
         choices = [0, *(2**i for i in range(most.bit_length()))]
         speed = {n: self.other("try", "lenet", processes, "--workers", str(n), steps=40) for n in choices}
@@ -104,7 +104,7 @@ class Bench:
 
 
 def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable[[], float]]:
-    """Return by name what runs each contender and returns its samples/s."""
+    """Return, by name, a function that runs each contender and returns its samples/s."""
     loading = ("--workers", str(workers))
     return {
         "ours": lambda: bench.ours(f"{processes}-ours", processes),
@@ -134,7 +134,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
     """Return the ratios of speed.
 
-    Two processes on two cores wait for whichever was disturbed last: only DDP on ready tensors is held to a goal.
+    Two processes on two cores wait for the one that was disturbed: only DDP on ready tensors has a goal then.
     """
 
     def figure(precision: str, ours: str, against: str, goal: str, peer: str, is_limit: bool = False) -> Figure:
@@ -160,7 +160,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
 
 
 def difference(bench: Bench, processes: int) -> Figure:
-    """Return how far the recipe's losses are from those of the usual loop in one process."""
+    """Return a figure for the largest relative difference from the losses of the usual loop in one process."""
     logged = COMPARED // LOG_EVERY
     pairs = zip(bench.losses[f"{processes}-ours"][:logged], bench.losses["1-plain"][:logged], strict=True)
     largest = max(abs(ours - theirs) / theirs for ours, theirs in pairs)

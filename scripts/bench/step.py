@@ -10,7 +10,7 @@ from scripts.bench.programs import contender, recipe
 
 PART = "step"
 BATCH, STEPS = 2, 50
-"""A step takes some 60 ms on two cores: what a recipe adds to it would be lost in longer ones."""
+"""A step takes about 60 ms on two cores. In longer steps, a recipe's overhead would be lost in the noise."""
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
@@ -24,7 +24,7 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
     options += ["--global-batch-size", str(BATCH), "--epochs", "1000", "--max-steps"]
 
     def ours() -> float:
-        # Neither the first step nor what comes at an epoch's end is in it.
+        # samples_per_s leaves out the first step and the work at the end of each epoch.
         result = recipe(name, folder, [*options, str(STEPS + 1)], processes=processes)
         return 1000 * BATCH / result["samples_per_s"]
 
