@@ -70,7 +70,11 @@ class Claim:
         found += [f"{shown!r} is not in its text" for shown in self.finds if shown not in " ".join(self.text)]
         if self.record and not (self.date and self.commit and self.on and self.command):
             found.append("a record needs its date, commit, on and command")
-        return found + (self.differences((ROOT / self.record).read_text()) if self.record else [])
+        if self.record and not (ROOT / self.record).is_file():
+            found.append(f"there is no {self.record}")
+        elif self.record:
+            found += self.differences((ROOT / self.record).read_text())
+        return found
 
     @property
     def is_runnable(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.lab.network import Network
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_losses
@@ -67,12 +68,24 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(processes), "-m", module, *options]
-    printed = run(command, threads(processes))
+    return parse_result(command, run(command, threads(processes)))
+
+
+def parse_result(command: Sequence[str], printed: str) -> dict[str, Any]:
+    """Return the last JSON object that a contender has printed on a line of its own; RuntimeError without one."""
     for line in reversed(printed.splitlines()):
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
                 return found
     raise RuntimeError(f"{' '.join(command)} printed no result, but: {printed!r}")
+
+
+def bare_step_ms(
+    net: Network, processes: int, threads: int, flags: Sequence[str], options: Sequence[str]
+) -> float:
+    """Return rank 0's milliseconds of a bare step, while as many processes do the same on a node each."""
+    words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", *flags, "--", *options]
+    return float(parse_result(words, net.run_ranks(words, processes, threads, TIMEOUT_S)[0])["step_ms"])
 
 
 def threads(processes: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ cores, that compute the same and exchange nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from scripts.bench.figures import Figure, of, speed_figure, take_turns
-from scripts.bench.programs import run
+from scripts.bench.programs import bare_step_ms, run
 from scripts.lab.network import Network
 from scripts.launch.runs import read_metrics
 
@@ -40,11 +39,9 @@ def ours(net: Network, folder: Path, processes: int) -> float:
 
 
 def alone(net: Network, processes: int) -> float:
-    """Run as many bare loops at once; return their total samples/s, from rank 0's step time."""
-    words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", "--steps", str(STEPS), "--"]
-    said = net.run_ranks([*words, *options(processes)], processes, 1, TIMEOUT_S)
-    found = next(line for line in reversed(said[0].splitlines()) if line.startswith("{"))
-    return 1000 * RANK_BATCH * processes / json.loads(found)["step_ms"]
+    """Run as many bare loops at once; return rank 0's samples/s, times the number of processes."""
+    step_ms = bare_step_ms(net, processes, 1, ["--steps", str(STEPS)], options(processes))
+    return 1000 * RANK_BATCH * processes / step_ms
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

@@ -19,7 +19,6 @@ counters while a job runs would cut steps in two.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import sys
 import time
@@ -30,6 +29,7 @@ from statistics import median
 
 from scripts.bench import programs
 from scripts.bench.figures import Figure, spread, unmeasured
+from scripts.bench.programs import bare_step_ms
 from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
@@ -188,11 +188,8 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
 
 def time_forward(net: Network, nodes: int) -> float:
     """Return the seconds of a forward pass, on all nodes at once."""
-    words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", "--forward", "--steps", "20"]
-    threads = max(1, count_cores() // nodes)
-    said = net.run_ranks([*words, "--", *workload(nodes)], nodes, threads, RUN_TIMEOUT_S)
-    found = next(line for line in reversed(said[0].splitlines()) if line.startswith("{"))
-    return float(json.loads(found)["step_ms"]) / 1e3
+    flags = ["--forward", "--steps", "20"]
+    return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

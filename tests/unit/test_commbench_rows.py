@@ -1,10 +1,13 @@
 """The arithmetic of make commbench, and what it refuses."""
 
 import sys
+import threading
 
 import pytest
 
 from recipes.common.errors import UserError
+from scripts.bench.commbench import rank
+from scripts.bench.commbench.__main__ import options
 from scripts.bench.commbench.options import parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, bus_factor, link_speed
 from scripts.launch.command import table
@@ -35,6 +38,21 @@ def test_a_row_by_hand():
 def test_an_interface_without_a_speed():
     assert link_speed("lo") is None
     assert link_speed("no-such-interface") is None
+
+
+def test_the_processes_of_a_clusters_nodes_are_a_variable(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    with pytest.raises(UserError, match="--nproc-per-node is for local nodes; on a cluster, set NPROC_PER_NODE"):
+        options(["gloo", "--nproc-per-node", "4"])
+    assert options(["gloo", "--nproc-per-node", "4", "--nodes", "2"]).nproc_per_node == 4
+
+
+def test_a_bound_ends_with_its_block():
+    """Also with one that raises: else it would end the process with a second, wrong line."""
+    with pytest.raises(UserError), rank.bounded("meeting the others", 60.0):
+        raise UserError("refused")
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
 
 
 @pytest.mark.parametrize(

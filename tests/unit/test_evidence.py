@@ -36,6 +36,10 @@ TEST = ("tests/unit/test_evidence.py::test_a_claim_is_whole_or_says_what_it_lack
         (Claim("a", TEXT, tests=("tests/none.py",)), "there is no test tests/none.py"),
         (Claim("a", TEXT, command="true", finds={"7 s": "(7)"}), "'7 s' is not in its text"),
         (Claim("a", TEXT, command="x", record="README.md"), "a record needs its date, commit, on and command"),
+        (
+            Claim("a", TEXT, command="x", record="docs/none.md", date="d", commit="c", on="a machine"),
+            "there is no docs/none.md",
+        ),
     ],
 )
 def test_a_claim_is_whole_or_says_what_it_lacks(claim, fault):

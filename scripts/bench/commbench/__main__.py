@@ -58,7 +58,11 @@ def options(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all that are installed)")
     add("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")
-    add("--nproc-per-node", type=count, help="processes of each (GPUs of a node, else 1)")
+    add(
+        "--nproc-per-node",
+        type=count,
+        help="of each node (its GPUs, else 1; on a cluster NPROC_PER_NODE)",
+    )
     add_options(parser)
     add("--narrow", metavar="RATE", help="as root: a network namespace per node, links of RATE, such as 1gbit")
     add("--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="parent folder of commbench-001")
@@ -66,6 +70,8 @@ def options(argv: Sequence[str]) -> Namespace:
     check_options(args)
     check_names("BACKENDS", args.backends, BACKENDS)
     args.is_cluster = not args.nodes and os.environ.get("NNODES", "1") != "1"
+    if args.is_cluster and args.nproc_per_node:
+        raise UserError("--nproc-per-node is for local nodes; on a cluster, set NPROC_PER_NODE")
     if args.narrow:
         rate_gbit(args.narrow)
         if args.is_cluster:

@@ -66,8 +66,10 @@ def bounded(what: str, timeout_s: float) -> Iterator[None]:
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
-    yield
-    timer.cancel()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check(world: Backend, op: str, numel: int) -> None:

@@ -89,8 +89,8 @@ def main() -> None:
         save(content)
         if i > 1:  # the first save of each kind allocates memory that later ones reuse
             stalls_s.append(writer.stalls_s[-1])
-            train(2 * max(write_s))  # long enough for a background save to end: the next save need not wait
-    writer.wait()
+            train(2 * max(write_s))
+        writer.wait()  # else the next save would wait for this one
     assert writer.newest
     for _ in range(own_args.saves):
         read_s.append(timed_read(writer.newest))
