@@ -168,8 +168,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         name, resume = args.name or getattr(parsed, "name", None), getattr(parsed, "resume", "none")
         if resume == "auto" and not name:
             raise UserError("--resume auto needs the run's name: NAME=... (--name)")
-        # A job that asked for GPUs must not train on CPUs, unless the user's own --device, which comes later,
-        # does.
+        # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, asks.
         device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     argvs = [[*device, *args.options, *words(point)] for point in points]
     for argv in () if is_script else argvs:
