@@ -50,7 +50,7 @@ def variable(flag: re.Match[str]) -> str:
 
 
 count = whole_number(1, 1024)
-"""Converts a number of nodes, processes or rounds."""
+"""Reads a whole number from 1 to 1024: nodes, processes or rounds."""
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Namespace:
