@@ -3,8 +3,8 @@
     python -m docker.compose ddp --nodes 2 --nproc-per-node 1 -- --epochs 3
 
 `make run RECIPE=ddp NODES=2 WITH=docker` calls it; it needs an image (make image), a Docker engine and Compose,
-but no .venv. Each node gets its share of the GPUs and cores. Output, signals and the end of a failed job are those
-of scripts/launch/local.py. The record is in runs/NAME; no container or network is left, however this process ends.
+but no .venv. Each node gets its share of the GPUs and cores. Output, signals and failures are handled as in
+scripts/launch/local.py. The record is in runs/NAME; no container or network is left, however this process ends.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from scripts.launch.stopped_status import option
 
 FILE = ROOT / "docker/compose.yaml"
 TRAINER = "10001:10001"
-"""The images' own user, who trains for a caller who is root."""
+"""The images' own user and group, used if the caller is root."""
 
 ENGINE_TIMEOUT_S = 120.0
 END_GRACE_S = 60
-"""How long nodes may take to write a checkpoint when this process was killed."""
+"""How long nodes may take to write a checkpoint after this process was killed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the containers get of this machine, and the options with the containers' names of it."""
+    """The folders and variables that the containers get, and the options with the containers' own paths."""
 
     runs: Path
     data: Path
@@ -57,14 +57,14 @@ class Job:
 
 
 def bind(source: Path | str, target: str) -> dict[str, Any]:
-    """Return a volume: a folder of this machine by its name in the containers."""
+    """Return a volume that mounts a path of this machine at `target` in the containers."""
     return {"type": "bind", "source": str(source), "target": target}
 
 
 def take_recipe(recipe: str, options: list[str]) -> Job:
     """Return the job of a recipe, with the folders that its options name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Those of a --config file, too: what is added here overrides them in the containers.
+    # Include values of a --config file: the options that are added here override them in the containers.
     parser.add_argument("--runs-dir", type=Path, default=option("--runs-dir", "runs", options))
     for flag in ("--data-dir", "--cache-dir"):
         parser.add_argument(flag, type=Path, default=option(flag, "", options) or None)
@@ -79,12 +79,12 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
     environment: dict[str, str] = {}
     volumes = [bind(cache, "/cache")] if cache else []
     if any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
-        # The caller's modules. The recipes are the image's: its folder comes before PYTHONPATH.
+        # The caller's modules. The recipes are those of the image, whose folder comes before PYTHONPATH.
         environment = {"PYTHONPATH": "/code"}
         volumes.append({**bind(os.getcwd(), "/code"), "read_only": True})
-    if recipe != "probe":  # which keeps no record
+    if recipe != "probe":  # the probe keeps no record
         rest += ["--name", name, "--runs-dir", "/runs"]
-        # Text without a folder is the standard library's, in the container as elsewhere.
+        # Without a folder, --data text reads the standard library's, in the container as elsewhere.
         if own.data_dir is not None or option("--data", "", options) != "text":
             rest += ["--data-dir", url or "/data"]
         rest += ["--cache-dir", "/cache"] if cache else []
@@ -93,7 +93,7 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
 
 
 def take_script(name: str, options: list[str]) -> Job:
-    """Return the job of a script: its folder and its working directory have their own paths in the containers."""
+    """Return the job of a script; its folder and its WORKDIR have the same paths in the containers."""
     own = script.job_environment(name)
     run = Path(own["RUN_DIR"])
     folders = dict.fromkeys((own["WORKDIR"], str(Path(own["SCRIPT"]).parent)))
@@ -106,7 +106,7 @@ def take_script(name: str, options: list[str]) -> Job:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder where the containers' user can write even when the caller is root."""
+    """Make a folder to which the containers' user can write even if the caller is root."""
     make_folder(folder)
     if os.geteuid() == 0:
         uid, gid = map(int, TRAINER.split(":"))
@@ -115,7 +115,7 @@ def make_writable(folder: Path) -> None:
 
 
 def find_compose(docker: str) -> list[str]:
-    """Return the command of Compose, version 2 or the older program, or refuse."""
+    """Return the command of Compose, version 2 or the older program; raises UserError if there is neither."""
     if engine_output([docker, "compose", "version"]).returncode == 0:
         return [docker, "compose"]
     older = shutil.which("docker-compose")
@@ -125,7 +125,7 @@ def find_compose(docker: str) -> list[str]:
 
 
 def check_image(docker: str, image: str, recipe: str) -> None:
-    """Refuse a missing engine or image; warn if the image holds other code than this checkout."""
+    """Raise UserError without an engine or the image; warn if the image holds other code than this checkout."""
     if engine_output([docker, "info"]).returncode:
         raise UserError(
             f"no Docker engine answers {docker}; start it (systemctl start docker), or join the group docker"
@@ -144,7 +144,7 @@ def check_image(docker: str, image: str, recipe: str) -> None:
 
 
 def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
-    """Return what is added to docker/compose.yaml: more nodes, each one's GPUs, and what the job adds to all."""
+    """Return the additions to docker/compose.yaml: more nodes, each node's GPUs, and the job's own settings."""
     services: dict[str, dict[str, Any]] = {}
     for node in range(nodes):
         environment = {**job.environment, "NODE_RANK": str(node)}
@@ -161,8 +161,8 @@ def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Remove all containers and networks, even if this process is killed: a helper outlives it."""
-    # It reads a pipe whose other end only this process holds, and which closes with it.
+    """Remove all containers and networks at the end, even if this process is killed: a helper outlives it."""
+    # The helper reads a pipe whose other end only this process holds, so that it closes with this process.
     down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(END_GRACE_S)])}"
     helper = subprocess.Popen(
         ["bash", "-c", down],
@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
 
     cores = count_cores()
     environment = {
-        # docker-compose is in Python, and imports a package that is called docker as well.
+        # docker-compose is a Python program, which imports a package that is called docker as well.
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "COMPOSE_PROJECT_NAME": f"cluster-recipes-{uuid.uuid4().hex[:8]}",
         "IMAGE": image,
@@ -234,13 +234,13 @@ def main(argv: list[str]) -> int:
         compose += ["--file", str(FILE), "--file", str(more)]
         with taken_down(compose, environment):
             status = run_nodes(docker, compose, environment, nodes, containers)
-    with contextlib.suppress(OSError):  # nothing is in the folder of a run that was refused
+    with contextlib.suppress(OSError):  # the folder of a refused run is empty
         job.run.rmdir()
     return status
 
 
 def run_nodes(docker: str, compose: list[str], environment: dict[str, str], nodes: int, job: LocalJob) -> int:
-    """Make the containers, then run each below a client that passes its output, signals and status on."""
+    """Create the containers, then start each one through a client that relays its output, signals and status."""
     names = [f"node{node}" for node in range(nodes)]
     made = engine_output([*compose, "up", "--no-start", *names], environment)
     if made.returncode:
@@ -251,7 +251,7 @@ def run_nodes(docker: str, compose: list[str], environment: dict[str, str], node
     for container in containers:
         job.start([docker, "start", "--attach", container], environment)
     status = job.wait()
-    if status:  # what a client was killed for goes on in its container
+    if status:  # the container of a client that was killed still runs
         engine_output([docker, "kill", *containers])
     return status
 
@@ -259,7 +259,7 @@ def run_nodes(docker: str, compose: list[str], environment: dict[str, str], node
 def engine_output(
     command: list[str], environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run docker or Compose and return what it printed; raises UserError where the engine does not answer."""
+    """Run docker or Compose and return what it printed; raises UserError if the engine does not answer."""
     try:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ENGINE_TIMEOUT_S)
     except OSError as error:

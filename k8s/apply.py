@@ -5,9 +5,9 @@
     python -m k8s.apply ddp --nodes 4 --render         # print what would be applied
     python -m k8s.apply --delete mine
 
-Success: the recipe's last line, `result recipe=ddp world_size=4 ...`, and status 0. k8s/manifest.py puts the
-values given here into the file. kubectl does the work (KUBECTL names another one); its errors and those of pods
-that cannot start become one line with the remedy. Ctrl-C leaves the job running.
+On success, the last line is the recipe's own, `result recipe=ddp world_size=4 ...`, and the status is 0.
+k8s/manifest.py puts the values given here into the file. kubectl does the work (or KUBECTL); its errors, and those
+of pods that cannot start, become one line with the remedy. Ctrl-C leaves the job running.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ CALL_S = 60
 """Longest wait for kubectl to answer."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
 RETRY_S = 120.0
-"""How long a transient fault may last: a busy registry, a late mount, a silent API server."""
+"""How long a transient fault may last, such as a busy registry, a late mount or a silent API server."""
 INTERRUPTED = 128 + signal.SIGINT
 END_S = 120
-"""Longest wait for the job's end after node 0's last line."""
+"""Longest wait for the end of the job after the last line of node 0's log."""
 
 OWN_CONTAINERS = ("trainer", "pytorch", "node", "launcher")
-"""The containers of node 0's pods, by their names in the files."""
+"""Names that the files give to the containers of node 0's pods."""
 DELETED = [*dict.fromkeys(kind.resource for kind in KINDS.values()), "trainingruntimes.trainer.kubeflow.org"]
 DELETED += ["services", "networkpolicies"]
 
@@ -79,7 +79,7 @@ class Cluster:
             self.command.append(f"--namespace={namespace}")
 
     def run(self, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Return what one call of kubectl printed, and its status; raises UserError when no cluster answers."""
+        """Call kubectl once; return its output and status. Raises UserError if it reaches no cluster."""
         try:
             done = subprocess.run(
                 [*self.command, *words], input=stdin, capture_output=True, text=True, timeout=CALL_S
@@ -88,13 +88,13 @@ class Cluster:
             raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
         except OSError as error:
             raise UserError(f"cannot run {self.command[0]}: {error.strerror}") from None
-        # An object that was printed comes from a cluster: what was refused then is a call inside, of a webhook.
+        # If kubectl printed an object, it reached a cluster: a call inside was refused, such as a webhook's.
         if done.returncode and not done.stdout and re.search(UNREACHABLE, done.stderr):
             raise UserError(f"kubectl reaches no cluster ({last_line(done.stderr)}); set KUBECONFIG")
         return done
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Return an object or a list; raises UserError for one that is not there."""
+        """Return an object or a list; raises UserError if kubectl cannot get it."""
         done = self.run("get", *words, "--output=json")
         if done.returncode:
             raise UserError(f"kubectl get {' '.join(words)}: {last_line(done.stderr)}")
@@ -106,18 +106,18 @@ class Cluster:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty, without kubectl's own prefix."""
+    """Return the last non-empty line, without kubectl's own prefix."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("Error from server ").removeprefix("error: ") if lines else "no reason given"
 
 
 ATTEMPT = "cluster-recipes/attempt"
-"""A label of the objects that one call creates; those of an older job of this name have another."""
+"""A label of the objects that one call creates; objects of an older job of this name have another value."""
 
 
 def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) -> None:
-    """Create all documents or, after a failure, none; raises UserError with the remedy."""
-    attempt = f"a{secrets.token_hex(4)}"  # a word, where digits alone would be a number
+    """Create all documents, or none if that fails; raises UserError with the remedy."""
+    attempt = f"a{secrets.token_hex(4)}"  # begins with a letter, since digits alone would be a number
     for document in documents:
         document["metadata"].setdefault("labels", {})[ATTEMPT] = attempt
     status, note = UserError.status, "; nothing of it was found"
@@ -142,7 +142,7 @@ def create(cluster: Cluster, request: Request, documents: list[dict[str, Any]]) 
 
 
 def why_not_created(said: str, request: Request, kind: str) -> str:
-    """Return why the cluster has not taken the job, with the remedy."""
+    """Return why the cluster has not accepted the job, with the remedy."""
     if there := re.findall(r'([\w.-]+ "[^"]+") already exists', said):
         return f"{', '.join(there)} already exists; {request.delete}, or choose another NAME="
     if "no matches for kind" in said:
@@ -159,12 +159,12 @@ def resource_of(document: dict[str, Any]) -> str:
 
 
 def remove(cluster: Cluster, resources: Iterable[str], selector: str, *options: str) -> str:
-    """Delete the objects of these kinds that have a label; return what kubectl says of it; raises UserError."""
+    """Delete the objects of these kinds that a label selects; return kubectl's lines. Raises UserError."""
     deleted = ""
     for resource in resources:
         done = cluster.run("delete", resource, f"--selector={selector}", "--ignore-not-found", *options)
         if done.returncode and resource == "networkpolicies" and "(Forbidden)" in done.stderr:
-            continue  # a Role that has no right to them has made none
+            continue  # a user without a right to them has created none
         if done.returncode and "doesn't have a resource type" not in done.stderr:
             raise UserError(f"kubectl delete {resource}: {last_line(done.stderr)}")
         deleted += "".join(line + "\n" for line in done.stdout.splitlines() if "deleted" in line)
@@ -189,17 +189,17 @@ REMEDIES = [
 
 
 def explain(message: str) -> str:
-    """Return a cluster's message with its remedy, as one line."""
+    """Return a cluster's message as one line, with its remedy if there is one."""
     message = " ".join(message.split())
     remedy = next((text for pattern, text in REMEDIES if re.search(pattern, message)), "")
     return f"{message}; {remedy}" if remedy else message
 
 
 def pod_problem(pod: dict[str, Any]) -> tuple[str, float] | None:
-    """Return why a pod does not start, and for how many seconds to wait for it; None for one that is on its way.
+    """Return why a pod does not start, and for how many seconds to wait for it; None if it is on its way.
 
-    0: nothing of that name is there. RETRY_S: the kubelet tries again by itself, and may succeed (a busy registry;
-    "failed to sync configmap cache", kubernetes#117972). Without a bound of its own: there is no room yet.
+    The wait is 0 if something does not exist; RETRY_S if the kubelet tries again by itself and may succeed (a busy
+    registry; "failed to sync configmap cache", kubernetes#117972); infinite if there is no room yet.
     """
     name, status = pod["metadata"]["name"], pod.get("status", {})
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
@@ -223,11 +223,11 @@ def pod_problem(pod: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str | None:
-    """Return why the cluster makes no pods for a job created at `since`: a quota or a policy."""
+    """Return why the cluster makes no pods for a job created at `since` (a quota or a policy), or None."""
     for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
         is_ours = owner in (name, f"{name}-node-0", f"{name}-launcher")  # of a JobSet or TrainJob; of an MPIJob
-        # A job of the same name may have left events; the cluster's own clock tells them apart.
+        # An older job of this name may have left events; times of the cluster's own clock tell them apart.
         is_new = (event.get("lastTimestamp") or event.get("eventTime") or since) >= since
         if is_ours and is_new and re.search(r"exceeded quota|violates PodSecurity|forbidden", said):
             return explain(said)
@@ -235,7 +235,7 @@ def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str 
 
 
 def killed_for_memory(pods: list[dict[str, Any]]) -> str:
-    """Return which pods the kernel killed for their memory, and what helps; "" for none."""
+    """Return which pods were killed for lack of memory, and what helps; "" if none was."""
     killed = []
     for pod in pods:
         for status in pod.get("status", {}).get("containerStatuses", []):
@@ -247,7 +247,7 @@ def killed_for_memory(pods: list[dict[str, Any]]) -> str:
 
 
 def job_state(job: dict[str, Any]) -> tuple[str, str]:
-    """Return "done", "failed" or "" for a running job, and the message of its condition."""
+    """Return "done", "failed", or "" for a running job, and the message of a failure."""
     for condition in job.get("status", {}).get("conditions", []):
         if condition.get("status") == "True":
             if condition["type"] in ("Complete", "Completed", "Succeeded"):
@@ -258,13 +258,13 @@ def job_state(job: dict[str, Any]) -> tuple[str, str]:
 
 
 class LostSightError(UserError):
-    """The job cannot be followed any longer; it continues."""
+    """The job can no longer be followed; it continues."""
 
     status = 1
 
 
 class Log:
-    """The log of one start of node 0's container, printed as it comes."""
+    """The log of one start of node 0's container, printed as it grows."""
 
     def __init__(self, cluster: Cluster, pod: dict[str, Any]) -> None:
         name, container = pod["metadata"]["name"], own_status(pod)["name"]
@@ -274,19 +274,19 @@ class Log:
         self.start()
 
     def start(self, *since: str) -> None:
-        """Let kubectl print the log to this process's output."""
+        """Start kubectl, which prints the log to this process's output."""
         self.process = subprocess.Popen([*self.command, *since])
         self.begun = self.last_seen = time.monotonic()
 
     def continues(self, head: dict[str, Any] | None) -> bool:
-        """Whether the log has not come to its end; follow it again from where its connection broke."""
+        """Whether the log goes on; if its connection broke, follow it again from there."""
         now = time.monotonic()
         if self.process.poll() is None:
             self.last_seen = now
             return True
         if not self.process.returncode or head is None or instance(head) != self.instance:
             return False
-        # Not for ever one that breaks at once.
+        # A connection that breaks at once is not retried forever.
         if not self.retry_until or self.last_seen - self.begun > RETRY_S:
             self.retry_until = now + RETRY_S
         if now > self.retry_until:
@@ -302,16 +302,16 @@ class Watch:
         self.cluster, self.request, self.start_timeout_s = cluster, request, start_timeout_s
         self.kind, self.name = KINDS[request.kind], request.name
         self.start_by = time.monotonic() + start_timeout_s
-        """When node 0 has to run, or to run again."""
+        """Time by which node 0 must run, or run again."""
         self.log: Log | None = None
         self.said = ""
         self.problems: dict[tuple[str, float], float] = {}
-        """When the problem of a pod began, by its name and how long to wait for it."""
+        """When a pod's problem began, by the pod's name and how long to wait for it."""
         self.status = 0
         """Exit status of node 0's last container."""
 
     def run(self) -> int:
-        """Follow every container that node 0 has until the job has ended; return the exit status."""
+        """Follow every start of node 0's container until the job has ended; return the exit status."""
         try:
             while (end := self.step()) is None:
                 time.sleep(POLL_S)
@@ -327,10 +327,11 @@ class Watch:
         return self.status or 1
 
     def step(self) -> tuple[str, str] | None:
-        """Look at the job once; return its state, as job_state(), once it has ended and its log is printed.
+        """Look at the job once; return its job_state() once it has ended and its log is printed, else None.
 
         Raises:
-            UserError: it cannot start. LostSightError: it cannot be followed any longer.
+            UserError: the job cannot start.
+            LostSightError: it can no longer be followed.
         """
         job = self.job()  # before the pods, so that the log of a job that has just ended is shown
         pods = self.pods()
@@ -338,7 +339,7 @@ class Watch:
         if head:
             self.status = container_state(head).get("terminated", {}).get("exitCode", self.status)
         if self.log and self.log.continues(head):
-            self.check_pods(pods)  # another pod that cannot start ends it, too
+            self.check_pods(pods)  # another pod that cannot start is an error, too
         elif head and (self.log is None or instance(head) != self.log.instance):
             self.log = Log(self.cluster, head)
         elif job_state(job)[0]:
@@ -356,10 +357,10 @@ class Watch:
         return None
 
     def check_start(self, job: dict[str, Any], pods: list[dict[str, Any]], head: dict[str, Any] | None) -> None:
-        """Say what node 0 waits for; raises UserError for what waiting does not fix, or did not in time."""
+        """Print what node 0 waits for; raises UserError if waiting does not help, or has taken too long."""
         conditions = job.get("status", {}).get("conditions", [])
         if any((one["type"], one.get("status")) == ("Suspended", "True") for one in conditions):
-            # In a queue, such as Kueue's: that may take days, and is no failure.
+            # The job waits in a queue, such as Kueue's: that may take days, and is no failure.
             self.start_by = time.monotonic() + self.start_timeout_s
             self.say(f"the job {self.name} is suspended: it waits in its queue (Ctrl-C leaves it there)")
             return
@@ -375,11 +376,11 @@ class Watch:
             missing = "the job has not continued" if self.log else "node 0 has not started"
             reason = problem or f"{missing} within {self.start_timeout_s:g} s ({waiting})"
             raise UserError(f"{reason}; {self.request.delete} removes the job")
-        if head is None or self.status:  # else the job will be known to be complete in a moment
+        if head is None or self.status:  # otherwise the job is about to be complete
             self.say(f"waiting, {self.start_timeout_s:g} s at most: {waiting}")
 
     def check_pods(self, pods: list[dict[str, Any]], is_late: bool = False) -> str:
-        """Return what pods wait for; raises UserError for what waiting does not fix."""
+        """Return what pods wait for; raises UserError if waiting does not help, or has taken too long."""
         waiting = f"{len(pods)} of {self.request.nodes} pods are there"
         now, problems = time.monotonic(), self.problems
         self.problems = {}
@@ -393,17 +394,17 @@ class Watch:
         return waiting
 
     def say(self, text: str) -> None:
-        """Print what is being waited for, once."""
+        """Print what is being waited for, unless it was printed last."""
         if text != self.said:
             print(text, flush=True)
             self.said = text
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Return kubectl's answer; retry while the API server restarts.
+        """Return kubectl's answer; retry while the API server does not answer.
 
         Raises:
             LostSightError: no answer within RETRY_S.
-            UserError: the object is not there.
+            UserError: the object has been deleted.
         """
         deadline = time.monotonic() + RETRY_S
         while True:
@@ -429,7 +430,7 @@ class Watch:
         return sorted(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def head(self, pods: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the newest pod of node 0 that has a container which runs or has run."""
+        """Return the newest pod of node 0 whose container runs or has run, or None."""
         wanted = self.kind.head.items()
         heads = [pod for pod in pods if wanted <= pod["metadata"].get("labels", {}).items()]
         started = [pod for pod in heads if {"running", "terminated"} & container_state(pod).keys()]
@@ -443,7 +444,7 @@ def container_state(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_status(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return the status of a pod's own container: a webhook, such as Istio's, may have added others."""
+    """Return the status of a pod's own container; a webhook, such as Istio's, may have added others."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return next((status for status in statuses if status["name"] in OWN_CONTAINERS), {})
 
@@ -455,7 +456,7 @@ def instance(pod: dict[str, Any]) -> str:
 
 
 def delete(cluster: Cluster, name: str) -> int:
-    """Delete a job and what belongs to it, of whatever kind; its record stays on the volume."""
+    """Delete a job of any kind and what belongs to it; its record stays on the volume. Raises UserError."""
     deleted = remove(cluster, DELETED, f"{OURS},{INSTANCE}={name}")
     if not deleted:
         raise UserError(f"there is no job named {name} in this namespace")
@@ -492,7 +493,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def make_request(args: Namespace) -> Request:
-    """Return the request of a command line; raises UserError for values that make no sense."""
+    """Return the request of a command line; raises UserError for an invalid value."""
     check_recipe(args.recipe)
     script = os.environ.get("SCRIPT", "")
     kind = args.kind or ("doctor" if args.recipe == "probe" else "indexed-job")
@@ -506,7 +507,7 @@ def make_request(args: Namespace) -> Request:
 
 @command
 def main(argv: list[str]) -> int:
-    """Render, apply and follow, or delete; return the exit status."""
+    """Render, create and follow a job, or delete one; return the exit status."""
     args = parse_args(argv)
     if args.delete:
         return delete(Cluster(args.namespace), args.delete)

@@ -20,13 +20,13 @@ from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names
 
 INSTANCE = "app.kubernetes.io/instance"
 PLACEHOLDER = "registry.invalid/"
-"""Where the files' images are until they are edited: nobody can own a name below .invalid (RFC 2606)."""
+"""The registry in the files until they are edited: nobody can own a name below .invalid (RFC 2606)."""
 GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A manifest, the resource that it makes, and how to know the pod that holds rank 0 or speaks for it."""
+    """A manifest, the resource that it creates, and the labels of the pod that runs rank 0 or speaks for it."""
 
     file: str
     resource: str
@@ -63,9 +63,9 @@ class Request:
     fabric: str | None = None
     options: Sequence[str] = field(default_factory=list)
     script: str | None = None
-    """A file in the image or on a volume that runs in the recipe's place."""
+    """A file in the image or on a volume that runs instead of the recipe."""
     components: Sequence[str] = ()
-    """Folders of k8s/components that change the manifest before the other values are put in."""
+    """Folders of k8s/components, which change the manifest before the other values are put in."""
     namespace: str | None = None
 
     @property
@@ -87,16 +87,16 @@ def pod_templates(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, about ten times as fast, if PyYAML was built with it."""
+"""libyaml's loader, about ten times as fast, if PyYAML was built with it."""
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Return the documents of a text of YAML."""
+    """Return the documents of a YAML text."""
     return [document for document in yaml.load_all(text, LOADER) if document is not None]
 
 
 def load(file: str) -> list[dict[str, Any]]:
-    """Return the documents of a file of k8s/; raises UserError for an edited one that is not YAML any more."""
+    """Return the documents of a file of k8s/; raises UserError if an edited file is no longer YAML."""
     try:
         return parse((ROOT / "k8s" / file).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -104,10 +104,10 @@ def load(file: str) -> list[dict[str, Any]]:
 
 
 def add_component(documents: list[dict[str, Any]], name: str, kind: str) -> list[dict[str, Any]]:
-    """Return documents as a folder of k8s/components changes them; the job stays the last one.
+    """Apply a folder of k8s/components to documents and return the result, with the job as the last one.
 
     Raises:
-        UserError: there is no such component, it does nothing here, or kubectl cannot build it.
+        UserError: there is no such component, it changes nothing here, or kubectl cannot build it.
     """
     if variable := {"nodes": "NODES", "image": "IMAGE"}.get(name):
         raise UserError(f"COMPONENTS: {name} is for kubectl apply -k; {variable}= sets it here")
@@ -132,7 +132,7 @@ def add_component(documents: list[dict[str, Any]], name: str, kind: str) -> list
     if built == documents:
         raise UserError(f"COMPONENTS: {name} changes nothing of KIND={kind}; leave it out (k8s/README.md)")
     added = built[len(documents) :]
-    for document in added:  # such as a NetworkPolicy, of a job whose name stands in its file
+    for document in added:  # such as a NetworkPolicy, which is named after its own job
         rename(document, document["metadata"]["name"], documents[-1]["metadata"]["name"])
         document["metadata"]["name"] = documents[-1]["metadata"]["name"]
     return [*added, *built[: len(documents)]]
@@ -142,7 +142,7 @@ def render(request: Request) -> list[dict[str, Any]]:
     """Return the documents of the kind's file with the request's values.
 
     Raises:
-        UserError: the kind cannot run the recipe or the number of nodes.
+        UserError: the request is invalid, or the kind cannot run it.
     """
     check(request)
     documents = load(KINDS[request.kind].file)
@@ -166,13 +166,13 @@ def render(request: Request) -> list[dict[str, Any]]:
         if "args" in holder:
             holder["args"] = arguments(request, holder["args"])
     if "elasticPolicy" in job:
-        # A pod of an older job of this name may still be on its way out.
+        # A pod of an older job of this name may still be terminating.
         job["elasticPolicy"]["rdzvId"] = f"{request.name}-{secrets.token_hex(4)}"
     return documents
 
 
 def check(request: Request) -> None:
-    """Refuse a recipe that the kind does not start, and a number of nodes that it does not have."""
+    """Raise UserError for a recipe, script or number of nodes that the kind cannot run, or for an invalid name."""
     if request.kind == "mpijob" and request.recipe != "horovod":
         raise UserError(f"KIND=mpijob runs horovod, not {request.recipe}; KIND=indexed-job runs every recipe")
     if request.kind == "doctor" and request.recipe != "probe":
@@ -192,7 +192,7 @@ def check(request: Request) -> None:
 
 
 def check_script(script: str, kind: str) -> None:
-    """Refuse a script that no container has, and a kind that starts recipes alone."""
+    """Raise UserError for a script that no container has, or for a kind that starts only recipes."""
     if kind in ("mpijob", "doctor"):
         raise UserError(f"KIND={kind} is for recipes; KIND=indexed-job runs SCRIPT, however its ranks start")
     if not script.startswith("/") and not (ROOT / script).is_file():
@@ -202,19 +202,19 @@ def check_script(script: str, kind: str) -> None:
 
 
 def script_variables(script: str, name: str) -> list[dict[str, str]]:
-    """Return the variables of a script (scripts/launch/script.py): it runs in its run's folder."""
+    """Return the variables of a script (scripts/launch/script.py), which runs in its run's folder."""
     run_dir = f"/runs/{name}"
     values = {"SCRIPT": script, "WORKDIR": run_dir, "RUN_DIR": run_dir, "RESUME": "auto"}
     return [{"name": key, "value": value} for key, value in values.items()]
 
 
 def image_of(recipe: str) -> str:
-    """Return the name of the image that holds a recipe: ddp's holds all that need neither Horovod nor apex."""
+    """Return the name of the image for a recipe: all but horovod and apex use ddp's."""
     return recipe if recipe in ("horovod", "apex") else "ddp"
 
 
 def set_image(request: Request, container: dict[str, Any]) -> None:
-    """Set the request's image; without one, keep that of an edited file, or take the one that the nodes have."""
+    """Set the request's image; without one, keep that of an edited file, or use the one that the nodes have."""
     of_file = "horovod" if request.kind == "mpijob" else "ddp"
     if request.image:
         container["image"] = request.image
@@ -248,7 +248,7 @@ def set_env(container: dict[str, Any], name: str, value: str) -> None:
 
 
 def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
-    """Set the number of nodes wherever the kind has it."""
+    """Set the number of nodes in each place where the kind has it."""
     spec = job["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in job else job
     if "completions" in spec:
         spec.update(completions=nodes, parallelism=nodes)
@@ -260,12 +260,12 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
     if "elasticPolicy" in job:
         job["elasticPolicy"]["maxReplicas"] = max(nodes, job["elasticPolicy"]["maxReplicas"])
     elif "pytorchReplicaSpecs" in job:
-        # The operator adds up the restarts of all containers, and fails at the limit: three restarts of all.
+        # The operator adds up the restarts of all containers, and fails at the limit: allow three of each node.
         job["runPolicy"]["backoffLimit"] = 3 * nodes + 1
 
 
 def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
-    """Set the GPUs of a node, as many processes, and sizes that grow with them; without GPUs one small process."""
+    """Set a node's GPUs, a process for each, and sizes that scale with them; without GPUs, one small process."""
     nproc = max(gpus, 1)
     for key, value in (("nprocPerNode", str(nproc)), ("slotsPerWorker", nproc)):
         if key in job:
@@ -275,7 +275,7 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
     for template in templates:
         container = template["spec"]["containers"][0]
         set_env(container, "NPROC_PER_NODE", str(nproc))
-        # The TrainJob's stand beside its pods' template.
+        # A TrainJob has its resources outside of its pod template.
         resources = job.get("trainer", {}).get("resourcesPerNode") or container["resources"]
         requests, limits = resources["requests"], resources["limits"]
         before = limits.pop(GPU, 0)
@@ -285,7 +285,7 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
             for volume in template["spec"]["volumes"]:
                 if "emptyDir" in volume:
                     volume["emptyDir"]["sizeLimit"] = "1Gi"
-        elif before:  # what a process needs, as often as there are processes
+        elif before:  # scale what one process needs by the number of processes
             limits[GPU] = gpus
             shm = template["spec"]["volumes"][0]["emptyDir"]
             for amounts, name in ((requests, "cpu"), (requests, "memory"), (limits, "memory"), (shm, "sizeLimit")):
@@ -293,9 +293,9 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:
-    """Scale a quantity, such as 1.5Gi, from `before` GPUs to `gpus`.
+    """Scale a quantity such as 1.5Gi from `before` GPUs to `gpus`.
 
-    It is rounded up to as many decimals as it had. Raises UserError for what is no quantity.
+    The result is rounded up and keeps the number of decimals. Raises UserError if it is no quantity.
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)([a-zA-Z]*)", str(quantity))
     if not found:
@@ -334,11 +334,11 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
 
 
 class Dumper(yaml.SafeDumper):
-    """YAML with scripts as blocks of text, as in the files, and quotes where a string may look like a number."""
+    """Writes scripts as literal blocks, as in the files, and quotes strings that may look like numbers."""
 
 
 def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Return a string as YAML; kubectl reads a number or a bool where PyYAML writes it plain: 1e-3, 0o17, y."""
+    """Return a string as YAML, in quotes where kubectl but not PyYAML reads a number or a bool: 1e-3, 0o17, y."""
     style = "|" if "\n" in text else None if re.match(r"[A-Za-z/-][A-Za-z/-]", text) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 

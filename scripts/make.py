@@ -3,9 +3,9 @@
     RECIPE=ddp NODES=2 ARGS="--epochs 3" scripts/dev/python.sh -m scripts.make run
 
 `make run RECIPE=ddp NODES=2 ARGS="--epochs 3"` calls it. Variables arrive in the environment, as typed: neither
-make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, and that is all. An
-error in a variable is one line and status 2, before anything is installed. Needs no package: it creates .venv for
-targets that use it.
+make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, without expansions. An
+invalid variable is reported in one line, with status 2, before anything is installed. This module needs no
+package: it creates .venv for the targets that use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBERS = (
     *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED"),
     *("GLOBAL_BATCH", "STOP_AFTER"),
 )
-"""Variables that are whole numbers; the programs know their bounds."""
+"""Variables that are whole numbers; the programs check their bounds."""
 
 VARIABLES = re.findall(
     r"\w+",
@@ -41,7 +41,7 @@ VARIABLES = re.findall(
     RECIPE RECIPES RENDER REPORT ROUNDS RUN SCRIPT SEED STOP_AFTER SWEEP TIME WITH WORLD_SIZES
     """,
 )
-"""Variables of one target or more: another target refuses them. FABRIC and RESUME also reach scripts/launch.sh."""
+"""Variables of some targets, which others refuse. Not FABRIC and RESUME: scripts/launch.sh reads them as well."""
 
 WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
 """Targets whose ARGS take the options of a recipe."""
@@ -52,16 +52,16 @@ USED: set[str] = set()
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and what has to be installed before it runs."""
+    """A command, and what must be installed before it runs."""
 
     argv: list[str]
     packages: str = "run"
-    """The list of requirements/ that .venv has to hold; "" where the command needs none."""
+    """The list of requirements/ that .venv must hold; "" if the command needs none."""
     needs_horovod: bool = False
 
 
 def value(name: str) -> str:
-    """Return a variable, "" where it is not set; raise UserError for anything but digits in a number."""
+    """Return a variable, "" if it is not set; raises UserError if one of NUMBERS is no whole number."""
     USED.add(name)
     if name in NUMBERS:
         read_number(name, 0)
@@ -74,12 +74,12 @@ def is_on(name: str) -> bool:
 
 
 def recipe() -> str:
-    """Return RECIPE, raise UserError for one that does not exist; for a SCRIPT the default is ddp."""
+    """Return RECIPE, by default ddp for a SCRIPT; raises UserError if there is no such recipe."""
     return check_recipe(value("RECIPE") or "ddp" * bool(value("SCRIPT")))
 
 
 def choices(name: str) -> list[str]:
-    """Return the items of a variable such as RECIPES="single ddp", raise UserError for options among them."""
+    """Return the items of a variable such as RECIPES="single ddp"; raises UserError for options among them."""
     items = value(name).split()
     for item in items:
         if item.startswith("-"):
@@ -88,7 +88,7 @@ def choices(name: str) -> list[str]:
 
 
 def args() -> list[str]:
-    """Return the arguments in ARGS, raise UserError for an unfinished quote. A leading ~/ is the home folder."""
+    """Return the arguments in ARGS, ~/ being the home folder; raises UserError for an unfinished quote."""
     text = value("ARGS")
     try:
         words = shlex.split(text)
@@ -100,14 +100,14 @@ def args() -> list[str]:
 
 
 def flags(*names: str, **named: str) -> list[str]:
-    """Return --flag=VALUE for each variable that is set: NPROC_PER_NODE is --nproc-per-node, unless named."""
+    """Return --flag=VALUE for each variable that is set: NODES is --nodes, and `named` holds variables by flag."""
     renamed = {flag.replace("_", "-"): name for flag, name in named.items()}
     flag_of = {name.lower().replace("_", "-"): name for name in names} | renamed
     return [f"--{flag}={value(name)}" for flag, name in flag_of.items() if value(name)]
 
 
 def one_node_unless_set() -> list[str]:
-    """Return --nodes for programs whose own default is not one node on this machine."""
+    """Return --nodes, by default 1, for programs whose own default is not one node on this machine."""
     return flags("NODES") or ["--nodes=1"]
 
 
@@ -122,14 +122,14 @@ def run() -> Command:
         raise UserError(f"WITH: unknown {value('WITH')!r}; WITH=docker runs in containers")
     own, name = flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"), flags("NAME")
     options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
-    if value("WITH"):  # on the host's Python
+    if value("WITH"):  # runs on the host's Python
         return Command([sys.executable, "-m", "docker.compose", *options], packages="")
-    is_refused = value("MIN_NODES")  # no elastic job of Horovod: nothing is built before the launcher says so
+    is_refused = value("MIN_NODES")  # the launcher refuses Horovod's elastic jobs: do not build it first
     return module("scripts.launch.local", options, needs_horovod=recipe() == "horovod" and not is_refused)
 
 
 def plan() -> Command:
-    """Return the planner; with CHECK its comparison with runs."""
+    """Return the command that runs the planner or, with CHECK, compares it with runs."""
     if value("CHECK") not in ("", "0", "1", "mlperf"):
         raise UserError(
             f"CHECK is 1 (real runs on this machine) or mlperf (published runs), got {value('CHECK')!r}"
@@ -158,7 +158,7 @@ def k8s() -> Command:
 
 
 def required(*names: str, example: str) -> list[str]:
-    """Return the values of variables, raise UserError for one that is empty."""
+    """Return the values of variables; raises UserError if one is empty."""
     for name in names:
         if not value(name):
             raise UserError(f"{name} is empty; {example}")
@@ -239,27 +239,27 @@ TARGETS: dict[str, Callable[[], Command]] = {
 
 
 def prepare(argv: list[str]) -> None:
-    """Run a script that installs something; end with its status where it fails."""
+    """Run a script that installs something; exit with its status if it fails."""
     status = subprocess.run(argv).returncode
     if status:
         sys.exit(status if status > 0 else 128 - status)
 
 
 def typed() -> dict[str, str]:
-    """Return the variables of the command line of make: MAKEFLAGS has them after a lone --."""
+    """Return the variables of make's command line, which MAKEFLAGS lists after a lone --."""
     _, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
-    # make puts a backslash before blanks and backslashes, and leaves quotes and line breaks as they are.
+    # make escapes blanks and backslashes with a backslash, and leaves quotes and line breaks as they are.
     words = [re.sub(r"(?s)\\(.)", r"\1", word) for word in re.findall(r"(?s)(?:\\.|[^ ])+", variables)]
     return {name: text for name, _, text in (word.replace("$$", "$").partition("=") for word in words)}
 
 
 def make_line(target: str) -> str:
-    """Return what was typed, as a line for a shell."""
+    """Return what was typed, as a shell command."""
     return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, text in typed().items())])
 
 
 def check_used(target: str) -> None:
-    """Raise UserError for a typed variable that the target ignores: an option of the recipe, or a misspelling."""
+    """Raise UserError for a typed variable that the target ignores, such as a recipe's option or a misspelling."""
     options = {one.name for one in fields(Options)} if target in WITH_OPTIONS and not value("SCRIPT") else set()
     for name, text in typed().items():
         if name in USED:
@@ -278,7 +278,7 @@ def check_used(target: str) -> None:
 
 @refusing
 def main(argv: list[str]) -> None:
-    """Become the command of a target, once what it needs is installed."""
+    """Install what a target needs, then become its command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
     os.chdir(ROOT)
     if value("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
@@ -286,12 +286,12 @@ def main(argv: list[str]) -> None:
     command = TARGETS[argv[0]]()
     check_used(argv[0])
     if argv[0] in ("run", "submit"):
-        os.environ["MAKE_LINE"] = make_line(argv[0])  # for the record of the run
-    for name in ("ARGS", "MAKEFLAGS"):  # not for a make that the command itself calls: a test, or a build
+        os.environ["MAKE_LINE"] = make_line(argv[0])  # for the run's record
+    for name in ("ARGS", "MAKEFLAGS"):  # hidden from a make that the command itself calls: a test, a build
         os.environ.pop(name, None)
     if command.packages:
         prepare(["scripts/dev/setup.sh", command.packages])
-        os.environ.pop("PYTHON", None)  # it chose what .venv is made with; from here on .venv's is used
+        os.environ.pop("PYTHON", None)  # it chose the Python that makes .venv, whose own is used from here on
     if command.needs_horovod:
         prepare(["scripts/horovod/build.sh", "--if-missing"])
     os.execv(command.argv[0], command.argv)

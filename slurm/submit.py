@@ -4,9 +4,9 @@
     python -m slurm.submit ddp --gpus-per-node 1 --sweep "lr=0.01,0.02 seed=1,2" -- --epochs 3
     python -m slurm.submit ddp --nodes 2 --local
 
-Success: the last line is the recipe's own, `result recipe=ddp world_size=16 ...` (of a sweep: a table), and the
-status is 0; it is 2 for a refusal and 1 for a job that failed. The record is runs/NAME; submitit's files and the
-log of each rank lie in runs/NAME/slurm. `make submit` calls it; docs/submitit.md has more.
+On success, the last line is the recipe's own, `result recipe=ddp world_size=16 ...` (a table for a sweep), and the
+status is 0; it is 2 for a refusal and 1 for a failed job. The record is runs/NAME; submitit's files and the log of
+each rank are in runs/NAME/slurm. `make submit` calls it; docs/submitit.md has more.
 Source: https://github.com/facebookincubator/submitit.
 """
 
@@ -49,14 +49,14 @@ from slurm.sweep import grid_points, words
 from slurm.training import SIGNAL, Training
 
 SIGNAL_DELAY_S = 120
-"""How long before the time limit ranks are told to write a checkpoint; of a short limit, its last quarter."""
+"""How long before the time limit ranks are signalled to write a checkpoint, at most a quarter of the limit."""
 
 POLL_S = 0.3
 ASK_S = (2.0, 10.0)
-"""How often Slurm is asked for the state of a job: in its first minute, and later."""
+"""Seconds between two queries of a job's state: in the first minute, and later."""
 
 SILENCE_S = 300.0
-"""After so long without a word the state of a job is printed again."""
+"""The state of a job is printed again after this long without output."""
 
 FINAL_STATES = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -64,7 +64,7 @@ FINAL_STATES = (
 )
 
 PYTHON = f"{shlex.quote(sys.executable)} -m scripts.launch.hold_signals"
-"""The interpreter of the ranks, with the stop signals held back until the recipe listens to them."""
+"""The interpreter of the ranks, with the stop signals blocked until the recipe handles them."""
 
 REFUSED = {
     "horovod": "horovod has a launch file of its own: sbatch slurm/horovod.sbatch",
@@ -74,7 +74,7 @@ REFUSED = {
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
-    """Return this command's own arguments; what follows -- is the recipe's, in `options`. Raises UserError."""
+    """Return this command's own arguments, with the recipe's (after --) in `options`; raises UserError."""
     parser = CommandParser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", metavar="RECIPE")
     shape = parser.add_argument_group("resources (default: the cluster's)")
@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def minutes(text: str) -> int:
-    """Return whole minutes of a time as Slurm writes it: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00."""
+    """Return a time as Slurm writes it in minutes, rounded up: 90, 90:00, 1:30:00, 1-12, 1-12:30, 1-12:30:00."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if match:
         days, *clock = (int(group or 0) for group in match.groups())
@@ -115,7 +115,7 @@ def minutes(text: str) -> int:
 
 
 def check(args: Namespace) -> None:
-    """Set the number of processes a node; raise UserError for what this launcher cannot start."""
+    """Set the number of processes per node; raises UserError for what this launcher cannot start."""
     if args.recipe in REFUSED:
         raise UserError(REFUSED[args.recipe])
     is_single = args.recipe in ONE_PROCESS
@@ -131,7 +131,7 @@ def check(args: Namespace) -> None:
 
 
 def remedy(other: str) -> str:
-    """Return how to reach a cluster of make slurm-up that PATH does not have yet; where there is none, other."""
+    """Return how to reach a cluster of `make slurm-up` that is not in PATH yet; without one, return `other`."""
     state = os.environ.get("SLURM_CLUSTER_DIR", "/run/cluster-recipes-slurm")
     is_used = f"{state}/bin" in os.environ.get("PATH", "").split(os.pathsep)
     if is_used or not Path(state, "activate").exists():
@@ -148,14 +148,14 @@ class Run:
     argv: list[str]
     point: dict[str, str]
     script: dict[str, str] | None = None
-    """The variables of a script in the recipe's place."""
+    """The variables of a script that runs instead of the recipe."""
 
 
 def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
-    """Return the folder of the job (or of the whole sweep) and its runs, all options checked by the recipe itself.
+    """Return the folder of the job (or of the whole sweep) and its runs; the recipe itself checks all options.
 
     Raises:
-        UserError: an option that the recipe refuses, a name that is taken, a script that cannot run.
+        UserError: an option that the recipe refuses, a name that is taken, or a script that cannot run.
     """
     points = grid_points(args.sweep) if args.sweep else [{}]
     device, is_script = [], script.is_set()
@@ -168,7 +168,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         name, resume = args.name or getattr(parsed, "name", None), getattr(parsed, "resume", "none")
         if resume == "auto" and not name:
             raise UserError("--resume auto needs the run's name: NAME=... (--name)")
-        # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which stands later, does.
+        # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, asks.
         device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     argvs = [[*device, *args.options, *words(point)] for point in points]
     for argv in () if is_script else argvs:
@@ -189,7 +189,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
 
 
 def run_names(name: str, points: list[dict[str, str]]) -> list[str]:
-    """Return a name for each point: NAME-lr0.1-seed1; by its number where that makes no name (NAME-0)."""
+    """Return a name for each point: NAME-lr0.1-seed1, or numbered (NAME-0) if those are invalid or not unique."""
     if points == [{}]:
         return [name]
     texts = ["-".join([name, *(f"{key}{value}" for key, value in point.items())]) for point in points]
@@ -202,7 +202,7 @@ def run_names(name: str, points: list[dict[str, str]]) -> list[str]:
 
 
 def slurm_options(args: Namespace) -> dict[str, Any]:
-    """Return the options of sbatch that the arguments stand for; those that are not given are the cluster's."""
+    """Return the sbatch options that the arguments stand for; the cluster decides those that are not given."""
     limit_s = 60 * (args.time or 1440)
     given = {
         "nodes": args.nodes,
@@ -216,7 +216,7 @@ def slurm_options(args: Namespace) -> dict[str, Any]:
 
 
 def check_by_slurm(options: dict[str, Any]) -> None:
-    """Let Slurm look at the job without queueing it: an impossible one would wait for ever."""
+    """Let Slurm check the job without queueing it: an impossible job would wait forever. Raises UserError."""
     flags = [f"--{name}={value}" for name, value in options.items()]
     shown = subprocess.run(
         ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, timeout=60
@@ -227,7 +227,7 @@ def check_by_slurm(options: dict[str, Any]) -> None:
 
 
 def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
-    """Return submitit's jobs, one for each run, in one array where there are several; raises UserError."""
+    """Submit the runs, as an array if there are several; return submitit's job of each. Raises UserError."""
     import submitit
 
     options = slurm_options(args)
@@ -235,20 +235,20 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
     executor = submitit.SlurmExecutor(folder / "slurm", python=PYTHON)
     path = runs[0].script["SCRIPT"] if runs[0].script else ""
     own = (sys.executable, path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
-    # Since Slurm 22.05 srun does not take --cpus-per-task over from the job.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
     executor.update_parameters(
         job_name=folder.name,
         stderr_to_stdout=True,
-        time=None,  # submitit's own is 5 minutes
+        time=None,  # submitit's default is 5 minutes
         setup=[f"source {shlex.quote(str(ROOT))}/slurm/job.sh", shlex.join(["begin_submitted", *map(str, own)])],
         teardown=["end_submitted $?"],
         srun_args=["--kill-on-bad-exit=1", *cores],
-        additional_parameters={**options, "requeue": True},  # after the loss of a node, too
+        additional_parameters={**options, "requeue": True},  # also after the loss of a node
     )
     trainings = [Training(args.recipe, run.argv, run.folder, run.script) for run in runs]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises, too
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises as well
             return list(executor.submit_array(trainings))
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
@@ -259,12 +259,12 @@ States = dict[str, tuple[str, str, str]]
 
 
 def ask_slurm(number: str, known: States) -> States:
-    """Return what Slurm says of a job and of its array's tasks.
+    """Return the states of a job and of its array's tasks, as Slurm reports them.
 
-    squeue knows every job until some minutes after its end (MinJobAge, 300 s) and needs no accounting database. A
-    forgotten job is GONE; where squeue does not answer, the last state stays, and the reason says why.
+    squeue lists every job until some minutes after its end (MinJobAge, 300 s) and needs no accounting database. A
+    job that it no longer lists is GONE. If squeue does not answer, the last state stays, and the reason says why.
     """
-    # The number twice: squeue takes a single one that it does not know for an error.
+    # Give the number twice: squeue reports an error for a single one that it does not know.
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={number},{number}"]
     command += ["--Format=JobArrayID:|,State:|,Reason:|,RestartCnt:|"]
     try:
@@ -279,7 +279,7 @@ def ask_slurm(number: str, known: States) -> States:
 
 @dataclass
 class Watched:
-    """A job that was submitted, and what has been seen of it."""
+    """A submitted job, and what has been seen of it so far."""
 
     run: Run
     job: Any
@@ -291,32 +291,32 @@ class Watched:
 
     @property
     def log(self) -> Path:
-        """What rank 0 prints."""
+        """The log of rank 0."""
         path = Path(self.job.paths.stdout)
         return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
     @property
     def status_file(self) -> Path:
-        """Where rank 0 leaves its exit status, and the batch script that of the job."""
+        """The file to which rank 0 writes its exit status, and then the batch script that of the job."""
         return self.log.with_name(f"{self.job.job_id}_status")
 
     @property
     def title(self) -> str:
-        """The job as lines name it."""
+        """The name of the job in printed lines."""
         point = ", ".join(f"{name} {value}" for name, value in self.run.point.items())
         return f"job {self.job.job_id}" + (f" ({point})" if point else "")
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line, and note the time."""
         print(text, flush=True)
         self._spoke = time.monotonic()
 
     def look(self, states: States) -> bool:
-        """Print what is new; return whether the job has ended."""
+        """Print what is new in the job's state and log; return whether the job has ended."""
         self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
-        if is_done:  # an NFS client believes for up to a minute that a file is missing, unless the folder is read
+        if is_done:  # an NFS client may take a file for missing for a minute, unless the folder is read
             with contextlib.suppress(OSError):
                 os.listdir(self.log.parent)
         if int(restarts) > int(self.restarts) and not is_completing:  # its ranks have written their last lines
@@ -325,7 +325,7 @@ class Watched:
             self.restarts = restarts
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state
-        is_new = shown != self._shown and not is_completing  # the result is to be the last line
+        is_new = shown != self._shown and not is_completing  # the result must be the last line
         if not is_done and (is_new or time.monotonic() > self._spoke + SILENCE_S):
             self.say(f"{self.title}: {shown}")
         self._shown = shown
@@ -333,7 +333,7 @@ class Watched:
         return is_done
 
     def _show_log(self, is_done: bool) -> None:
-        """Print the lines that rank 0 has added, none of a sweep; until the job is done, complete lines only."""
+        """Print the lines that rank 0 has added (none of a sweep), only complete ones until the job is done."""
         if self.run.point:
             return
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
@@ -346,7 +346,7 @@ class Watched:
                     self.say(line.decode(errors="replace").rstrip("\n"))
 
     def end(self) -> int:
-        """Return the job's status, 2 for a refusal by the recipe; where it has failed, say why in a few lines."""
+        """Return 0, or 2 if the recipe refused the job, or else 1; print in a few lines why the job failed."""
         status = int(self.status_file.read_text().split()[0]) if self.status_file.exists() else 1
         if self.state == "COMPLETED" or (self.state == "GONE" and status == 0):
             return 0
@@ -363,14 +363,14 @@ class Watched:
 
 
 def cause_in(log: str) -> str:
-    """Return the line of a rank's log that tells most, of its last start: a refusal, or an exception."""
+    """Return the most telling line of a rank's last start, a refusal or an exception; "" if there is none."""
     newest = log.split(" - Starting with JobEnvironment")[-1]
     lines = re.findall(r"^(error: .*|[\w.]+(?:Error|Exception): .*)$", newest, re.MULTILINE)
     return lines[-1] if lines else ""
 
 
 def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
-    """Print the results of a sweep as a table; the accuracy is what the task has in its place."""
+    """Print the results of a sweep as a table, with the headline figure of each task, such as its accuracy."""
     paths = [run.folder / "result.json" if run in complete else Path(os.devnull) for run in runs]
     results = [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
     headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
@@ -383,7 +383,7 @@ def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
 
 
 def watch(jobs: list[Watched], number: str) -> None:
-    """Print what happens to the jobs, all of one array, until each has ended."""
+    """Print the progress of the jobs, all of one array, until each has ended."""
     states: States = {}
     began, asked = time.monotonic(), -math.inf
     while jobs:
@@ -396,7 +396,7 @@ def watch(jobs: list[Watched], number: str) -> None:
 
 
 def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
-    """Submit the runs as one job, or as one array, and follow them."""
+    """Submit the runs as one job or one array, and follow them; return the exit status."""
     submitted = submit_runs(args, folder, runs)
     number = submitted[0].job_id.split("_")[0]
     jobs = [Watched(run, job) for run, job in zip(runs, submitted, strict=True)]
@@ -421,7 +421,7 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
 
 
 def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
-    """Train on this machine as `make run` does: become it, or run the points of a sweep one after another."""
+    """Train on this machine as `make run` does: become its launcher, or run a sweep's points one after another."""
     print(f"{describe(args, runs)}, all on this machine, record {folder}", flush=True)
     nodes = ["--nodes", str(args.nodes), "--nproc-per-node", str(args.nproc_per_node)]
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
@@ -436,7 +436,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
 
 
 def describe(args: Namespace, runs: list[Run]) -> str:
-    """Return what is started, in words."""
+    """Return a description of what is started."""
     what = runs[0].script["SCRIPT"] if runs[0].script else args.recipe
     points = f"{len(runs)} points of {what}" if args.sweep else what
     gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
@@ -445,8 +445,8 @@ def describe(args: Namespace, runs: list[Run]) -> str:
 
 @command
 def main(argv: list[str]) -> int:
-    """Submit what the arguments say and follow it; return the exit status."""
-    os.chdir(ROOT)  # where jobs will run: they import this package and read scripts/
+    """Submit a job as the arguments say, and follow it; return the exit status."""
+    os.chdir(ROOT)  # jobs run here: they import this package and read scripts/
     args = parse_args(argv)
     check(args)
     folder, runs = plan_runs(args)
@@ -457,7 +457,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {late}", file=sys.stderr)
         return 1
     finally:
-        with contextlib.suppress(OSError):  # nothing is in the folder of a job that was refused
+        with contextlib.suppress(OSError):  # the folder of a refused job is empty
             folder.rmdir()
 
 

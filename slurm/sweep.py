@@ -3,7 +3,7 @@
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2"      the number of points: 4
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" 2    point 2, an argument a line: --lr 0.2 --seed 1
 
-slurm/array.sbatch asks it for its task's point, and slurm/submit.py for all of them. It needs Python alone.
+slurm/array.sbatch reads its task's point from it, and slurm/submit.py all points. It needs no packages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def grid_points(text: str) -> list[dict[str, str]]:
     """Return the points of a sweep, the last option varying fastest: "lr=1,2" is {"lr": "1"} and {"lr": "2"}.
 
     Raises:
-        UserError: nothing to vary, a word without "=", a name that is no option's, a doubled name or value.
+        UserError: no options, a word without "=", an invalid name, an empty value, or a duplicate name or value.
     """
     grid: dict[str, list[str]] = {}
     for word in text.split():
@@ -45,12 +45,12 @@ def grid_points(text: str) -> list[dict[str, str]]:
 
 
 def words(point: dict[str, str]) -> list[str]:
-    """Return a point as words of a command line: ["--lr", "0.1", "--seed", "1"]."""
+    """Return a point as command-line arguments: ["--lr", "0.1", "--seed", "1"]."""
     return [word for name, value in point.items() for word in (f"--{name}", value)]
 
 
 def main() -> None:
-    """Print the number of points, or the words of one."""
+    """Print the number of points, or the arguments of one point."""
     if len(sys.argv) not in (2, 3):
         raise UserError(USAGE)
     points = grid_points(sys.argv[1])

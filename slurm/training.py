@@ -1,11 +1,11 @@
 """One rank of a job that submitit has started: a recipe, or a script in its place, with its environment.
 
-slurm/submit.py pickles a `Training` and submits it; submitit calls it in every task, a task for each rank.
+slurm/submit.py pickles a `Training` and submits it; submitit calls it in every task, one task per rank.
 
-A signal before the time limit or a preemption takes two steps. submitit's own handler would requeue at once, in
-the middle of a step, on one rank. Here the rank has the signal: all ranks vote, leave after the same step, and end
-with a checkpoint written. Rank 0 leaves how it has ended, and once all ranks have, the batch script decides what
-becomes of the job: end_submitted of slurm/job.sh, which also asks all nodes for broken GPUs.
+A signal before the time limit or a preemption is handled in two steps. submitit's own handler would requeue at
+once, in the middle of a step, on one rank. Here the signal is passed to the rank: all ranks vote, leave after the
+same step, and write a checkpoint. Rank 0 records how it has ended. Once all ranks have ended, the batch script
+decides what happens to the job (end_submitted in slurm/job.sh, which also asks all nodes for broken GPUs).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch.processes import run
 
 SIGNAL = signal.SIGUSR1
-"""The signal for "checkpoint and requeue": the recipes' own, where submitit's default is USR2."""
+"""The signal for "checkpoint and requeue": the recipes use USR1, where submitit's default is USR2."""
 
 START = """
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
@@ -40,14 +40,14 @@ class Training:
         recipe: the recipe's name.
         argv: its options.
         run_dir: runs/NAME, where the record is.
-        script: the variables of a script that runs in the recipe's place (scripts/launch/script.py).
+        script: the variables of a script that runs instead of the recipe (scripts/launch/script.py).
     """
 
     def __init__(self, recipe: str, argv: list[str], run_dir: Path, script: dict[str, str] | None = None) -> None:
         self.recipe, self.argv, self.run_dir, self.script = recipe, argv, run_dir, script
 
     def __call__(self) -> None:
-        """Run this rank; a bad end ends the process with a status."""
+        """Run this rank; if it fails, end the process with its status."""
         env = {**os.environ, "PYTHON": sys.executable, LAUNCHER_PID: str(os.getpid())}
         is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         if self.script:
@@ -56,8 +56,8 @@ class Training:
         else:
             words = ["scripts.launch.hold_signals", f"recipes.{self.recipe}.train", *self.argv]
             if is_restart and (self.run_dir / "config.json").exists():
-                words += ["--resume", "auto"]  # its own record, whatever it began from
-        # In a group of its own: some Slurms signal this process's whole group, and a script gets a signal once.
+                words += ["--resume", "auto"]  # its own record, whatever checkpoint it began from
+        # Use a separate group: some Slurm versions signal this whole group, and a script must get a signal once.
         status, received = run(["bash", "-c", START, "bash", *words], env, process_group=0)
         if self.script and received:
             status = 0  # as docs/your-own.md says

@@ -3,8 +3,8 @@
 make export RUN=runs/ddp-001 OUT=model.pt
 python -m scripts.dev.export runs/ddp-001/checkpoints/best.pt model.pt
 
-A run's folder stands for its newest good checkpoint. `model.load_state_dict(torch.load("model.pt",
-weights_only=True))` loads the file, without anything of this repository.
+Given a run's folder, it exports the newest good checkpoint. `model.load_state_dict(torch.load("model.pt",
+weights_only=True))` loads the file without this repository.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.launch.command import CommandParser, command
 
 @command
 def main(argv: list[str]) -> None:
-    """Export, and print what the file holds."""
+    """Export the weights, and print what the file holds."""
     parser = CommandParser("python -m scripts.dev.export", (__doc__ or "").split("\n")[0])
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder (runs/NAME), or a checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")

@@ -13,10 +13,10 @@ from recipes.common.options import Parser
 from scripts.launch.command import ROOT, check_recipe, command
 
 SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
-"""Recipes whose ranks torchrun starts. Launch files know the others' ways to start by their names."""
+"""Recipes whose ranks torchrun starts; launch files start each of the others in its own way, by its name."""
 
 CALLS = "parse|read_ranks|load_same_data|load_data_and_model|Job|train"
-"""Functions that are given the recipe's name."""
+"""Functions that take the recipe's name as an argument."""
 
 TEST = '''"""{name} against the one-process run, at 1, 2 and 3 processes: the same losses and the same evaluation.
 
@@ -58,11 +58,11 @@ OPTIONS = {
     "pipeline": ["--stages", "WORLD_SIZE", "--num-microbatches", "4"],
 }
 PAGE_OPTIONS = {"apex": ["--opt-level", "O0"], "pipeline": ["--stages", "2"]}
-"""What makes a recipe, and its page, compute what single does."""
+"""Options with which a recipe, and its page, compute the same as single."""
 
 
 def rename(text: str, source: str, name: str) -> str:
-    """Return a file of a recipe with the recipe's name changed where it stands for the recipe."""
+    """Return a recipe's file with the recipe's name changed wherever it means the recipe."""
     for before in ("RECIPE=", "recipe=", "recipes/", r"recipes\."):
         text = re.sub(rf"(?<={before}){source}\b", name, text)
     text = re.sub(rf'(\b(?:{CALLS})\((?:\w+, )?)"{source}"', rf'\1"{name}"', text)
@@ -71,10 +71,10 @@ def rename(text: str, source: str, name: str) -> str:
 
 @command
 def main(argv: list[str]) -> None:
-    """Copy the recipe.
+    """Copy a recipe.
 
     Raises:
-        UserError: the name is taken or cannot be one, or the recipe's ranks are not started by torchrun.
+        UserError: the name is taken or invalid, or torchrun does not start the recipe's ranks.
     """
     parser = Parser("make new", __doc__ or "")
     parser.add_argument("--name", default="")

@@ -16,7 +16,7 @@ from scripts.launch.command import CommandParser, command, count, parse
 
 @command
 def main(argv: list[str]) -> None:
-    """Pack, and print a line for each shard."""
+    """Pack the images, and print a line for each shard."""
     parser = CommandParser("python -m scripts.dev.shards", (__doc__ or "").split("\n")[0])
     parser.add_argument("source", metavar="DATA_DIR", type=Path)
     parser.add_argument("folder", metavar="OUT", type=Path)

@@ -1,7 +1,7 @@
 """Nodes with a network each on this machine: addresses of their own, links that can be cut, spoilt or narrowed.
 
-Each node is a network namespace behind a bridge, as in slurm_cluster.sh. All of it lives in namespaces of
-the command that needs it (the drill, the benchmarks): whatever ends that, the kernel takes everything with it.
+Each node is a network namespace behind a bridge, as in slurm_cluster.sh. Everything lives in namespaces of the
+command that needs it (the drill, the benchmarks): however that command ends, the kernel removes them all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOOLS = ("ip", "unshare", "nsenter", "mount")
 
 
 def why_not(narrow: bool = False) -> str:
-    """Return why there can be no network namespaces here (narrow: with links of a set rate), "" if there can."""
+    """Return why there can be no network namespaces (narrow: with limited link rates) here, or "" if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
@@ -40,7 +40,7 @@ def why_not(narrow: bool = False) -> str:
 
 
 def enter(module: str, argv: Sequence[str]) -> None:
-    """Become the same command in namespaces of its own; return if this is it already."""
+    """Become the same command in namespaces of its own; return if it already runs in them."""
     if os.environ.get(INSIDE):
         return
     own = ["--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--mount", "--net", "--propagation", "private"]
@@ -49,7 +49,7 @@ def enter(module: str, argv: Sequence[str]) -> None:
 
 
 def call(*words: str) -> None:
-    """Run a command that has to work; raises UserError with what it says where it does not."""
+    """Run a command that must succeed; raises UserError with its error output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
@@ -79,7 +79,7 @@ class Network:
             call("ip", "-n", name, "link", "set", "eth0", "up")
 
     def _answer_names_at_once(self) -> None:
-        """Let look-ups end without a server, which nobody could reach from here."""
+        """Make name look-ups end at once: no name server can be reached from here."""
         with tempfile.TemporaryDirectory() as folder:
             for name, text in {
                 "hosts": f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n",
@@ -87,10 +87,10 @@ class Network:
             }.items():
                 path = Path(folder) / name
                 path.write_text(text)
-                call("mount", "--bind", str(path), f"/etc/{name}")  # which keeps the file that is deleted
+                call("mount", "--bind", str(path), f"/etc/{name}")  # the mount keeps the deleted file
 
     def option(self) -> str:
-        """Return what scripts.launch.local takes as --networks."""
+        """Return the value of --networks for scripts.launch.local."""
         pairs = [f"{name}={address}" for name, address in zip(self.names, self.addresses, strict=True)]
         return ",".join([*pairs, f"={self.bridge}"])
 
@@ -99,7 +99,7 @@ class Network:
         call("ip", "link", "set", f"v{node}", "down")
 
     def lose(self, node: int, share: float) -> str:
-        """Drop a share of what comes to a node and leaves it, at random; return by what."""
+        """Drop a random share of the packets to and from a node; return the tool in use, netem or iptables."""
         inside = ("ip", "netns", "exec", self.names[node])
         netem = [*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "loss", f"{share:.0%}"]
         outside = ["tc", "qdisc", "add", "dev", f"v{node}", "root", "netem", "loss", f"{share:.0%}"]
@@ -112,24 +112,24 @@ class Network:
         return "iptables"
 
     def narrow(self, node: int, rate: str, burst: str = "32kb") -> None:
-        """Let only so much through a node's link each way, 20mbit say, after a burst at full speed.
+        """Limit a node's link to a rate such as 20mbit in each direction, after a burst at full speed.
 
-        What is larger than the burst (the kernel hands on 64 kB at once) is cut into packets of 1,500 bytes, which
-        costs time of the processor: for a fast link take a burst above that.
+        What is larger than the burst (the kernel passes on up to 64 kB at once) is cut into packets of 1,500
+        bytes, which costs CPU time: for a fast link, choose a burst above that.
         """
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
         call("tc", "qdisc", "add", "dev", f"v{node}", *shape)
         call("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
 
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
-        """Return a command that runs in a node's network."""
+        """Return the command line that runs a command in a node's network."""
         return ["nsenter", f"--net=/run/netns/{self.names[node]}", "--", *command]
 
     def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> list[str]:
-        """Run a command as one rank on each of so many nodes until all have ended; return what each has printed.
+        """Run a command as one rank on each of `nodes` nodes until all have ended; return what each rank printed.
 
         Raises:
-            RuntimeError: one has failed, or not ended within the bound; the message has its last lines.
+            RuntimeError: a rank failed or did not end within timeout_s; the message has the end of its output.
         """
         port, commands = free_port(), []
         for rank in range(nodes):
@@ -142,7 +142,7 @@ class Network:
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             done = run_side_by_side(commands, Path(folder), timeout_s)
-        # One that was killed had waited for one that failed by itself.
+        # Report a rank that failed by itself before one that was killed while it waited for that rank.
         for rank, ended in sorted(enumerate(done), key=lambda one: one[1].status < 0):
             if ended.status:
                 said = ended.output.strip()[-600:]
@@ -150,11 +150,11 @@ class Network:
         return [ended.output for ended in done]
 
     def sent_bytes(self, node: int) -> int:
-        """Return what a node has sent by its link so far, as the link's end at the bridge counts it."""
+        """Return how many bytes a node has sent so far, as counted at the bridge's end of its link."""
         return int(psutil.net_io_counters(pernic=True, nowrap=False)[f"v{node}"].bytes_recv)
 
     def restore(self, node: int) -> None:
-        """Undo everything that was done to a node's link."""
+        """Undo all changes to a node's link."""
         inside = ("ip", "netns", "exec", self.names[node])
         call("ip", "link", "set", f"v{node}", "up")
         for command in (
@@ -162,11 +162,11 @@ class Network:
             [*inside, "tc", "qdisc", "del", "dev", "eth0", "root"],
             ["tc", "qdisc", "del", "dev", f"v{node}", "root"],
         ):
-            subprocess.run(command, capture_output=True)  # which fails where there is nothing to undo
+            subprocess.run(command, capture_output=True)  # fails if there is nothing to undo
 
 
 def can_lose() -> bool:
-    """Whether packets can be dropped at random: by netem, or by the packet filter."""
+    """Whether packets can be dropped at random, by netem or by iptables."""
     return is_possible("tc qdisc add dev lo root netem loss 5%") or is_possible(
         "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP"
     )

@@ -2,13 +2,13 @@
 
     NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 python -m scripts.launch.agent ddp
 
-scripts/launch.sh calls it in place of `torchrun -m recipes.ddp.train`. What differs:
-- USR1 and TERM reach the recipe, which writes a checkpoint and ends with status 0. torchrun dies of USR1, leaves
-  its processes behind, and counts a TERM that was obeyed as a failure.
-- The exit status is that of the process that failed first (2 for a refusal), with one line that names it.
+scripts/launch.sh calls it instead of `torchrun -m recipes.ddp.train`. What differs:
+- USR1 and TERM reach the recipe, which writes a checkpoint and ends with status 0. torchrun is killed by USR1,
+  which leaves its processes behind, and counts a TERM that the ranks obeyed as a failure.
+- The exit status is that of the process that caused the failure (2 for a refusal), and one line names it.
 - If this agent is killed, its processes end too (recipes/common/process/parent.py).
-- The wait for the other nodes has a bound (RDZV_TIMEOUT_S, 300 s), and what it waited for is named.
-- With MIN_NODES the job is elastic: it goes on with the nodes that are there (scripts/launch/elastic.py).
+- The wait for the other nodes is limited (RDZV_TIMEOUT_S, 300 s), and the error says what it waited for.
+- With MIN_NODES the job is elastic: it continues with the nodes that are there (scripts/launch/elastic.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.launch.ranks import pass_signals_on, rank_command, run_processes
 
 
 def read_node(rdzv_timeout_s: int = 300) -> Node:
-    """Return what the node-level variables say; raises UserError for what makes no sense."""
+    """Return this node's place in the job from the environment; raises UserError for an invalid variable."""
     nnodes = read_number("NNODES", 1, at_least=1)
     node_rank = read_number("NODE_RANK", 0, at_least=0)
     if node_rank >= nnodes:
@@ -51,13 +51,13 @@ def read_node(rdzv_timeout_s: int = 300) -> Node:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Import torch without its C++ warnings, in this process alone: the recipe's own processes keep them.
+    """Silence torch's C++ warnings while this process imports it; the recipe's own processes keep them.
 
-    Where node 0, which keeps the store, has left the last barrier first, the other agents would print twenty
-    lines about a connection that is gone, at the end of a job in which all went well.
+    If node 0, which serves the store, leaves the last barrier first, the other agents would print twenty lines
+    about a lost connection at the end of a successful job.
 
-    Torch's 200,000 objects never become garbage: without garbage collections the import takes 0.2 s less, and so
-    does the end of this process.
+    Torch's 200,000 objects never become garbage: without garbage collection, importing it and ending this process
+    take 0.2 s less each.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ
@@ -78,10 +78,10 @@ def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
         else:
             from scripts.launch.torch_agent import run
     for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # an operator's, for torchrun in this agent's place, not for one that a script starts
-    # Torch's handlers end a job under nohup, and print a traceback at Ctrl-C; pass_signals_on() has ours.
+        del os.environ[name]  # set by an operator for torchrun, which this agent replaces, not for a script's own
+    # Torch's handlers end a job under nohup, and print a traceback at Ctrl-C; pass_signals_on() replaces them.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
-    logging.disable(logging.ERROR)  # one line says what torchrun logs in thirty
+    logging.disable(logging.ERROR)  # this launcher says in one line what torchrun logs in thirty
     return run(node, recipe, options, logs)
 
 
@@ -91,8 +91,8 @@ def run_one(node: Node, recipe: str, options: list[str], logs: str) -> int:
 
 
 def main(run: Callable[[Node, str, list[str], str], int]) -> None:
-    """Run a node by run(node, recipe, options, folder for logs) and exit with its status."""
-    # The stop signals stay blocked in this thread from the first moment on: pass_signals_on() takes them.
+    """Run a node with run(node, recipe, options, folder for logs), and exit with its status."""
+    # Block the stop signals in this thread from the start, so that pass_signals_on() takes them in its own.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     end_with_launcher()
     try:

@@ -1,7 +1,7 @@
 """What the commands of this repository share: how they read arguments, refuse, name recipes and print tables.
 
-A command is `main(argv) -> status` under @command: what it raises as UserError becomes one line on standard error
-and status 2. Arguments after -- are the recipe's own. It imports nothing heavy: a refusal comes at once.
+A command is `main(argv) -> status` decorated with @command: a UserError becomes one line on standard error and
+status 2. Arguments after -- are the recipe's own. It imports nothing heavy: a refusal comes at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from recipes.common.options import Parser, whole_number
 ROOT = Path(__file__).resolve().parents[2]
 
 ONE_PROCESS = ("single", "dataparallel")
-"""Recipes that are one process, however many GPUs there are."""
+"""Recipes that run in one process, whatever the number of GPUs."""
 
 NOT_ELASTIC = (*ONE_PROCESS, "probe", "spawn", "horovod")
-"""Recipes that cannot go on without a node."""
+"""Recipes that cannot continue after the loss of a node."""
 
 
 class CommandParser(Parser):
-    """A parser whose refusals name what the user typed: a flag, or the variable of make that became it."""
+    """A parser whose errors name the variable of make that sets a flag: NODES for --nodes."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise what argparse would print after its usage text."""
+        """Raise a UserError with the message that argparse would print after its usage text."""
         message = message.removeprefix("argument ")
         super().error(
             re.sub(r"^--(nodes|nproc-per-node|min-nodes|max-restarts|rounds|seed|gpus): ", variable, message)
@@ -45,16 +45,16 @@ class CommandParser(Parser):
 
 
 def variable(flag: re.Match[str]) -> str:
-    """Return the variable of make that becomes a flag, and a space."""
+    """Return the variable of make that sets a flag, and a space."""
     return flag[1].upper().replace("-", "_") + " "
 
 
 count = whole_number(1, 1024)
-"""A number of nodes, processes or rounds."""
+"""Reads a whole number from 1 to 1024: nodes, processes or rounds."""
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Namespace:
-    """Return a command's own arguments, with those after -- as `options`; raises UserError for an unknown one."""
+    """Return a command's own arguments, with those after -- in `options`; raises UserError for an unknown one."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     args, unknown = parser.parse_known_args(words[:at], Namespace(options=words[at + 1 :]))
@@ -65,7 +65,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> Namespace:
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """Let main(argv) take the process's arguments by default, and turn a UserError into a line and its status."""
+    """Let main(argv) default to the process's arguments, and turn a UserError into one line and its status."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
             return error.status
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-        except BrokenPipeError:  # who reads the output has seen enough, as in `make list | head -1`
+        except BrokenPipeError:  # the reader of the output has closed it, as in `make list | head -1`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
 
@@ -86,7 +86,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
 
 def recipes() -> dict[str, str]:
-    """Return every recipe with the first line of its docstring."""
+    """Return the first line of each recipe's docstring, by the recipe's name."""
     found = {}
     for path in sorted(ROOT.glob("recipes/*/train.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -95,17 +95,17 @@ def recipes() -> dict[str, str]:
 
 
 def check_recipe(name: str) -> str:
-    """Return the name of a recipe that exists; raises UserError with the nearest."""
+    """Return the name if there is such a recipe; raises UserError with the nearest name if not."""
     if name.endswith(".py"):
         raise UserError(f"RECIPE {name} is a file; set SCRIPT={name}, and RECIPE to how it starts (default: ddp)")
     if not name:
         raise UserError(f"RECIPE is missing (choose from {', '.join(recipes())})")
-    check_names("RECIPE", [name], list(recipes()), cutoff=0.4)  # names are short: two of three letters say much
+    check_names("RECIPE", [name], list(recipes()), cutoff=0.4)  # names are short: two equal letters of three count
     return name
 
 
 def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: float = 0.5) -> list[str]:
-    """Return the names, each once; raises UserError for one that is not known, with the nearest."""
+    """Return the names without duplicates; raises UserError, with the nearest known name, for an unknown one."""
     for name in names:
         if name not in known:
             hint = nearest(name, known, cutoff)
@@ -115,7 +115,7 @@ def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: f
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, and how a row's figure is shown."""
+    """A column of a table: its title, the key of its figures in the rows, and their format."""
 
     title: str
     key: str
@@ -123,7 +123,7 @@ class Column:
     factor: float = 1
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """Return a row's figure as text; one that is None is a dash."""
+        """Return a row's figure as text, or a dash for None."""
         value = row[self.key]
         if value is None:
             return "-"
@@ -131,17 +131,17 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: int = 0) -> str:
-    """Return rows of figures as a Markdown table, the first `left` columns aligned to the left."""
+    """Return rows of figures as a Markdown table whose first `left` columns are aligned to the left."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     return markdown([[column.title for column in columns], *cells], left)
 
 
 def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
-    """Make runs/KIND-001, or the next free number; raises UserError where none can be made."""
+    """Make runs/KIND-001, or the next free number, and return it; raises UserError if it cannot be made."""
     make_folder(runs)
     for number in itertools.count(1):
         folder = runs / f"{kind}-{number:03d}"
-        # Of two that start together, one takes the next number.
+        # If two commands start together, one takes the next number.
         with as_user_error("make", folder), contextlib.suppress(FileExistsError):
             folder.mkdir()
             break
@@ -149,13 +149,13 @@ def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; raises UserError where that cannot be."""
+    """Make a folder and its parents; raises UserError if it cannot be made."""
     with as_user_error("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder for the files of a job's processes; raises UserError where none can be made."""
+    """Return a temporary folder for the files of a job's processes; raises UserError if it cannot be made."""
     try:
         return tempfile.TemporaryDirectory(prefix="cluster-recipes-")
     except OSError as error:
@@ -165,7 +165,7 @@ def temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows, the first of them the header, as a Markdown table of columns of equal width.
+    """Return rows, the first being the header, as a Markdown table with padded columns.
 
     The first `left` columns are aligned to the left, the others to the right.
     """

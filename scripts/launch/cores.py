@@ -2,9 +2,9 @@
 
     python -m scripts.launch.cores
 
-CPU affinity (cpusets, taskset, Slurm's binding), the quotas of the process's cgroups (docker run --cpus, limits in
-Kubernetes), SLURM_CPUS_PER_TASK, and CPU_REQUEST: a pod that requests cores without a limit sees the whole
-machine, so the manifests pass the request on by the downward API.
+The limits are CPU affinity (cpusets, taskset, Slurm's binding), the quotas of the process's cgroups (docker run
+--cpus, limits in Kubernetes), SLURM_CPUS_PER_TASK, and CPU_REQUEST. A pod that requests cores without a limit sees
+the whole machine, so the manifests pass the request on as CPU_REQUEST through the downward API.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def count_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the least of the limits, at least 1."""
+    """Return the smallest of the limits, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = [os.environ.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "CPU_REQUEST")]
     numbers = [int(text) for text in given if text.isascii() and text.isdigit()]
@@ -23,7 +23,7 @@ def count_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def quotas(cgroup: Path, root: Path) -> Iterator[float]:
-    """Yield the cores that each cgroup above this process grants; cgroup is /proc/self/cgroup's content."""
+    """Yield the quotas, in cores, of this process's cgroups and their ancestors; `cgroup` is /proc/self/cgroup."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
@@ -33,14 +33,14 @@ def quotas(cgroup: Path, root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         base = root / controllers  # version 2 names no controllers
-        folder = base / path.lstrip("/")  # in a container its own cgroup may be the root, whatever the path says
+        folder = base / path.lstrip("/")  # in a container, its own cgroup may be the root, whatever the path says
         for place in (folder, *folder.parents):
             if place.is_relative_to(base):
                 yield from quota_of(place)
 
 
 def quota_of(folder: Path) -> Iterator[float]:
-    """Yield the quota of one cgroup in cores, where it has one: cpu.max, or cpu.cfs_quota_us in version 1."""
+    """Yield the quota of one cgroup in cores, if it has one: cpu.max, or cpu.cfs_quota_us in version 1."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

@@ -1,7 +1,7 @@
 """A port that answers those who know a word: whether one host reaches another, and not a namesake of it.
 
-Both sides prove that they know the word, and neither sends it. Under mpirun rank 0 makes it up, and MPI carries it
-to the others; the doctor's nodes have RDZV_ID.
+Both sides prove that they know the word, a shared secret, and neither sends it. Under mpirun, rank 0 generates it
+and MPI carries it to the others; the doctor's nodes use RDZV_ID.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ CONNECT_TIMEOUT_S = 3.0
 ECHO_TIMEOUT_S = 3.0
 
 LARGE_BYTES = 256 * 1024
-"""Many full packets. Where a path is too narrow for them and nobody says so, small ones pass and these do not."""
+"""Enough for many full packets: where a path's MTU is too small and no error says so, only small packets pass."""
 
 GREETING_BYTES, MAC_BYTES = 16, 32
 
 
 def mac(word: str, text: bytes) -> bytes:
-    """Return the proof of knowing the word, for a text that is used once."""
+    """Return the proof of knowing the word (HMAC-SHA256) for a text, which must be used only once."""
     return hmac.digest(word.encode(), text, "sha256")
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Return so many bytes; raises ConnectionError at an early end."""
+    """Return exactly `size` bytes; raises ConnectionError if the connection ends earlier."""
     parts, missing = [], size
     while missing:
         part = connection.recv(min(missing, 65536))
@@ -41,7 +41,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listener at an address ("": all) and a port (0: one that the kernel chooses); raises OSError."""
+    """Return a listening socket at an address ("": all) and a port (0: the kernel chooses one); raises OSError."""
     is_dual = not address and socket.has_dualstack_ipv6()
     listener = socket.socket(socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,7 +53,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class Echo:
-    """Answer at a port (0: one that the kernel chooses) of an address ("": all); send up to LARGE_BYTES back."""
+    """A server at a port (0: the kernel chooses one) of an address ("": all) that sends LARGE_BYTES back."""
 
     def __init__(self, address: str, word: str, port: int = 0) -> None:
         self.word = word
@@ -86,13 +86,13 @@ class Echo:
 
 
 def try_port(address: str, port: int, word: str, size: int = LARGE_BYTES) -> dict[str, Any]:
-    """Return how far a connection gets: {"stage": "done"}, or the stage where it ended and why.
+    """Return {"stage": "done"} and the latency, or the stage at which a connection to an Echo failed and why.
 
     Args:
-        address: of the Echo.
-        port: of the Echo.
-        word: what both sides know.
-        size: how many bytes it is to send back: LARGE_BYTES or 0.
+        address: the Echo's address.
+        port: the Echo's port.
+        word: the word that both sides know.
+        size: how many bytes the Echo is to send back, LARGE_BYTES or 0.
     """
     stage, begin = "connect", time.monotonic()
     try:
@@ -114,6 +114,6 @@ def try_port(address: str, port: int, word: str, size: int = LARGE_BYTES) -> dic
 
 
 def send_all(connection: socket.socket, data: bytes) -> None:
-    """Send; the reader notices a failure."""
+    """Send the data; an error shows up in the thread that reads."""
     with contextlib.suppress(OSError):
         connection.sendall(data)

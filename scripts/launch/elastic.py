@@ -4,13 +4,13 @@
     python -m scripts.launch.elastic 29500 127.0.0.1    # at one address instead of all
 
 torchrun restarts the ranks of all nodes when a rank fails or a node joins. Handler and Agent add what it lacks:
-- A node that is silent, or was cut off, restarts the others (pytorch#111646: torchrun waits for a rank to fail),
-  and ends its own ranks.
-- Before a node joins, ranks write a checkpoint, for up to CHECKPOINT_S; ranks that lost a peer end at once.
-- Where ranks of a script have ended on some nodes, the others run to their end, and no node joins. A node that is
-  lost, fails or stops before its own have ended fails the job.
-- A refusal (status 2) ends the job, since a restart would meet it again.
-- Heartbeats carry the store's time and touch no disk: neither a clock nor a file system costs a restart.
+- If a node goes silent or is cut off, the other nodes restart (pytorch#111646: torchrun waits for a rank to fail),
+  and the node ends its own ranks.
+- Before a node joins, the ranks write a checkpoint within CHECKPOINT_S; ranks that have lost a peer end at once.
+- Once a script's ranks have finished on some nodes, the others run to their end, and no node joins. The job fails
+  if a node is lost, fails or stops before its own ranks have finished.
+- A refusal (status 2) ends the job, since a restart would be refused again.
+- Heartbeats use the store's time and touch no disk, so neither clocks nor file systems cause a restart.
 """
 
 from __future__ import annotations
@@ -65,35 +65,35 @@ from scripts.launch.rejoin import (
 from scripts.launch.torch_agent import failures_of, worker_spec
 
 BEAT_S = 1
-"""How often a node shows that it is alive."""
+"""Interval between two heartbeats of a node."""
 
 SILENT_BEATS = 7
-"""A node is lost after so many beats without one of its own ..."""
+"""A node counts as lost after this many intervals without a heartbeat ..."""
 
 STORE_SILENCE_S = 5
-"""... and ends its ranks earlier than that, when it has had no answer from the store for so long."""
+"""... and ends its own ranks earlier: after this long without an answer from the store."""
 
 STORE_TIMEOUT_S = 15
 """Longest wait for a key that another node is about to set."""
 
 FIRST_CALL_S, LAST_CALL_S = 30, 2
-"""How long the first round, and a later one, waits for missing nodes once MIN_NODES have joined."""
+"""How long the first round, and each later one, waits for more nodes once MIN_NODES have joined."""
 
 NEWCOMER_WAIT_S, ROUND_S = 2.0, 10.0
-"""Nodes that arrive within the first share one restart; a round runs for the second before it ends for them."""
+"""Nodes that arrive within NEWCOMER_WAIT_S share one restart; a round runs for ROUND_S before it ends for them."""
 
 CHECKPOINT_S = 60.0
-"""How long ranks may take to write a checkpoint before a node joins."""
+"""How long ranks may take to write a checkpoint before a node joins or leaves."""
 
 REFUSAL_S = 10.0
-"""How long a refusal waits for the other nodes' refusals: a lost node, which can cause one, is noticed before."""
+"""How long a refusal waits for those of other nodes. A lost node also causes status 2, but is noticed earlier."""
 
 EXIT_BARRIER_S = 60.0
-"""How long a node whose ranks have finished waits for the others; for those of a script, while they run."""
+"""How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""
 
 
 def names_of(nodes: Iterable[Any]) -> str:
-    """Return the names of nodes."""
+    """Return the names of nodes, with their agents' process ids."""
     return ", ".join(f"{node.addr} (pid {node.pid})" for node in sorted(nodes))
 
 
@@ -101,12 +101,12 @@ def names_of(nodes: Iterable[Any]) -> str:
 
 
 def serve(port: int, address: str = "", ready_file: str = "") -> None:
-    """Be the job's store, which tells the time too, until this process is killed.
+    """Serve the job's store, with the job's clock in it, until this process is killed.
 
-    It makes ready_file once it serves.
+    ready_file is created once the store is up.
 
     Raises:
-        UserError: the port is taken, or the address is not this machine's.
+        UserError: the port is taken, or this machine does not have the address.
     """
     try:
         listener = listen(address, port)
@@ -126,7 +126,7 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
 
 
 class JobClock(datetime):
-    """The store's time: it stays comparable between nodes whose own clocks differ or jump."""
+    """The store's time, which stays comparable between nodes whose own clocks differ or jump."""
 
     offset_s = 0.0
 
@@ -140,7 +140,7 @@ class JobClock(datetime):
 
 
 class Timeouts(RendezvousTimeout):
-    """torchrun's bounds, with a longer last call in the first round, to which nodes start at different times."""
+    """torchrun's timeouts, with a longer last call in the first round, since nodes start at different times."""
 
     is_first: Callable[[], bool] = staticmethod(lambda: True)
 
@@ -151,7 +151,7 @@ class Timeouts(RendezvousTimeout):
 
 
 class UnfinishedError(UserError):
-    """Ranks of some nodes have finished, and those of others cannot any more."""
+    """Ranks of some nodes have finished, but those of others can no longer finish."""
 
     status = 1
 
@@ -162,14 +162,14 @@ class Handler(DynamicRendezvousHandler):
     members: frozenset[Any] = frozenset()
     """The nodes of the round."""
     left: frozenset[Any] = frozenset()
-    """Those that have left it since, lost or to restart their ranks."""
+    """Members that have left the round since, lost or to restart their ranks."""
     lost: frozenset[Any] = frozenset()
-    """Those of them that do not wait to join again."""
+    """Those of `left` that are not waiting to join again."""
     round = 0
     has_stopped = False
-    """Whether this node's ranks have stopped for a node that joins or leaves."""
+    """Whether this node's ranks have stopped because a node joins or leaves."""
     has_saved = False
-    """Whether they have ended with status 0 then, after a checkpoint."""
+    """Whether they then ended with status 0, after a checkpoint."""
     has_announced_finish = False
     has_result = False
     """Whether this node's ranks have finished, or failed for the last time."""
@@ -179,11 +179,11 @@ class Handler(DynamicRendezvousHandler):
 
     @property
     def notes(self) -> Store:
-        """What nodes note for each other, apart from torchrun's keys."""
+        """Keys that the nodes set for each other, apart from torchrun's."""
         return PrefixStore(f"{self.get_run_id()}/notes", self._store)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round, or wait for the end of one in which ranks of a script have finished."""
+        """Join the next round or, once ranks of a script have finished, wait for the job's end instead."""
         before = self.members
         if before and self.is_ending():
             self._wait_for_end()
@@ -205,7 +205,7 @@ class Handler(DynamicRendezvousHandler):
         return info
 
     def _wait_for_end(self) -> NoReturn:
-        """Leave the job once no ranks run: some have finished, so that those of this node cannot start again."""
+        """Leave the round, wait until no ranks run, and raise RendezvousClosedError: no further round begins."""
         self.leave()
         with contextlib.suppress(UnfinishedError):
             while not self.has_finished():
@@ -214,14 +214,14 @@ class Handler(DynamicRendezvousHandler):
         raise RendezvousClosedError
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 where the ranks are to restart: a node was lost, restarts its own, leaves or joins; else 0."""
+        """Return 1 if ranks must restart because a node was lost, restarts its ranks, leaves or joins; else 0."""
         has_waiting = super().num_nodes_waiting() > 0
         state = self._state_holder.state
         gone = self.members - state.participants.keys()
         self.left = frozenset(node for node in gone if not self.notes.check([self._finished(node)]))
         self.lost = self.left - state.wait_list
         if not self.has_stopped and self.is_ending():
-            return 0  # there is no further round
+            return 0  # no further round begins
         return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
 
     def _is_time_to_join(self) -> bool:
@@ -237,19 +237,19 @@ class Handler(DynamicRendezvousHandler):
         return f"finished/{self.round}/{node}"
 
     def announce_finish(self) -> None:
-        """Note that this node's ranks have finished, so that its end is no loss."""
+        """Note that this node's ranks have finished, so that its departure does not count as a loss."""
         self.notes.set(self._finished(self._this_node), "1")
         self.notes.set(self._finished(), "1")
         self.has_announced_finish = True
 
     def has_finished(self) -> bool:
-        """Whether the ranks of all nodes of the round have finished, once those of this one have.
+        """Whether the ranks of all nodes of the round have finished.
 
         Raises:
-            UnfinishedError: those of another node cannot any more, and none that can is at work.
+            UnfinishedError: those of some nodes can no longer finish, and no others are still at work.
         """
         self.num_nodes_waiting()
-        is_closed = self._state_holder.state.closed  # read before the keys: the first who sees all of them closes
+        is_closed = self._state_holder.state.closed  # read before the keys: the first who sees them all closes
         unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
         if not unfinished:
             return True
@@ -261,27 +261,27 @@ class Handler(DynamicRendezvousHandler):
         )
 
     def announce_stop(self) -> bool:
-        """Note that ranks of this round are asked to stop: that they end with status 0 does not end the job.
+        """Note that ranks of this round are asked to stop, so that their status 0 does not end the job.
 
-        Return whether those of this node have finished, or written a checkpoint for another one.
+        Return whether this node's ranks have finished, or written a checkpoint for a node that joins or leaves.
         """
         if self.members and not self.has_result:
-            with contextlib.suppress(RuntimeError):  # the store is gone: the ranks are to stop all the same
+            with contextlib.suppress(RuntimeError):  # without the store the ranks must stop all the same
                 self.notes.add(f"stopping/{self.round}", 1)
         return self.has_announced_finish or self.has_saved
 
     def is_stopping(self) -> bool:
-        """Whether any node has noted that."""
+        """Whether any node has announced a stop in this round."""
         return self.notes.add(f"stopping/{self.round}", 0) > 0
 
     def has_lost(self) -> bool:
-        """Whether a node is not there any more that has not left by itself."""
+        """Whether a node is gone that has not left by itself."""
         return bool(self.lost) and len(self.lost) > self.notes.add(f"left/{self.round}", 0)
 
     def is_refusal(self) -> bool:
-        """Whether ranks that ended with status 2 refuse the job, and have not just lost others as they met.
+        """Whether status 2 of this node's ranks is a refusal, and not the loss of others while the ranks met.
 
-        Ranks share a refusal: it is one where the ranks of all nodes end so, or where no node is lost.
+        All ranks share a refusal: it is one if those of all nodes end with status 2, or if no node is lost.
         """
         key, deadline = f"refused/{self.round}", time.monotonic() + REFUSAL_S
         self.notes.add(key, 1)
@@ -313,7 +313,7 @@ class Handler(DynamicRendezvousHandler):
         return True
 
     def watch_store(self, give_up: Callable[[], object]) -> None:
-        """Call give_up() once the store has not answered for STORE_SILENCE_S; count beats, which a pause stops."""
+        """Call give_up() after STORE_SILENCE_S beats without an answer from the store; pauses count no beats."""
         seen, misses = 0.0, 0
         while not self.is_over:
             time.sleep(BEAT_S)
@@ -326,7 +326,7 @@ class Handler(DynamicRendezvousHandler):
 
 
 def connect(endpoint: str) -> TCPStore:
-    """Return a connection of its own to the store: a wait for a key blocks the connection."""
+    """Return a new connection to the store: waiting for a key blocks the connection that is used."""
     host, _, port = endpoint.rpartition(":")
     timeout = timedelta(seconds=STORE_TIMEOUT_S)
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
@@ -335,7 +335,7 @@ def connect(endpoint: str) -> TCPStore:
 def create_handler(
     endpoint: str, job: str, min_nodes: int, max_nodes: int, address: str, timeout_s: int
 ) -> Handler:
-    """Return a node's rendezvous with the others of the job, at most timeout_s long; address is this node's."""
+    """Return this node's rendezvous with the others, which reach it at `address`; it takes at most timeout_s."""
     store = connect(endpoint)
     JobClock.offset_s = float(store.get("clock")) - time.monotonic()
     timeouts = Timeouts(join=timedelta(seconds=timeout_s))
@@ -359,12 +359,12 @@ def create_handler(
 
 
 class Agent(torch_agent.Agent):
-    """torchrun's agent of a node, which tells reasons to restart from reasons to end."""
+    """torchrun's agent of a node, which decides whether a failure restarts the ranks or ends the job."""
 
     has_run = False
-    """Whether ranks of this node have run, so that a stop between two rounds may lose what they had done."""
+    """Whether ranks of this node have run, so that a stop between two rounds may lose their work."""
     failures: tuple[dict[int, int], dict[int, int]] | None = None
-    """Statuses and process ids of the ranks of this node that have failed in the newest round."""
+    """Exit statuses and process ids of this node's failed ranks in the newest round."""
 
     def __init__(
         self, spec: WorkerSpec, logs: str, handler: Handler, later_arguments: Callable[[], list[str]]
@@ -375,14 +375,14 @@ class Agent(torch_agent.Agent):
 
     def run(self, role: str = "default") -> RunResult:
         """Run the node's ranks to the end of the job."""
-        # None: the job ended while this node was one too many.
+        # None: the job ended while this node waited as a surplus one.
         result = super().run(role) or RunResult(state=WorkerState.SUCCEEDED)
         if not result.is_failed() and (ended_file := os.environ.get("ENDED_FILE")):
-            Path(ended_file).touch()  # a script leaves no record that says so
+            Path(ended_file).touch()  # a script leaves no record of its end
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if STOPPED_BY:  # while the nodes met
+        if STOPPED_BY:  # a stop signal came while the nodes met
             self._leave(has_checkpoint=self.handler.has_saved or not self.has_run)
         self.handler.has_saved, self.has_run = False, True
         self.failures = None
@@ -405,8 +405,8 @@ class Agent(torch_agent.Agent):
             if STOPPED_BY:
                 self._leave(has_checkpoint=is_stopped(statuses))
             if script.is_set() and self.handler.is_stopping():
-                # Ranks that do not handle the signal end by it, and the others for want of them: no failure. One
-                # that could not write its checkpoint looks the same, so its end is told.
+                # Ranks that do not handle the signal are killed by it, and the others fail without them: no
+                # failure. A rank that could not write its checkpoint looks the same, so how it ended is printed.
                 if ended := {rank: status for rank, status in statuses.items() if status > 0}:
                     say(f"{cause_of_failure(ended, pids)}; it was stopping, so no restart is counted")
                 self.handler.has_stopped = True
@@ -442,7 +442,7 @@ class Agent(torch_agent.Agent):
         super()._stop_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        """Wait for the other nodes to finish. A stop signal ends this process meanwhile."""
+        """Wait for the other nodes to finish; a stop signal ends this process meanwhile."""
         if not script.is_set():
             super()._exit_barrier()
             return
@@ -450,7 +450,7 @@ class Agent(torch_agent.Agent):
             time.sleep(BEAT_S / 4)
 
     def _leave(self, has_checkpoint: bool) -> NoReturn:
-        """Leave the job, as a stop signal asks this node to."""
+        """Leave the job after a stop signal; raises SignalException, or UnsavedStopError without a checkpoint."""
         self.handler.leave()
         if not has_checkpoint:
             raise UnsavedStopError(
@@ -459,7 +459,7 @@ class Agent(torch_agent.Agent):
         raise SignalException("this node leaves the job", signal.Signals(min(STOPPED_BY)))
 
     def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> RunResult:
-        """Let the ranks write a checkpoint and end, unless they lose a peer meanwhile; return how they are."""
+        """Ask the ranks to checkpoint and end; return their state then, at CHECKPOINT_S or when a node is lost."""
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
         SAVING.set()
@@ -481,7 +481,7 @@ NEEDED = (
     (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
 )
-"""What of torch the classes above extend and use, and what install() replaces."""
+"""What the classes above extend or use in torch, and what install() replaces."""
 
 NEEDED_FIELDS = (
     (DynamicRendezvousHandler, ("_this_node", "_store", "_state_holder", "_op_executor")),
@@ -490,7 +490,7 @@ NEEDED_FIELDS = (
 
 
 def install() -> None:
-    """Let torch's rendezvous, in this process, use the job's clock; raise UserError where torch is another one."""
+    """Make torch's rendezvous in this process use the job's clock; raises UserError if this torch lacks a name."""
     missing = [name for owner, names in NEEDED for name in names if not hasattr(owner, name)]
     missing += [name for owner, names in NEEDED_FIELDS for name in names if name not in owner.__annotations__]
     if missing:
@@ -499,16 +499,16 @@ def install() -> None:
             "unset MIN_NODES, or use the torch of requirements/"
         )
     dynamic_rendezvous.datetime = JobClock  # type: ignore[misc]
-    # It names the caller in each note of a heartbeat, and for that looks at source files: a disk may stall.
+    # torch records each heartbeat with its caller's name, read from source files: a stalled disk would delay it.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
-    # Else survivors that lose rank 0's node keep the address of its store.
+    # Otherwise nodes that survive the loss of rank 0's node would keep the address of its store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["PORT_IS_CHOSEN"] = "1"  # torch chooses a port for each round
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from node ranks, without a further exchange
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from node ranks, without an exchange
 
 
 def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
-    """Let torchrun's agent start the node's ranks again as nodes come and go; return this node's exit status."""
+    """Run the node's ranks under torchrun's agent as nodes come and go; return this node's exit status."""
     install()
     endpoint = os.environ.get("RDZV_ENDPOINT") or f"{node.master_addr}:{node.master_port}"
     min_nodes, max_restarts = read_number("MIN_NODES", 1, 1), read_number("MAX_RESTARTS", 3, 0)
@@ -535,7 +535,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     except RendezvousClosedError:
         status = handler.job_status()
         if script.is_set() and agent.failures:
-            # On other nodes they had ended by then: there is no further round.
+            # Ranks of other nodes had finished by then, so no further round begins.
             status = own_status(blame(*agent.failures)) or status
         say(f"the job has ended without this node, with status {status}")
         return status
@@ -557,8 +557,8 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
 def own_status(status: int) -> int:
     """Return an elastic node's status from that of its ranks.
 
-    Above 128, and LOST_STATUS, mean that the agent itself was killed or has lost the store, and runs again; the
-    status of MissingStoreError means that it has not found it.
+    A status above 128 means that the agent itself was killed, LOST_STATUS that it has lost the store (both restart
+    it), and MissingStoreError.status that it has not found the store. Ranks' statuses that equal these become 1.
     """
     return 1 if status > 128 or status in (LOST_STATUS, MissingStoreError.status) else status
 

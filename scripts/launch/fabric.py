@@ -13,13 +13,14 @@ TIMEOUT_S = 60.0
 
 
 def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
-    """Return the variables after fabric.sh and the line in which it says what it chose.
+    """Return the environment after fabric.sh, and the line in which fabric.sh reports its choice.
 
     Args:
-        defaults: variables for where the environment does not set them, such as FABRIC.
+        defaults: values for variables that the environment does not set, such as FABRIC.
 
     Raises:
-        UserError: it refuses; subprocess.TimeoutExpired: a device or a name does not answer.
+        UserError: fabric.sh refuses.
+        subprocess.TimeoutExpired: a device or a name look-up does not answer.
     """
     done = subprocess.run(
         ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env --null"],

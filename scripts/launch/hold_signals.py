@@ -3,8 +3,8 @@
     python -m scripts.launch.hold_signals recipes.single.train --epochs 3
     python -m scripts.launch.hold_signals -u -m recipes.single.train --epochs 3    # Python's own options first
 
-A recipe imports torch for a second or two before it can say what a signal means; one that came in that time
-would kill it. Blocked signals wait instead, also across exec, until the recipe unblocks them. The recipe ends with
+A recipe imports torch for a second or two before it can handle a signal; one that arrived in that time would kill
+it. Blocked signals stay pending instead, also across exec, until the recipe unblocks them. The recipe ends with
 the launcher that LAUNCHER_PID names (recipes/common/process/parent.py).
 """
 

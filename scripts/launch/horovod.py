@@ -3,9 +3,9 @@ r"""Run one node's processes of the Horovod recipe over Gloo: no ssh, no MPI, th
     NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 \
         python -m scripts.launch.horovod horovod
 
-horovodrun has to reach the other nodes by ssh and to start everything from one of them. Here each node starts
-its own processes, as a scheduler does with every other recipe, and node 0 answers Horovod's rendezvous at
-MASTER_ADDR:MASTER_PORT, by IPv4. Signals, exit codes and orphans are handled as in scripts/launch/agent.py.
+horovodrun needs ssh access to the other nodes and starts everything from one of them. Here each node starts its
+own processes, as a scheduler does with every other recipe, and node 0 serves Horovod's rendezvous at
+MASTER_ADDR:MASTER_PORT over IPv4. Signals, exit codes and orphans are handled as in scripts/launch/agent.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.launch.ranks import rank_command, run_processes
 
 @contextmanager
 def rendezvous(node: Node) -> Iterator[None]:
-    """On node 0, serve the addresses at which Horovod's processes find one another."""
+    """On node 0, serve the rendezvous through which Horovod's processes find each other; raises UserError."""
     if node.node_rank > 0:
         yield
         return
@@ -36,7 +36,7 @@ def rendezvous(node: Node) -> Iterator[None]:
 
     hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
     try:
-        # On all addresses: node 0's own name may stand for 127.0.1.1 there (Debian), where no other node comes.
+        # Listen on all addresses: on Debian, node 0's own name resolves there to 127.0.1.1, out of others' reach.
         server = RendezvousHTTPServer(("", node.master_port), RendezvousHandler, 0)
     except OSError:
         raise port_taken(node.master_port) from None
@@ -49,7 +49,7 @@ def rendezvous(node: Node) -> Iterator[None]:
 
 
 def resolve_ipv4(name: str) -> str:
-    """Return a name's IPv4 address: Horovod's processes ask the rendezvous by IPv4 alone."""
+    """Return a name's IPv4 address: Horovod's processes reach the rendezvous over IPv4 only. Raises UserError."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -59,7 +59,7 @@ def resolve_ipv4(name: str) -> str:
 
 
 def environment(node: Node, local_rank: int) -> dict[str, str]:
-    """Return the variables by which Horovod's Gloo controller learns a process's place."""
+    """Return a process's environment, with the variables that Horovod's Gloo controller reads."""
     rank = node.node_rank * node.nproc_per_node + local_rank
     own = {
         "HOROVOD_CONTROLLER": "gloo",

@@ -2,8 +2,8 @@
 
     python -m scripts.launch.interface node-a
 
-The kernel is asked for the route; nothing is sent. A name that is not known yet is an error at once, or after
-RDZV_TIMEOUT_S where that is set: in Kubernetes a pod has a name only once it runs.
+It asks the kernel for the route and sends nothing. An unknown name is an error at once, or after RDZV_TIMEOUT_S if
+that is set: in Kubernetes, a pod's name is known only once the pod runs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from scripts.launch.command import command
 
 
 def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return the family and the address of a name, which may take timeout_s to become known.
+    """Return the address family and the address of a name, waiting up to timeout_s for the name to become known.
 
     Raises:
-        MissingNodeError: it has not become known in that time; UserError: there was none.
+        MissingNodeError: the name is still unknown after timeout_s.
+        UserError: the name is unknown, and timeout_s is 0.
     """
     begin, is_announced = time.monotonic(), False
     while True:
@@ -45,7 +46,7 @@ def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str,
 
 
 def local_end(host: str, family: socket.AddressFamily, address: tuple[str, int]) -> str:
-    """Return this machine's address on the way to another, that of the host; nothing is sent; raises UserError."""
+    """Return this machine's address on the route to a host; sends nothing; raises UserError without a route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(address)
@@ -55,7 +56,7 @@ def local_end(host: str, family: socket.AddressFamily, address: tuple[str, int])
 
 
 def interface_addresses(*families: int) -> dict[str, list[str]]:
-    """Return the addresses of each interface of this machine, of these families alone."""
+    """Return the addresses of each interface of this machine, of the given address families only."""
     import psutil
 
     return {
@@ -65,13 +66,14 @@ def interface_addresses(*families: int) -> dict[str, list[str]]:
 
 
 def interface_to(host: str, timeout_s: int = 0) -> str:
-    """Return the name of the interface that holds the local end of a way to the host.
+    """Return the name of the interface by which this machine reaches the host.
 
-    The host's own name may stand for 127.0.1.1 on the host itself, as Debian sets it up: others cannot reach that,
-    so the first interface that is up, has an address and is not a loopback is taken.
+    On the host itself, its own name may resolve to 127.0.1.1 (Debian's default), which others cannot reach. The
+    result is then the first interface that is up, has an address and is not a loopback.
 
     Raises:
-        UserError: the name is unknown, or no route leads there. MissingNodeError: the name stays unknown.
+        UserError: the name is unknown, or no route leads to the host.
+        MissingNodeError: the name is still unknown after timeout_s.
     """
     import psutil
 
@@ -96,7 +98,7 @@ def _is_address(text: str) -> bool:
 
 @command
 def main(argv: list[str]) -> None:
-    """Print the interface to a host."""
+    """Print the interface by which this machine reaches a host."""
     print(interface_to(argv[0], read_number("RDZV_TIMEOUT_S", 0, at_least=0)))
 
 

@@ -3,8 +3,8 @@
     python -m scripts.launch.local ddp --nodes 2 --nproc-per-node 1 -- --epochs 3
 
 `make run RECIPE=ddp NODES=2` calls it. Each node gets its NODE_RANK and its share of the GPUs and cores. Node 0
-writes to this terminal; what other nodes print is marked with their number. USR1 and TERM are passed on (write a
-checkpoint, then leave). Ctrl-C, or the end of any node with an error, ends every process within seconds.
+writes to this terminal; lines of other nodes are marked with their number. USR1 and TERM are passed on (write a
+checkpoint, then leave). Ctrl-C, or a node that fails, ends every process within seconds.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from scripts.launch.rejoin import LOST_STATUS
 from scripts.launch.stopped_status import option
 
 ERROR_GRACE_S = 3.0
-"""How long the other nodes may take to say what they have seen, once a node has failed."""
+"""How long the other nodes may take to print their own errors once a node has failed."""
 
 PORT_TRIES = 3
-"""How many ports are tried: another process may take one between its choice and the moment rank 0 listens."""
+"""How many ports are tried: another process may take one after it was chosen, before rank 0 listens."""
 
 STOP_GRACE_S = 60.0
 """How long a checkpoint may take after a stop signal."""
@@ -68,7 +68,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES would name them, without importing torch."""
+    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, without importing torch; raises UserError."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
     if not shutil.which("nvidia-smi"):
@@ -81,17 +81,17 @@ def visible_gpus() -> list[str]:
 
 
 def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
-    """Return each node's GPUs: as many for each, none at all where there are fewer GPUs than nodes."""
+    """Return each node's GPUs: the same number for each, none if there are fewer GPUs than nodes."""
     share = len(gpus) // nodes
     return [gpus[node * share : (node + 1) * share] for node in range(nodes)]
 
 
 def free_port(address: str = "") -> int:
-    """Return a TCP port of an address (all) that nobody listens on now, another one each time.
+    """Return a TCP port of an address ("": all) on which nobody listens now, a different one each time.
 
-    It lies below those that a system gives to outgoing connections and to whoever asks for any port: one of those
-    may be somebody else's by the time that rank 0 listens. On Linux this process holds the last 64 ports, so that
-    no other call of this function returns them; whoever sets SO_REUSEADDR can listen there all the same.
+    It lies below the ephemeral ports, which a system gives to outgoing connections and to callers that ask for any
+    port: another process could take one of those before rank 0 listens. On Linux this process holds the last 64
+    ports, so that no other call returns them; a listener that sets SO_REUSEADDR can still use them.
     """
     for offset in itertools.islice(_offsets, len(_PORTS)):
         port = _PORTS[offset % len(_PORTS)]
@@ -110,7 +110,7 @@ def free_port(address: str = "") -> int:
 
 
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
-    """Return the environment of one node: the five variables, its GPUs, and what suits one machine."""
+    """Return the environment of one node: the five launch variables, its GPUs, and settings for one machine."""
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "RDZV_ENDPOINT")},
         "NNODES": str(nodes),
@@ -123,7 +123,7 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
         "PYTHON": sys.executable,
     }
     cores = count_cores()
-    # All nodes are this machine: a thread per core in all, and nothing listens beyond it.
+    # All nodes share this machine: one thread per core in total, and nothing listens beyond the loopback.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
     # Threads that wait at a barrier soon sleep instead of burning a core that another process needs.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
@@ -132,7 +132,7 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
 
 
 class LocalJob:
-    """The nodes of a job on this machine, from their start to their common end."""
+    """The nodes of a job on this machine, from their start until all have ended."""
 
     is_elastic = False
 
@@ -158,7 +158,7 @@ class LocalJob:
             self.relays.append(relay)
 
     def relay(self, number: int, node: subprocess.Popen[str]) -> None:
-        """Pass a node's lines on, marked with its number; keep refusals, which node 0 may say as well."""
+        """Print a node's lines, marked with its number; hold refusals back, since node 0 may print them too."""
         for line in node.stdout or node.stderr or ():
             if line.startswith("error: ") and not self.is_elastic:
                 self.refusals.append(f"[node {number}] {line}")
@@ -166,22 +166,22 @@ class LocalJob:
                 sys.stderr.write(f"[node {number}] {line}")
 
     def listen(self) -> None:
-        """Take the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
+        """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
         signal.signal(signal.SIGINT, self.interrupt)
         for number in STOP_SIGNALS:
             signal.signal(number, self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Remember a stop signal: wait() then sends it to every node."""
+        """Record a stop signal; wait() then sends it to every node."""
         self.stop_signals.add(number)
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Remember Ctrl-C: wait() then ends everything."""
+        """Record Ctrl-C; wait() then ends everything."""
         self.interrupted_by = number
 
     def wait(self) -> int:
-        """Wait for all nodes; on the first failure or Ctrl-C end the others; return the job's status."""
+        """Wait for all nodes, and end the others on the first failure or Ctrl-C; return the job's exit status."""
         failed_at: float | None = None
         next_signal = 0.0
         while any(node.poll() is None for node in self.nodes):
@@ -190,10 +190,10 @@ class LocalJob:
                 failed_at = now
             late = failed_at is not None and now > failed_at + ERROR_GRACE_S
             if late or self.interrupted_by or now > self.stop_deadline:
-                first_failed = self.failed()  # those that are killed here have not failed by themselves
+                first_failed = self.failed()  # nodes that are killed below did not fail by themselves
                 self.kill()
                 break
-            if self.stop_signals and now > next_signal:  # again each second: a node may not have listened yet
+            if self.stop_signals and now > next_signal:  # again each second: a node may have had no handlers yet
                 next_signal = now + 1
                 for node in self.nodes:
                     node.send_signal(max(self.stop_signals))
@@ -207,20 +207,20 @@ class LocalJob:
         return self.report(first_failed)
 
     def failed(self) -> list[int]:
-        """Return the numbers of the nodes that ended badly so far."""
+        """Return the numbers of the nodes that have failed so far."""
         return [number for number, node in enumerate(self.nodes) if self.has_failed(node)]
 
     def has_failed(self, node: subprocess.Popen[str]) -> bool:
-        """Whether a node ended badly; one that a stop signal met before it listened to signals did not."""
+        """Whether a node failed; one that a stop signal killed before it had its handlers did not."""
         status = node.poll()
         return status is not None and status != 0 and -status not in self.stop_signals
 
     def report(self, failed: list[int]) -> int:
-        """Say why the job has failed, once, and return its exit status."""
+        """Print once why the job failed, and return its exit status."""
         statuses = {number: self.nodes[number].returncode for number in failed}
-        # Where another program has the port, nodes that reach it instead of node 0 may call that a mistake.
+        # If another program has the port, nodes that reach that program instead of node 0 may report a mistake.
         is_refused = statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values()
-        if not is_refused:  # else node 0 has said it
+        if not is_refused:  # otherwise node 0 has printed it
             sys.stderr.writelines(self.refusals)
         if self.interrupted_by:
             whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to resume"
@@ -230,7 +230,7 @@ class LocalJob:
             if any(self.has_failed(node) for node in self.nodes):
                 print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
-            if all(node.returncode < 0 for node in self.nodes):  # they had no handlers yet, and have said nothing
+            if all(node.returncode < 0 for node in self.nodes):  # they had no handlers yet, and printed nothing
                 print(f"stopped by {signal.Signals(max(self.stop_signals)).name}", flush=True)
             return 0
         for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
@@ -246,7 +246,7 @@ class LocalJob:
 
 
 class ElasticJob(LocalJob):
-    """Nodes that may be lost, and the store beside them by which the others go on (scripts/launch/elastic.py)."""
+    """Nodes that may be lost, and the store through which the others continue (scripts/launch/elastic.py)."""
 
     is_elastic = True
 
@@ -267,27 +267,27 @@ class ElasticJob(LocalJob):
         super().start(command, {**environment, **self.environment})
 
     def wait(self) -> int:
-        """Wait for all nodes that are not lost; return the job's status."""
+        """Wait for the nodes, then stop the store; return the job's exit status."""
         status = super().wait()
         self.store.kill()
         self.store.wait()
         return status
 
     def has_failed(self, node: subprocess.Popen[str]) -> bool:
-        """Whether a node ended badly; one that is lost has not, and the others go on."""
+        """Whether a node, or the store, failed; a lost node has not failed, since the others continue."""
         return (super().has_failed(node) and not self.is_lost(node)) or bool(self.store.poll())
 
     def is_lost(self, node: subprocess.Popen[str]) -> bool:
-        """Whether a node was killed, but for a stop signal that came as it ended, or has lost the store."""
+        """Whether a node has lost the store or was killed, except by a stop signal that came as it ended."""
         status = node.poll()
         is_killed = status is not None and status < 0 and -status not in self.stop_signals
         return is_killed or status == LOST_STATUS
 
     def report(self, failed: list[int]) -> int:
-        """Say why the job has failed, and return its exit status."""
+        """Print why the job failed, and return its exit status."""
         if status := self.store.poll():
             if status > 0:
-                return int(status)  # it has said why
+                return int(status)  # the store has printed the reason
             say = f"error: the job's store {how_ended(status)}, so all nodes are stopped"
             print(f"{say}; {self.remedy}", file=sys.stderr)
             return 1
@@ -298,7 +298,7 @@ class ElasticJob(LocalJob):
 
 
 def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[int, int] | None:
-    """Return MIN_NODES and MAX_RESTARTS of an elastic job, None for any other, or refuse."""
+    """Return MIN_NODES and MAX_RESTARTS of an elastic job, or None for any other job; raises UserError."""
     if args.min_nodes is None:
         if args.max_restarts is not None:
             raise UserError("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
@@ -311,7 +311,7 @@ def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[in
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Return the launcher's own arguments; what follows -- is the recipe's."""
+    """Return the launcher's own arguments, with the recipe's (after --) in `options`."""
     parser = CommandParser("python -m scripts.launch.local", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
@@ -327,13 +327,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def processes_per_node(args: argparse.Namespace, recipe: str, shares: list[list[str]]) -> int:
-    """Return --nproc-per-node; where it is not given, one process for each GPU, and one without GPUs."""
+    """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs."""
     return args.nproc_per_node or (1 if recipe in ONE_PROCESS else max(1, len(shares[0])))
 
 
 @command
 def main(argv: list[str]) -> int:
-    """Start the nodes, see them to their end, and return the job's exit status."""
+    """Start the nodes, wait until they have ended, and return the job's exit status."""
     args = parse_args(argv)
     if args.list:
         for name, summary in recipes().items():
@@ -350,14 +350,14 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     if os.environ.get("MAKELEVEL"):
-        end_with_parent(number=signal.SIGINT)  # make has been killed: nobody waits for this job any more
+        end_with_parent(number=signal.SIGINT)  # if make is killed, nobody waits for this job
 
     for _ in range(PORT_TRIES):
         status = run_job(args, shares, processes, elastic)
         if status != PortTakenError.status:
             break
     if script.is_set():
-        with contextlib.suppress(OSError):  # it has written nothing
+        with contextlib.suppress(OSError):  # removed only if the script has written nothing
             Path(os.environ["RUN_DIR"]).rmdir()
     return status
 
@@ -365,10 +365,10 @@ def main(argv: list[str]) -> int:
 def run_job(
     args: argparse.Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None
 ) -> int:
-    """Start a node for each share of the GPUs, see them to their end, and return the job's exit status.
+    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status.
 
     Args:
-        args: the launcher's own arguments, and the recipe's.
+        args: the launcher's own arguments, with the recipe's in `options`.
         shares: the GPUs of each node.
         processes: how many ranks a node starts.
         elastic: MIN_NODES and MAX_RESTARTS, or None.
@@ -377,7 +377,7 @@ def run_job(
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = LocalJob()
     if elastic:
-        if not script.is_set() and not option("--name", "", args.options):  # a restart goes on with this run
+        if not script.is_set() and not option("--name", "", args.options):  # a restart resumes this run
             args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
         words = f"--name {option('--name', '', args.options)} --resume auto"
         if script.is_set():

@@ -4,18 +4,18 @@
     mpirun -q -np 4 python -m scripts.launch.mpirun train.py --lr 0.1           # a script of your own
     mpirun -q -np 4 python -m scripts.launch.mpirun --nproc-per-node 2 recipes.ddp.train   # two nodes on one host
 
-It sets what torchrun would set (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), in
-torchrun's order: node by node, whatever --map-by says. Then it closes MPI and replaces itself by
-`python -m MODULE`, so that training shares its process with no MPI library. MASTER_ADDR and MASTER_PORT are kept
-where they are set.
+It sets the variables that torchrun would set (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT) and numbers the ranks as torchrun does: node by node, whatever --map-by says. Then it closes MPI and
+replaces itself with `python -m MODULE`, so that training runs without MPI. MASTER_ADDR and MASTER_PORT are kept if
+they are set.
 
-- `mpirun -q` says nothing when a rank fails (the recipe has said why); the job's status is that of the rank that
-  failed first, 2 for a refusal.
+- `mpirun -q` prints nothing when a rank fails (the recipe has printed the reason); the job's exit status is that
+  of the rank that failed first, 2 for a refusal.
 - USR1 sent to mpirun reaches the ranks: they write a checkpoint and leave with status 0. Use it to stop a job.
 - TERM and Ctrl-C sent to mpirun kill the job: Open MPI 4 gives the ranks a TERM after one second and a KILL after
   another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), and ends with status 1 in any case.
-- A rank that is killed ends the job. When mpirun itself is killed, the ranks end too.
-- Horovod speaks MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this starter.
+- A rank that is killed ends the job. If mpirun itself is killed, the ranks end too.
+- Horovod uses MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this module.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recip
 
 MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
-"""What mpirun (Open MPI, MPICH and its kin) tells a process before MPI starts, the first one set."""
+"""Variables that mpirun (Open MPI, MPICH and its derivatives) sets before MPI starts; the first one set counts."""
 
 
 def first_set(names: tuple[str, ...], default: int) -> int:
-    """Return the number in the first variable that is set."""
+    """Return the number in the first of these variables that holds one, else the default."""
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), default)
 
 
 def refuse(message: str, rank: int | None = None) -> NoReturn:
-    """Exit with status 2; rank 0 says why in one line."""
+    """Exit with status 2; rank 0 prints the reason in one line."""
     if (first_set(MPI_RANK, 0) if rank is None else rank) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(USAGE_STATUS)
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """Return the starter's own arguments, the module and the module's options; raises UserError."""
+    """Return this module's own arguments, the module to start and its options; raises UserError."""
     parser = Parser("python -m scripts.launch.mpirun", (__doc__ or "").split("\n")[0])
     parser.add_argument("--nproc-per-node", type=positive_int, metavar="N", help="play nodes of N processes each")
     parser.add_argument("module", nargs="?", default="", metavar="MODULE")
@@ -82,7 +82,7 @@ def parse_args(argv: list[str]) -> Namespace:
 
 
 def check_module(name: str) -> None:
-    """Raise UserError for a module that does not exist, and for one that does not go with this starter."""
+    """Raise UserError for a module that does not exist or that does not work with this launcher."""
     try:
         is_known = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -96,7 +96,7 @@ def check_module(name: str) -> None:
 
 
 def start_mpi() -> MPI.Comm:
-    """Return all processes of this mpirun; refuse where there is no MPI, or another one than mpirun's."""
+    """Return the communicator of all processes; refuse if there is no MPI, or another one than mpirun's."""
     remedy = "pip install mpi4py, and apt-get install openmpi-bin or your cluster's MPI module"
     try:
         from mpi4py import MPI
@@ -117,7 +117,7 @@ def start_mpi() -> MPI.Comm:
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses at which other hosts may reach this one, the likeliest first."""
+    """Return the addresses at which other hosts may reach this one, the most likely first."""
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
@@ -128,7 +128,7 @@ def own_addresses() -> list[str]:
 
 
 def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:
-    """Return an address of rank 0's that a process of every node has reached, and a free port there."""
+    """Return an address of rank 0 that every node has reached, and a free port there; call it on all ranks."""
     given = os.environ.get("MASTER_ADDR")
     echo = None
     offer: tuple[list[str], int, str] | None = None
@@ -150,7 +150,7 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
     candidates, port, token = offer
     chosen = None
     for address in candidates:
-        # One process of each node tries; the others agree.
+        # One process of each node tries; the others vote yes.
         answer = local.rank > 0 or try_port(address, port, token, size=0)["stage"] == "done"
         if all(world.allgather(answer)):
             chosen = address
@@ -163,12 +163,12 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
 
 
 def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, str]:
-    """Return the environment of this process's rank; every process calls it."""
+    """Return the environment variables of this process's rank; call it on all ranks."""
     from mpi4py import MPI
 
     host = world.Split_type(MPI.COMM_TYPE_SHARED, key=world.rank)
     local = host.Split(host.rank // nproc_per_node, key=host.rank) if nproc_per_node else host
-    # Nodes in the order of their lowest MPI rank, and within a node the order of MPI.
+    # Order the nodes by their lowest MPI rank, and the ranks within a node as MPI does.
     nodes = world.allgather((local.bcast(world.rank), local.rank, world.rank))
     rank = [mpi_rank for _, _, mpi_rank in sorted(nodes)].index(world.rank)
     is_one_host = host.size == world.size
@@ -186,13 +186,13 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
         variables["PORT_IS_CHOSEN"] = "1"
     if is_one_host and not os.environ.get("GLOO_SOCKET_IFNAME"):
         variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    if not is_one_host:  # a script then says which network NCCL uses, as under other launchers
+    if not is_one_host:  # with FABRIC, a script reports which network NCCL uses, as under other launchers
         variables["FABRIC"] = os.environ.get("FABRIC") or "auto"
     return variables
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Agree with the other processes, then become the module."""
+    """Agree on the ranks with the other processes, then become the module."""
     # A stop signal waits until the recipe listens: a blocked signal stays pending across exec.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     end_with_parent()
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.update(process_variables(world, args.nproc_per_node))
     from mpi4py import MPI
 
-    # MPI's part is done. From here on mpirun only watches the processes, which it goes on doing after this call.
+    # MPI is no longer needed. mpirun goes on watching the processes after this call.
     MPI.Finalize()
     become(["-m", args.module, *args.options])
 

@@ -18,7 +18,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
 
 END_GRACE_S = 5.0
-"""How long processes may go on after one of them has failed: they notice it by themselves."""
+"""How long the other processes may go on after one has failed: they notice the failure by themselves."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class Ended:
     """A process that has ended."""
 
     status: int
-    """Its exit status; of one that a signal has ended, the signal's number below 0."""
+    """Exit status, or -n if signal n ended the process."""
     is_late: bool
-    """Whether it was killed at the bound."""
+    """Whether it was killed at the time limit."""
     output: str
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed, or its status."""
+        """The last line that it printed, or its status if it printed none."""
         lines = self.output.strip().splitlines()
         return lines[-1] if lines else f"status {self.status}"
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
-    """Start a process that ends with this one, in a session of its own: Ctrl-C comes here first."""
+    """Start a process that ends with this one, in its own session, so that Ctrl-C reaches this process alone."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -64,9 +64,9 @@ def rank_environment(node_rank: int, nnodes: int, nproc_per_node: int, local_ran
 def run_side_by_side(
     commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], folder: Path, timeout_s: float
 ) -> list[Ended]:
-    """Run commands with their environments until all have ended; they end with this process.
+    """Run commands side by side until all have ended; return how each ended. They also end with this process.
 
-    What is left is killed at the bound, or END_GRACE_S after a failure.
+    Processes that still run are killed at the time limit, or END_GRACE_S after a failure.
     """
     processes = []
     for i, (command, environment) in enumerate(commands):
@@ -85,7 +85,7 @@ def run_side_by_side(
 
 
 def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until_failure: bool = False) -> bool:
-    """Wait until all processes have ended, or one has failed; return whether that was within the time."""
+    """Wait until all processes have ended, or one has failed (until_failure); return False after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         if until_failure and any(process.poll() for process in processes):
@@ -97,7 +97,7 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until
 
 
 def run(command: Sequence[str], env: Mapping[str, str], process_group: int | None = None) -> tuple[int, list[int]]:
-    """Return a command's exit status, 128 + n for signal n, and the stop signals that came to this process."""
+    """Run a command; return its status (128 + n for signal n) and the stop signals that this process received."""
     returned, received = run_with_signals(command, env, process_group)
     return (returned if returned >= 0 else 128 - returned), received
 
@@ -105,9 +105,9 @@ def run(command: Sequence[str], env: Mapping[str, str], process_group: int | Non
 def run_with_signals(
     command: Sequence[str], env: Mapping[str, str], process_group: int | None = None
 ) -> tuple[int, list[int]]:
-    """Return a command's exit status, -n for signal n, and the stop signals that came to this process.
+    """Run a command; return its status (-n for signal n) and the stop signals that this process received.
 
-    The command gets each of them once; with process_group=0, also where all of this process's group get them.
+    The command gets each stop signal once: with process_group=0, even if all of this process's group get it.
     """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -121,8 +121,8 @@ def run_with_signals(
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     process = subprocess.Popen(command, env=env, process_group=process_group)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # where the launcher has blocked them
-    for early in received:  # before there was a process to pass it on to
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them
+    for early in received:  # received before the process existed
         process.send_signal(early)
     while True:
         pid, wait_status = os.wait()
@@ -132,7 +132,7 @@ def run_with_signals(
 
 
 def end_groups(pids: list[int]) -> None:
-    """Kill the process groups of these leaders, with what those that have ended left behind: data loaders, say."""
+    """Kill the process groups of these leaders, including what ended leaders left behind, such as data loaders."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -24,29 +24,29 @@ END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
 
 END_GRACE_S = 2
-"""How long they may take to end by it, before KILL."""
+"""How long those processes may take to end after END_SIGNAL, before KILL."""
 
 ERROR_GRACE_S = 2.0
-"""How long the other processes may take to print what they met, once one has failed."""
+"""How long the other processes may take to print their own errors once one has failed."""
 
 STOP_GRACE_S = 30.0
-"""How long they may still write a checkpoint, once a stop signal has ended one that does not handle it."""
+"""How long other processes may still write a checkpoint once a stop signal has killed one without a handler."""
 
 NOTICE_S = 1.0
-"""How long a stop signal waits, where no ranks run, for the agent to have noticed how they have ended."""
+"""How long a stop signal waits, if no ranks run, for the agent to notice how they ended."""
 
 STOPPED_BY: set[int] = set()
-"""The stop signals that this agent has passed on."""
+"""Stop signals that this agent has received."""
 
 SAVING = threading.Event()
-"""Set while ranks of an elastic job may write a checkpoint before a node joins."""
+"""Set while ranks of an elastic job may write a checkpoint before a node joins or leaves."""
 
 announce: list[Callable[[], bool]] = []
-"""What an elastic job calls before a stop signal is passed on; it returns whether ranks have ended well."""
+"""Functions that an elastic job calls before a stop signal is passed on; each returns whether ranks ended well."""
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:
-    """Return the command of a rank that ends with this agent."""
+    """Return the command of a rank, and set LAUNCHER_PID so that the rank ends with this agent."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if script.is_set():
         return [sys.executable, "-m", "scripts.launch.script", os.environ["SCRIPT"], *options]
@@ -54,9 +54,9 @@ def rank_command(recipe: str, options: list[str]) -> list[str]:
 
 
 def pass_signals_on(logs: str) -> None:
-    """Send each stop signal to the processes that this agent has started.
+    """Send each stop signal to the processes that this agent has started; call it in a thread of its own.
 
-    It runs in a thread that takes the signals which the main thread keeps blocked. Blocked signals wait, and
+    The main thread keeps these signals blocked, so that this thread takes them. Blocked signals stay pending, and
     a new process inherits the mask: a recipe that is still importing gets the signal once it has its handlers.
     """
     import psutil
@@ -65,15 +65,15 @@ def pass_signals_on(logs: str) -> None:
     while True:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS))
         if announce and STOPPED_BY:
-            continue  # launchers repeat it, and an elastic job's node is on its way out
+            continue  # launchers repeat it, and an elastic job's node is already leaving
         STOPPED_BY.add(received)
         for tell in announce:
             tell()
         workers = psutil.Process().children()
         try:
-            # Something lies there once processes have started; those of an elastic job may have ended.
+            # The folder has files once processes have started; those of an elastic job may have ended since.
             have_run = bool(os.listdir(logs))
-        except FileNotFoundError:  # all is over
+        except FileNotFoundError:  # the job is over
             return
         if not workers and (announce or not have_run):
             status = 0
@@ -85,7 +85,7 @@ def pass_signals_on(logs: str) -> None:
                 status = error.status
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(status)
-        # Launchers repeat a signal; a script may save in its handler, which a second one would interrupt.
+        # Launchers repeat a signal, and a second one would interrupt a script that saves in its handler.
         for worker in workers:
             if (worker, received) not in sent:
                 sent.add((worker, received))
@@ -94,9 +94,9 @@ def pass_signals_on(logs: str) -> None:
 
 
 def have_ended_well() -> bool:
-    """Whether ranks of an elastic job's node, of which none runs, have finished or written a checkpoint."""
+    """Whether an elastic job's ranks on this node, none of which runs, have finished or written a checkpoint."""
     if not announce:
-        return False  # no rendezvous yet: those of an earlier agent were lost with it
+        return False  # no rendezvous yet: the ranks of an earlier agent were lost with it
     if all(tell() for tell in announce):
         return True
     time.sleep(NOTICE_S)
@@ -104,9 +104,9 @@ def have_ended_well() -> bool:
 
 
 def run_processes(command: list[str], environments: dict[int, dict[str, str]], logs: str) -> int:
-    """Start a process for each rank with its environment, wait for all; return the node's exit status.
+    """Start one process per rank in its environment and wait for all; return the node's exit status.
 
-    Once one has failed, the others are ended after a moment.
+    Once one has failed, the others are ended after a grace period.
     """
     open(os.path.join(logs, "started"), "w").close()
     processes = {
@@ -119,7 +119,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_GRACE_S)):
         if not wait_for(running, wait_s):
             for process in running:
-                if process.poll() is None:  # one that is stopped takes no signal but KILL
+                if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
                     os.killpg(process.pid, number)
     wait_for(running, END_GRACE_S)
     end_groups([process.pid for process in running])
@@ -130,17 +130,17 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
 
 
 def own_failures(statuses: dict[int, int]) -> dict[int, int]:
-    """Return the statuses of ranks without those that the agent has ended, unless there are no others."""
+    """Return the statuses of failed ranks without those that the agent ended, unless there are no others."""
     return {rank: status for rank, status in statuses.items() if status != -END_SIGNAL} or statuses
 
 
 def cause_of_failure(statuses: dict[int, int], pids: dict[int, int]) -> str:
-    """Return which of a node's ranks failed first, and how."""
+    """Return which of a node's failed ranks is to blame, and how it ended."""
     return cause_of(own_failures(statuses), pids)
 
 
 def is_stopped(statuses: dict[int, int]) -> bool:
-    """Whether ranks have ended by the stop signal itself; say so."""
+    """Whether a stop signal itself has ended ranks; print a line if so."""
     for number in STOP_SIGNALS if STOPPED_BY else ():
         if -number in statuses.values():
             print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
@@ -149,5 +149,5 @@ def is_stopped(statuses: dict[int, int]) -> bool:
 
 
 def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
-    """Return the exit status of a node from its failed ranks, without those that the agent has ended."""
+    """Return a node's status from its failed ranks, without those that the agent ended; 0 if a stop signal did."""
     return 0 if is_stopped(statuses) else status_of(own_failures(statuses), pids)

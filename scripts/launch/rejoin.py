@@ -2,8 +2,8 @@
 
     MIN_NODES=2 NNODES=4 NODE_RANK=1 MASTER_ADDR=node-a python -m scripts.launch.rejoin ddp --name mine
 
-scripts/launch.sh calls it where MIN_NODES is set. The nodes meet in the store at RDZV_ENDPOINT (host:port); where
-that is not set, node 0 serves one at MASTER_ADDR:MASTER_PORT. MAX_RESTARTS (3) bounds the agent's returns.
+scripts/launch.sh calls it if MIN_NODES is set. The nodes meet in the store at RDZV_ENDPOINT (host:port); without
+it, node 0 serves a store at MASTER_ADDR:MASTER_PORT. MAX_RESTARTS (3) limits the agent's restarts.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from scripts.launch.processes import run, start_process
 from scripts.launch.stopped_status import option
 
 LOST_STATUS = 69
-"""Exit status of an agent that has lost the store: its node may come back (EX_UNAVAILABLE)."""
+"""Exit status of an agent that has lost the store; its node may rejoin (EX_UNAVAILABLE of sysexits.h)."""
 
 RETURN_AFTER_S = 1.0
-"""How long a lost node stays away: what broke it may need a moment."""
+"""Wait before an agent is restarted: what broke it may need a moment to recover."""
 
 HAS_RETURNED = "HAS_RETURNED"
-"""Variable that is set for an agent where an earlier one of its node was lost, and ranks with it."""
+"""Variable of an agent, not empty if an earlier agent of its node was lost, together with its ranks."""
 
 LINGER_S = 3.0
-"""How long node 0's store outlives its ranks: others read there how the job has ended."""
+"""How long node 0's store outlives its ranks: other nodes read from it how the job has ended."""
 
 
 def say(text: str) -> None:
-    """Print a line about the job's nodes, beside what the recipe prints."""
+    """Print a line about the job's nodes to standard error, apart from the recipe's output."""
     print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
 def how_to_go_on() -> str:
-    """Return what to say where an elastic job ends before its end."""
+    """Return the hint to print if an elastic job ends before its run is complete."""
     return f"to resume: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
 
 
 class UnsavedStopError(UserError):
-    """Ranks that were to stop have failed."""
+    """This node was stopped, but its ranks had ended without a checkpoint."""
 
     status = 1
 
 
 def unsaved_stop(number: int) -> UnsavedStopError:
-    """Return the error of a stop signal that comes while no ranks run, after they were killed or had failed."""
+    """Return the error for a stop signal that arrives while no ranks run because they were killed or failed."""
     name = signal.Signals(number).name
     return UnsavedStopError(
         f"stopped by {name} while no ranks ran: this node's ranks had ended without a checkpoint; {how_to_go_on()}"
@@ -65,9 +65,9 @@ def unsaved_stop(number: int) -> UnsavedStopError:
 
 
 def options_of_later_rounds(options: list[str]) -> list[str]:
-    """Return the options of a round after the first: it goes on with the run, from its newest checkpoint.
+    """Return the options of a round after the first: they resume the run from its newest checkpoint.
 
-    To a script RESUME says so, which this sets for all that this process starts from now on.
+    A script reads RESUME instead, which is set here for everything that this process starts from now on.
     """
     if script.is_set():
         os.environ["RESUME"] = "auto"
@@ -75,12 +75,12 @@ def options_of_later_rounds(options: list[str]) -> list[str]:
     run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     begun_from = option("--resume", "none", options)
     if begun_from not in ("none", "auto") and not (run / "config.json").exists():
-        return [*options, "--no-overwrite"]  # it has not begun yet: from the same checkpoint again
+        return [*options, "--no-overwrite"]  # the run has not begun: start from the same checkpoint again
     return [*options, "--resume", "auto"]
 
 
 def check(options: list[str]) -> int:
-    """Return MAX_RESTARTS; raises UserError for variables that make no sense."""
+    """Check the job's variables and return MAX_RESTARTS; raises UserError for invalid ones or a missing --name."""
     nnodes, min_nodes = read_number("NNODES", 1, at_least=1), read_number("MIN_NODES", 1, at_least=1)
     if min_nodes > nnodes:
         raise UserError(f"MIN_NODES {min_nodes} is more than NNODES {nnodes}; lower it")
@@ -94,7 +94,7 @@ def check(options: list[str]) -> int:
 
 
 def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
-    """Return the process of the job's store, started unless it runs; None where this node serves none."""
+    """Start the job's store unless it runs already; return its process, or None if this node serves none."""
     if os.environ.get("RDZV_ENDPOINT") or read_number("NODE_RANK", 0, at_least=0) > 0:
         return None
     port = read_master(1)[1]
@@ -106,15 +106,15 @@ def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes
 
 
 def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
-    """Run the agent until the job has ended; return this node's exit status."""
+    """Run the agent, again each time it is lost, up to max_restarts times; return this node's exit status."""
     store: subprocess.Popen[bytes] | None = None
     for restart in range(max_restarts + 1):
         store = start_store(store)
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
         status, was_stopped = run([*agent, *options], {**os.environ, **variables})
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # was_stopped has those that have come
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # was_stopped holds the signals received so far
         if was_stopped or (status <= 128 and status != LOST_STATUS):
-            # A refusal ends the whole job; that of a node that comes back is its own.
+            # A refusal ends the whole job. After a restart it concerns this node alone, which then counts as lost.
             if restart and status in (USAGE_STATUS, MissingStoreError.status):
                 status = LOST_STATUS
             elif status == MissingStoreError.status:
@@ -123,7 +123,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         how = "lost the store" if status == LOST_STATUS else how_ended(128 - status)
         if restart == max_restarts:
             say(f"this node's agent {how}; no more returns (MAX_RESTARTS {max_restarts})")
-            status = LOST_STATUS  # for good: the others go on
+            status = LOST_STATUS  # lost for good; the other nodes continue
             break
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
         options = options_of_later_rounds(options)

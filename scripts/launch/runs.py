@@ -12,7 +12,7 @@ from typing import Any
 
 
 def read_metrics(run: Path, is_running: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl; of one that is running those so far, without a half last line."""
+    """Return the rows of a run's metrics.jsonl; of a running run the complete lines so far, if any."""
     path = run / "metrics.jsonl"
     text = "" if is_running and not path.exists() else path.read_text()
     whole = text.rpartition("\n")[0] if is_running else text
@@ -30,7 +30,7 @@ def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[i
 
 
 def measured_on(*packages: str) -> dict[str, Any]:
-    """Return the time, this machine, and the versions of Python and of those packages that are installed."""
+    """Return the time, this machine, and the versions of Python and of those given packages that are installed."""
     installed = {dist.metadata["Name"].lower() for dist in metadata.distributions()}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -6,9 +6,9 @@
 docs/your-own.md is the contract. These variables name the script and its run; every launcher sets all of them:
 SCRIPT   the file
 WORKDIR  the folder in which it runs (default: the one in which the launcher was called)
-RUN_DIR  where it writes: NAME in RUNS_DIR, which is runs of this repository where it is not set
+RUN_DIR  the folder in which it writes: NAME in RUNS_DIR (default: `runs` in this repository)
 RESUME   auto: resume from what RUN_DIR holds, if it holds anything; none: start anew
-In the script's options {run_dir} and {resume} stand for the last two. It gets no option that it was not given.
+In the script's options, {run_dir} and {resume} are replaced by the last two. The script gets no other options.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from scripts.launch.processes import run_with_signals
 
 
 def is_set() -> bool:
-    """Whether the job runs a script of the user's own."""
+    """Whether the job runs the user's own script."""
     return bool(os.environ.get("SCRIPT"))
 
 
 def read_script() -> Path:
-    """Return the absolute path of SCRIPT; raises UserError where no launcher can run it, or no WORKDIR."""
+    """Return the absolute path of SCRIPT; raises UserError if no launcher can run it, or WORKDIR is no folder."""
     path = Path(os.environ["SCRIPT"]).expanduser().absolute()
     if path.parent.parent == ROOT / "recipes" and path.name == "train.py":
         recipe = path.parent.name
@@ -67,15 +67,15 @@ def read_script() -> Path:
 
 
 def check_job() -> None:
-    """Make RUN_DIR where it is set, and raise UserError for what this node could not run."""
+    """Make RUN_DIR if it is set, and raise UserError if this node cannot run the script."""
     if run_dir := os.environ.get("RUN_DIR"):
-        make_folder(Path(run_dir))  # it may be WORKDIR, too
+        make_folder(Path(run_dir))  # before the checks, since it may also be WORKDIR
     read_script()
     read_resume()
 
 
 def read_resume() -> str:
-    """Return RESUME, none where it is not set; raises UserError for anything else than auto or none."""
+    """Return RESUME, by default none; raises UserError for anything but auto or none."""
     resume = os.environ.get("RESUME") or "none"
     if resume not in ("auto", "none"):
         raise UserError(f"RESUME: expected auto or none, got {resume!r}")
@@ -83,7 +83,7 @@ def read_resume() -> str:
 
 
 def runs_dir() -> Path:
-    """Return the absolute path of RUNS_DIR, which holds a folder for each run."""
+    """Return the absolute path of RUNS_DIR, which holds one folder per run."""
     return Path(os.environ.get("RUNS_DIR") or ROOT / "runs").expanduser().absolute()
 
 
@@ -91,7 +91,7 @@ def make_run_dir(script: Path, name: str) -> Path:
     """Make the folder of a run and return it: NAME, or the script's name with the next free number.
 
     Raises:
-        UserError: the name has folders in it, the folder cannot be made, or it holds a run that is not to be
+        UserError: the name contains folders, the folder cannot be made, or it holds a run that is not to be
             resumed.
     """
     if name and (Path(name).name != name or name in (".", "..")):
@@ -106,7 +106,7 @@ def make_run_dir(script: Path, name: str) -> Path:
 
 
 def job_environment(name: str) -> dict[str, str]:
-    """Return the four variables of a job on this machine, and make its folder; raises UserError."""
+    """Return the four variables of a job on this machine, and make its run folder; raises UserError."""
     script = read_script()
     return {
         "SCRIPT": str(script),
@@ -123,7 +123,7 @@ def fill_in(options: Sequence[str]) -> list[str]:
 
 
 def is_first_of_several_nodes() -> bool:
-    """Whether this is a node's first rank, in a job on several nodes of a cluster: only there FABRIC is set."""
+    """Whether this is a node's first rank in a job on several nodes of a cluster; FABRIC is set only there."""
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     local_rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     nodes = read_number("WORLD_SIZE", read_number("NNODES", 1, 1), 1)
@@ -131,7 +131,7 @@ def is_first_of_several_nodes() -> bool:
 
 
 def say_network(log: int) -> None:
-    """Say which network NCCL uses in the script; end this process, and the script, where FABRIC refuses TCP."""
+    """Print which network NCCL uses in the script; end this process, and the script, if FABRIC forbids TCP."""
     host, network = socket.gethostname(), None
     for line in open(log, errors="replace"):  # noqa: SIM115 (to its end, which is that of this process)
         if network or not (network := transport.find_network(line)):
@@ -145,21 +145,21 @@ def say_network(log: int) -> None:
 
 
 def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
-    """Run the script in a process of its own, and say which network NCCL uses there; return the script's status.
+    """Run the script in a child process, and print which network NCCL uses there; return the script's status.
 
-    This process has the signals passed on, and ends by the one that ends the script.
+    This process passes signals on to the script, and ends by the signal that ended the script.
     """
     reader = threading.Thread(target=say_network, args=(pipe[0],), daemon=True)
     reader.start()
-    command = [sys.executable, "-m", "scripts.launch.script", *argv]  # which now finds NCCL's log taken
-    # In a group of its own: mpirun and some Slurms signal this process's whole group, and it passes signals on.
+    command = [sys.executable, "-m", "scripts.launch.script", *argv]  # the child finds NCCL's log set
+    # Use a separate group: mpirun and some Slurm versions signal this whole group, and each signal is passed on.
     own = {**os.environ, LAUNCHER_PID: str(os.getpid())}
     returned, _ = run_with_signals(command, own, process_group=0)
     os.close(pipe[1])
-    reader.join(1.0)  # what the script leaves behind may still have it open
+    reader.join(1.0)  # processes that the script left behind may keep it open
     if returned < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script's own is enough
-        with contextlib.suppress(OSError):  # KILL
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script's own core is enough
+        with contextlib.suppress(OSError):  # KILL has no handler
             signal.signal(-returned, signal.SIG_DFL)
         os.kill(os.getpid(), -returned)
     return returned
@@ -167,7 +167,7 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Become the script: in its folder, with stop signals that take effect at once, as long as its launcher."""
+    """Become the script, in its folder; it ends with its launcher, and stop signals reach it at once."""
     if not argv:
         raise UserError("no script; usage: python -m scripts.launch.script [--check] SCRIPT [OPTION ...]")
     is_check = argv[0] == "--check"
@@ -182,10 +182,10 @@ def main(argv: Sequence[str]) -> None:
     os.environ |= {"RUN_DIR": str(run_dir), "RESUME": resume}
     make_folder(run_dir)
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
-    del os.environ["SCRIPT"]  # a launcher that the script itself calls starts something else
-    # Else what it printed before a signal ended it would be lost.
+    del os.environ["SCRIPT"]  # a launcher that the script calls must not start it again
+    # Otherwise what the script printed before a signal ended it would be lost.
     os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
-    # The launcher kept them blocked. One that came meanwhile ends this process now, before it has done anything.
+    # The launcher blocked them. A pending one ends this process now, before the script has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     become([str(script), *fill_in(options)])
 

@@ -2,10 +2,10 @@
 
     STOPPED_STATUS=143 python -m scripts.launch.stopped_status ddp --name mine --runs-dir /runs --resume auto
 
-scripts/launch.sh calls it where STOPPED_STATUS is set. A recipe that is told to stop writes a checkpoint and
-leaves with status 0, on all nodes. Slurm's batch script looks further; a Kubernetes Job takes the 0 of a drained
-node for "done" and never starts it again. So it ends with STOPPED_STATUS here, a failure, and the restart goes on
-from the checkpoint. Signals are passed on, and what lost its parent is reaped, as befits a first process.
+scripts/launch.sh calls it if STOPPED_STATUS is set. A recipe that receives a stop signal writes a checkpoint and
+ends with status 0 on all nodes. Slurm's batch script checks more than the status, but a Kubernetes Job takes the
+status 0 of a drained node as "done" and never restarts it. This process therefore ends with STOPPED_STATUS, a
+failure, and the restart resumes from the checkpoint. As process 1 it also passes signals on and reaps orphans.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from scripts.launch.command import command
 from scripts.launch.processes import run
 
 CLOCKS_S = 2.0
-"""How far a file server's clock may be behind."""
+"""How far a file server's clock may lag behind."""
 
 
 def option(name: str, default: str, words: Sequence[str]) -> str:
-    """Return the last value of an option among words, --name x or --name=x; else that of their --config file."""
+    """Return an option's last value in `words` (--name x, --name=x), else its --config file's, or `default`."""
     value = None
     for i, word in enumerate(words):
         if word == name and i + 1 < len(words):
@@ -41,7 +41,7 @@ def option(name: str, default: str, words: Sequence[str]) -> str:
 
 
 def words_in(path: str) -> dict[str, str]:
-    """Return the flags of a recipe's configuration file; nothing that the recipe itself refuses."""
+    """Return the text values of a recipe's configuration file by flag, none if the recipe will refuse the file."""
     if not path:
         return {}
     try:
@@ -56,18 +56,18 @@ def words_in(path: str) -> dict[str, str]:
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:
-    """Whether these options' run has come to its end since begin; None where no record tells."""
+    """Whether the run of these options has finished since `begin`; None if there is no record to tell."""
     name = option("--name", "", options)
     folder = Path(option("--runs-dir", "runs", options)) / name
     if not name or not (folder / "config.json").exists():
-        return None  # no run at all, or its record is not on this node
+        return None  # there is no run, or its record is not on this node
     result = folder / "result.json"
     return result.exists() and result.stat().st_mtime >= begin
 
 
 @command
 def main(argv: list[str]) -> int:
-    """Run scripts/launch.sh with the arguments; return the status that the container is to end with."""
+    """Run scripts/launch.sh with these arguments; return the status with which the container must end."""
     stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
     begin = time.time() - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}

@@ -33,14 +33,14 @@ from scripts.launch.ranks import END_GRACE_S, END_SIGNAL, SAVING, STOP_GRACE_S, 
 from scripts.launch.stopped_status import option
 
 REFUSAL_GRACE_S = 2.0
-"""How long node 0 leaves the others to read why all of them end."""
+"""How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of a node, whose ranks end by END_SIGNAL, and after END_GRACE_S by KILL.
+    """torchrun's agent of a node, which ends ranks with END_SIGNAL, and after END_GRACE_S with KILL.
 
-    torchrun would send TERM, which recipes take for "write a checkpoint" and which a process that waits in a
-    collective does not obey, and would wait 30 s. A process that is stopped takes no signal but KILL.
+    torchrun would send TERM and wait 30 s. Recipes take TERM for "write a checkpoint", and a process that waits in
+    a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
     """
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -54,7 +54,7 @@ class Agent(LocalElasticAgent):
 def end_ranks(
     context: PContext, close: Callable[[signal.Signals, int], None], death_sig: object = None, timeout: int = 30
 ) -> None:
-    """End the ranks of a node, in place of torch's close(death_sig, timeout)."""
+    """End a node's ranks; it replaces torch's close(death_sig, timeout)."""
     ranks = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
     if script.is_set() and (STOPPED_BY or SAVING.is_set()):
         wait_for(ranks, STOP_GRACE_S)
@@ -69,10 +69,10 @@ def failures_of(result: RunResult) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def choose_numa_options(node: Node, options: list[str]) -> Any:
-    """Return what binds each rank to the cores near its GPU (torchrun --numa-binding node), None if it cannot.
+    """Return options that bind each rank to the cores near its GPU (torchrun --numa-binding node), or None.
 
-    It needs numactl, as many GPUs as ranks, and a torch that has it. Where Slurm or a container gives a job cores
-    of another NUMA node than its GPU's, the rank runs unbound: --numa-binding itself would end the job.
+    Binding needs numactl, at least as many GPUs as ranks, and a torch that supports it. If Slurm or a container
+    gives a job cores of another NUMA node than its GPU's, its rank runs unbound: --numa-binding itself would fail.
     """
     is_for_gpus = option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
     if not is_for_gpus or not shutil.which("numactl"):
@@ -93,7 +93,7 @@ def choose_numa_options(node: Node, options: list[str]) -> Any:
 def worker_spec(
     node: Node, recipe: str, options: list[str], handler: RendezvousHandler, max_restarts: int, **place: Any
 ) -> WorkerSpec:
-    """Return what torchrun's agent is to start on a node."""
+    """Return the specification of the ranks that torchrun's agent starts on a node."""
     command = rank_command(recipe, options)
     return WorkerSpec(
         "default",
@@ -108,10 +108,10 @@ def worker_spec(
 
 
 def meet_nodes(node: Node, job: str) -> Store:
-    """Meet the other nodes in the store that node 0 keeps; return it.
+    """Meet the other nodes in the store that node 0 serves; return the store.
 
-    Each node puts its name under its node rank. torchrun, which then uses the same store, would not notice that
-    two nodes have the same rank, and would wait for the missing one until its bound.
+    Each node stores its name under its node rank. torchrun, which uses the same store afterwards, would not notice
+    that two nodes have the same rank: it would wait for the missing one until its timeout.
 
     Raises:
         UserError: the port is taken, or two nodes have the same rank or differ in NNODES.
@@ -135,11 +135,11 @@ def meet_nodes(node: Node, job: str) -> Store:
     deadline = time.monotonic() + node.rdzv_timeout_s
     while True:
         are_all_there = names.check(ranks)
-        # A node that was started again may find its old name there; the other way round, two nodes live.
+        # A restarted node overwrites its old name; if its new one is overwritten, two live nodes have this rank.
         if (other := names.get(rank).decode()) != own and not names.check(["refusal"]):
             names.set("refusal", f"NODE_RANK {rank} is that of two nodes, {own} and {other}; number them from 0")
         if names.check(["refusal"]):
-            time.sleep(REFUSAL_GRACE_S if is_head else 0)  # the store goes with node 0
+            time.sleep(REFUSAL_GRACE_S if is_head else 0)  # the store ends with node 0
             raise UserError(names.get("refusal").decode())
         if are_all_there:
             return store
@@ -155,7 +155,7 @@ def meet_nodes(node: Node, job: str) -> Store:
 def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Let torchrun's agent start the node's ranks; return the job's exit status on this node."""
     check_head(node)
-    job = os.environ.get("RDZV_ID") or "none"  # apart from what another job of the same name left
+    job = os.environ.get("RDZV_ID") or "none"  # keeps keys apart from those that an earlier job left
     place: dict[str, Any] = {"master_addr": node.master_addr, "master_port": node.master_port}
     try:
         store = meet_nodes(node, job)
@@ -164,7 +164,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         )
         spec = worker_spec(node, recipe, options, handler, max_restarts=0, **place)
         result = Agent(spec, DefaultLogsSpecs(logs)).run()
-        del store  # on node 0 it is the server of all
+        del store  # on node 0 it is the server for all nodes
     except DistError as error:
         raise MissingNodeError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "

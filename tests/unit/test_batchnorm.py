@@ -56,11 +56,11 @@ LAYOUTS = {
     "two ranks": [[4, 4], [4, 12]],
     "three ranks": [[4], [8], [4, 8]],
 }
-"""The samples of each rank's passes, one after another in the batch."""
+"""For each case, the numbers of samples in each rank's passes, in the order of the batch."""
 
 
 def average(layers):
-    """Do what average_statistics() does on several ranks."""
+    """Average the layers' statistics as average_statistics() does on several ranks."""
     parts = []
     for layer in layers:
         average_statistics(layer, ARGS, lambda tensor: parts.append(tensor.clone()))
@@ -85,7 +85,7 @@ def test_ranks_and_passes_change_nothing(layout, momentum):
         (output.square() * images(9)).sum().backward()
         (expected.square() * images(9)).sum().backward()
         if step == 2:
-            average(layers)  # and then they go on
+            average(layers)  # and then they continue
     average(layers)
     average(layers)  # changes nothing
     for layer in layers:
@@ -133,7 +133,7 @@ REFUSED = {
     (26, 13, 9, 1): SMALL.format(26, 9, 1, 13, "117 or --batchnorm-group 2"),
     (24, 24, 24, 1): SMALL.format(24, 24, 1, 24, "576"),
 }
-"""By global batch, group, processes and passes."""
+"""For each case: global batch size, group size, processes and passes."""
 
 
 @pytest.mark.parametrize(("case", "message"), REFUSED.items())

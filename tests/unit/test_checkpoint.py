@@ -41,7 +41,7 @@ ARGS = options([])
 
 
 def content(step, accuracy=0.5):
-    """Return a small checkpoint whose weights tell the step."""
+    """Return a small checkpoint whose weights encode the step."""
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -88,7 +88,7 @@ def test_cut_at_any_byte_it_never_loads(folder):
     path = folder.paths()[0]
     whole = path.read_bytes()
     assert len(whole) > 2000
-    ends = 1000  # every length near the ends, where headers and the directory are, and each fifth between
+    ends = 1000  # every length near the ends, where headers and the directory are, and every fifth between
     between = range(ends, len(whole) - ends, 5)
     for length in sorted({*range(ends), *between, *range(len(whole) - ends, len(whole))}, reverse=True):
         os.truncate(path, length)
@@ -100,7 +100,7 @@ def test_cut_at_any_byte_it_never_loads(folder):
 
 @pytest.mark.slow
 def test_with_any_byte_flipped_it_does_not_load_or_is_the_same(folder):
-    """Some bytes of a zip file say nothing (padding, times): a change there is none to what is read."""
+    """Some bytes of a zip file mean nothing (padding, times): flipping them changes nothing that is read."""
     path = folder.paths()[0]
     whole, good = path.read_bytes(), read_checkpoint(path)
     chance, refused = random.Random(0), 0
@@ -113,11 +113,11 @@ def test_with_any_byte_flipped_it_does_not_load_or_is_the_same(folder):
         except BadCheckpointError:
             refused += 1
     tensors = sum(value.nbytes for value in good["model"].values())
-    assert refused > 2 * tensors  # weights and momentum at least are all under a checksum
+    assert refused > 2 * tensors  # at least all weights and momenta are covered by a checksum
 
 
 def test_a_file_full_of_zeros_past_some_byte_never_loads(folder):
-    """What a power cut leaves of a file whose length was recorded before its content."""
+    """A power cut leaves such a file if its length was recorded before its content."""
     path = folder.paths()[0]
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
@@ -130,7 +130,7 @@ def test_a_file_full_of_zeros_past_some_byte_never_loads(folder):
 
 
 class Bomb:
-    """What a pickle makes its reader do."""
+    """A pickle that makes its reader run a command."""
 
     def __init__(self, trace):
         self.trace = trace
@@ -140,7 +140,7 @@ class Bomb:
 
 
 def with_checksum(data):
-    """Return what somebody who knows our format would write."""
+    """Return what somebody who knows the format could write."""
     return data + struct.pack("<8sI", b"crc32 =\0", zlib.crc32(data))
 
 
@@ -201,7 +201,7 @@ def test_none_good_is_an_error(folder, capsys):
     for path in folder.paths():
         path.write_bytes(path.read_bytes()[:-10])
     before = files(folder.folder)
-    for _ in range(2):  # the second launch finds what the first has found
+    for _ in range(2):  # the second launch finds the same as the first
         with pytest.raises(
             UserError, match=r"none of the 3 checkpoints in .* is good; .*--overwrite and --resume none"
         ):
@@ -235,7 +235,7 @@ NO_MEMORY = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: 
 )
 @pytest.mark.parametrize("call", ["load", "check", "fstat"])
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, call):
-    """Neither the file that cannot be read now, nor those before it: the next launch goes on from the newest."""
+    """Neither the unreadable file nor those before it are set aside: the next launch resumes from the newest."""
     before = files(folder.folder)
 
     def fail(*_, **__):
@@ -298,7 +298,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(folder, monke
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_the_best_is_replaced_and_never_written_to(folder, monkeypatch, has_links):
-    """What best.pt was stays whole until the new one, flushed to the disk, takes its name."""
+    """The old best.pt stays whole until the new one, flushed to the disk, takes its name."""
     if not has_links:
 
         def refuse(*_, **__):
@@ -375,7 +375,7 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
 
 
 def test_a_checkpoint_is_whole_before_it_has_its_name(folder, monkeypatch):
-    """Written, flushed to the disk, renamed, and the folder flushed: in this order."""
+    """A checkpoint is written, flushed and renamed, then its folder is flushed, in this order."""
     seen = []
 
     def watch(owner, name):
@@ -420,12 +420,12 @@ def test_options_without_meaning_for_the_data_may_differ(folder):
 @pytest.mark.parametrize(
     ("step", "epoch", "total_steps", "expected"),
     [
-        (30, 3, 100, 3),  # at an epoch's end, to be continued
-        (25, 3, 25, 3),  # ended by --max-steps within the third epoch, and so it stays
+        (30, 3, 100, 3),  # at the end of an epoch, to be continued
+        (25, 3, 25, 3),  # ended by --max-steps within the third epoch, which counts as done
         (25, 3, 100, 2),  # the same with more steps: the third epoch is completed
         (25, 2, 100, 2),
-        (55, 2, 100, 5),  # of 20 steps an epoch, then of 10: the sixth is under way
-        (50, 2, 100, 4),  # the fifth is trained, and evaluated before the sixth
+        (55, 2, 100, 5),  # 20 steps an epoch, then 10: the sixth epoch is under way
+        (50, 2, 100, 4),  # the fifth epoch is trained, and is evaluated before the sixth
     ],
 )
 def test_position_of_a_longer_run(step, epoch, total_steps, expected):
@@ -435,14 +435,14 @@ def test_position_of_a_longer_run(step, epoch, total_steps, expected):
 
 def test_the_best_score_is_remembered():
     position = Position()
-    scores = (-0.5, -0.6, -0.5, 0.6)  # a loss counts with a minus
+    scores = (-0.5, -0.6, -0.5, 0.6)  # a loss counts negatively
     found = [position.record_evaluation({"test_loss": -score}, score) for score in scores]
     assert found == [True, False, False, True]
     assert (position.epoch, position.averages, position.best_score) == (4, {"test_loss": -0.6}, 0.6)
 
 
 def test_a_score_that_is_no_number_is_never_the_best():
-    """As that of an evaluation that overflows: later ones are compared with those before it."""
+    """An evaluation that overflows gives such a score; later scores are compared with those before it."""
     position = Position()
     scores = (math.nan, -0.5, math.nan, -0.6, -0.4)
     assert [position.record_evaluation({}, score) for score in scores] == [False, True, False, False, True]
@@ -450,7 +450,7 @@ def test_a_score_that_is_no_number_is_never_the_best():
 
 
 def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
-    """What changes while the file is written does not get into it."""
+    """Changes made while the file is written do not get into it."""
     go, write = threading.Event(), folder.write
 
     def write_late(*arguments):
@@ -554,7 +554,7 @@ def test_what_shares_memory_is_copied_once_and_nothing_else_is_taken_for_it():
 
 
 def test_wrapped_tensors_without_an_address_are_two():
-    """As DTensors are."""
+    """DTensors are such tensors."""
 
     class Wrapped(torch.Tensor):
         @staticmethod

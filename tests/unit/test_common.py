@@ -86,7 +86,7 @@ class TestSeeding:
             assert order[start : start + len(block)] == block
 
     def test_permutation_is_the_same_in_every_version(self):
-        """A checkpoint goes on with the same samples for ever: the order is part of its format."""
+        """A checkpoint must always continue with the same samples: their order is part of its format."""
         assert permutation(10, 0, 0).tolist() == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]
         assert (mix(0, 0), mix(1, 2, 3)) == (6017775124710473527, 7510213797696614745)
 
@@ -125,18 +125,18 @@ def tiny_data(samples=100, channels=1, size=8, classes=10, test=10):
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 @pytest.mark.parametrize(("is_shard", "fused"), [(False, True), (True, None)])
 def test_one_kernel_steps_whole_parameters_alone(is_shard, fused):
-    """Fused SGD has no rule for DTensor."""
+    """Fused SGD has no implementation for DTensor."""
     parameter = OnGPU(torch.zeros(2)).requires_grad_()
     if is_shard:
         parameter.device_mesh = object()
-    elsewhere = torch.nn.Parameter(torch.zeros(2))  # as another stage of a pipeline
+    elsewhere = torch.nn.Parameter(torch.zeros(2))  # like another stage of a pipeline
     assert build_optimizer(options([]), [parameter, elsewhere]).defaults["fused"] is fused
 
 
@@ -149,7 +149,7 @@ class TestJob:
         return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop)
 
     def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
-        """A pipeline's model may lie on several devices because it is too large for one."""
+        """A pipeline's model may be spread over several devices because it is too large for one."""
 
         class Telling(Classification):
             def sample(self, model, device):
@@ -199,7 +199,7 @@ class TestJob:
         ],
     )
     def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
-        """Epochs end with steps 3 and 6, and a checkpoint comes after each fourth: all vote there."""
+        """Epochs end after steps 3 and 6, and every fourth step writes a checkpoint: all vote before these."""
         job = self.job("--epochs", "2", "--checkpoint-every", "4")
         job.peers.world_size = world_size
         seen = []
@@ -235,7 +235,7 @@ class TestJob:
         assert job.scaler.state_dict() == state
         assert job.guard.skipped == 2
         assert (job.position.step, job.position.epoch) == (3, 1)
-        # Written before there were other tasks than classification.
+        # Written before there were tasks other than classification.
         assert (job.position.averages, job.position.best_score) == ({"test_accuracy": 0.5}, 0.5)
 
     def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):
@@ -309,7 +309,7 @@ class TestModels:
         assert torch.equal(plain.features[3].weight, other.features[3].weight)
 
     def test_an_expanded_buffer_of_your_own_model_gets_memory_for_all_its_numbers(self):
-        """A broadcast writes them all, and a resume copies into them."""
+        """A broadcast writes to all its elements, and a resume copies into them."""
         words = ["--model", f"{__name__}:with_expanded_buffer"]
         model = build_model(options(words), dataclasses.replace(tiny_data(), task=TASK))
         model.load_state_dict(model.state_dict())
@@ -391,13 +391,13 @@ class TestThroughput:
 
     def test_bytes_count_while_training_and_an_interface_that_goes_takes_none_away(self, monkeypatch):
         before = [{"lo": 10, "veth": 9000}, {"lo": 110, "veth": 9000}, {"lo": 999, "veth": 70}]
-        after = [{"lo": 410}, {"lo": 1199, "veth": 60, "new": 50}]  # gone; another one of the same name
+        after = [{"lo": 410}, {"lo": 1199, "veth": 60, "new": 50}]  # one is gone, another has taken its name
         counts = [before[0], before[1], after[0], before[2], after[1]]
         monkeypatch.setattr(metrics, "sent_bytes", lambda: counts.pop(0))
         clock = metrics.Throughput(64, CPU)
         clock.start()
         for _ in range(3):
-            clock.count_step()  # the first one starts the count again
+            clock.count_step()  # the first step restarts the count
         clock.pause()
         assert clock.sent_per_step() == 300 / 2
         clock.start()
@@ -506,7 +506,7 @@ class TestRecord:
         assert capsys.readouterr().out.endswith(last)
 
     def test_a_complete_run_prints_the_headline_of_its_own_result(self, tmp_path, capsys):
-        """The code of a task may have another by now; results of version 0.1.0 do not say theirs."""
+        """The task's code may have another headline by now; results of version 0.1.0 do not name theirs."""
         record, _ = self.open(tmp_path, "--name", "a")
         record.write_result(headline="test_error", world_size=2, step=9, test_error=0.25, samples_per_s=1.0)
         path = record.folder / "result.json"
@@ -521,7 +521,7 @@ class TestRecord:
             assert last in capsys.readouterr().out.splitlines()[-1]
 
     def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
-        """TensorBoard's thread keeps the error, and raises it in a later call."""
+        """TensorBoard's thread keeps the error and raises it in a later call."""
 
         def fail(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -557,7 +557,7 @@ class TestRecord:
 
     def test_overwrite_of_what_is_no_run_is_not_told_to_overwrite(self, tmp_path):
         args = options(["--runs-dir", str(tmp_path), "--name", "a", "--overwrite"])
-        open_run(args, "single", [])  # it claims the name; config.json comes once all ranks have restored
+        open_run(args, "single", [])  # claims the name; config.json is written once all ranks have restored
         with pytest.raises(UserError, match=r"a exists and is not a run; choose another --name"):
             open_run(args, "single", [])
 
@@ -626,7 +626,7 @@ class TestRecord:
                 return read(path, *args, **options)
             if error:
                 raise OSError(error, os.strerror(error), str(path))
-            return read(path, *args, **options)[:100]  # as an editor that is saving it leaves it
+            return read(path, *args, **options)[:100]  # as an editor leaves it that is saving it
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
@@ -639,7 +639,7 @@ class TestRecord:
             record.log_step(step=2, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
 
     def test_a_run_that_another_job_is_about_to_replace_is_not_written_to(self, tmp_path):
-        """Its checkpoint would count among those of the new run."""
+        """Otherwise its checkpoint would count as one of the new run."""
         record, _ = self.open(tmp_path, "--name", "a")
         for path in record.folder.iterdir():
             path.unlink()  # as --overwrite does before it writes its own
@@ -653,7 +653,7 @@ class TestRecord:
 
     @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
     def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
-        """As when a stage of the pipeline does not fit its part of the checkpoint, and rank 0's does."""
+        """For example, a pipeline stage does not fit its part of the checkpoint, but rank 0's stage does."""
         if flags:
             self.open(tmp_path, "--name", "a")
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

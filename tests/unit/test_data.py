@@ -67,14 +67,14 @@ def test_synthetic():
 
 
 def idx(array):
-    """Return an array of bytes in the IDX format of MNIST's files, compressed as they are."""
+    """Return an array of bytes in the compressed IDX format of MNIST's files."""
     header = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
     return gzip.compress(header + array.tobytes())
 
 
 @pytest.fixture
 def fashion(tmp_path, monkeypatch):
-    """Write Fashion-MNIST's four compressed files, small, as a download leaves them."""
+    """Write Fashion-MNIST's four compressed files, with few images, as a download leaves them."""
     chance = np.random.default_rng(0)
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_a_failed_download_is_refused_in_one_line(fashion):
 
 
 def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monkeypatch):
-    """Lustre without the mount option flock."""
+    """Lustre refuses locks without the mount option flock."""
 
     def flock(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monk
 
 @pytest.mark.parametrize("size", [0, 3, 1000])
 def test_an_unpacked_file_that_was_cut_is_refused_with_the_fix(fashion, size):
-    """A kill while it was unpacked: torchvision takes it for whole."""
+    """A kill while the file was unpacked leaves it so, and torchvision takes it for whole."""
     argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]))
     load(*argv, "--download")
     path = fashion[0] / "FashionMNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -136,7 +136,7 @@ def test_an_unpacked_file_that_was_cut_is_refused_with_the_fix(fashion, size):
 
 def test_a_server_that_falls_silent_ends_the_download(fashion, monkeypatch):
     next(fashion[0].glob("FashionMNIST/raw/t10k-images*")).unlink()
-    with socket.create_server(("127.0.0.1", 0)) as server:  # connections wait in its queue for ever
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections wait in its queue forever
         monkeypatch.setattr(datasets.FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
         argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download", "--timeout-s", "0.2")
         with pytest.raises(UserError, match=r"--data fashion-mnist .*timed out"):
@@ -146,7 +146,7 @@ def test_a_server_that_falls_silent_ends_the_download(fashion, monkeypatch):
 
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
-    """Write CIFAR-10's pickled batches, small."""
+    """Write CIFAR-10's pickled batches with few images."""
     chance = np.random.default_rng(0)
     base = tmp_path / "cifar-10-batches-py"
     base.mkdir()
@@ -255,8 +255,8 @@ class TestImageFolder:
         assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
 
     def test_hidden_files_are_left_out_links_followed_and_any_name_taken(self, tmp_path):
-        """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS in ._photo.jpg."""
-        odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as out of an old archive
+        """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS as ._photo.jpg."""
+        odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as from an old archive
         hidden = ("train/.cache/x.jpg", "train/a/.ipynb_checkpoints/x.jpg", "train/a/._0.jpg")
         for name in ("train/a/0.jpg", f"train/{odd}/0.jpg", "val/a/0.jpg", "more/9.jpg", *hidden):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ class TestImageFolder:
 
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
     def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):
-        """It ends the run, although bad images are left out: the next launch may be able to read it."""
+        """It ends the run even with --skip-bad-images, since the next launch may be able to read it."""
         for name in ("train/a/0.jpg", "val/a/0.jpg"):
             (tmp_path / name).parent.mkdir(parents=True)
             (tmp_path / name).write_bytes(b"x")

@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 83, 61
 
 
 def picture():
-    """Return an image with smooth parts, edges and noise, as a photograph has."""
+    """Return an image with smooth parts, edges and noise, like a photograph."""
     y, x = np.mgrid[:HEIGHT, :WIDTH]
     noise = np.random.default_rng(0).normal(0, 12, (HEIGHT, WIDTH, 3))
     waves = np.stack([128 + 100 * np.sin(x / 9 + y / 17), 2 * x + y, 255 * (x * y % 37 > 20)], axis=2)
@@ -59,7 +59,7 @@ KINDS = {
 
 @pytest.fixture(params=["nvImageCodec", "Pillow"])
 def decoder(request, monkeypatch):
-    """Decode with nvImageCodec where that can, or with Pillow alone."""
+    """Decode with nvImageCodec if it is available, or with Pillow alone."""
     if request.param == "Pillow":
         monkeypatch.setattr(images, "_library", lambda: None)
     elif not images.decodes_parts():
@@ -91,7 +91,7 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive"])
 def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
-    """Or else the tests above would hold without it."""
+    """Otherwise the tests above would pass without partial decoding."""
     if not images.decodes_parts():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     monkeypatch.setattr(Image, "open", None)
@@ -112,7 +112,7 @@ def test_a_cut_file_is_a_fault_wherever_the_crop_is(tmp_path, kind, share):
 
 
 def test_grey_of_16_bits_keeps_its_upper_8(tmp_path):
-    """Pillow's own conversion makes all above 255 white, and with it nearly every image of 16 bits."""
+    """Pillow's own conversion turns all values above 255, and so nearly every 16-bit image, white."""
     values = np.linspace(0, 65535, 20, dtype=np.uint16).reshape(4, 5)
     for kind, high in (("png", 255), ("tiff", 255)):
         Image.fromarray(values).save(tmp_path / f"image.{kind}")
@@ -172,7 +172,7 @@ class TestCrops:
         area = [boxes[:, 2] * boxes[:, 3] for boxes in (ours, theirs)]
         ratio = [boxes[:, 2] / boxes[:, 3] for boxes in (ours, theirs)]
         pairs = [area, ratio, *zip(ours.T, theirs.T, strict=True)]
-        # Of fair draws, the least of six is below this once in 300 times; the draws here are always the same.
+        # With fair draws, the least of six is below this once in 300 times; the draws here are always the same.
         assert min(ks_2samp(*pair).pvalue for pair in pairs) > 0.0005
 
     def test_long_and_narrow_images_give_their_centre(self):
@@ -180,7 +180,7 @@ class TestCrops:
         assert random_box(10, 1000, random.Random(0)) == Box(0, 493, 10, 13)
 
     def test_boxes_stay_what_they_were(self):
-        """A run that goes on with a newer version sees the same crops."""
+        """A run that resumes with a newer version must see the same crops."""
         boxes = [random_box(500, 375, random.Random(mix(0, epoch, 7))) for epoch in range(3)]
         assert boxes == BOXES
 

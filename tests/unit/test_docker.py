@@ -28,7 +28,7 @@ def test_images_share_their_first_layers():
 
 
 def test_images_hold_what_nccl_loads_for_rdma():
-    """Without libibverbs and a provider NCCL goes over TCP; EFA's installer is taken on request, by its digest."""
+    """Without libibverbs and a provider NCCL uses TCP; EFA's installer is taken on request, with its digest."""
     part = shared_part(DOCKERFILES[0])
     packages = re.search(r"--no-install-recommends \\\n(.*?)\\\n", part, re.DOTALL)[1].split()
     assert {"libibverbs1", "ibverbs-providers"} <= set(packages)
@@ -56,7 +56,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of what docker/image.sh reads, with a docker that notes its calls."""
+    """A copy of the files that docker/image.sh reads, and a docker that records its calls."""
     for name in ("docker", "requirements"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
     for recipe in ("ddp", "apex"):
@@ -68,7 +68,7 @@ def checkout(tmp_path):
 
 
 def image(folder, *argv, **env):
-    """Run docker/image.sh of a copy; return its result, and docker's last calls but looks at the image."""
+    """Run docker/image.sh in a copy; return its result, and docker's last calls without image inspections."""
     calls = folder / "calls"
     calls.write_text("")
     own = {"DOCKER": str(folder / "docker.sh"), "CALLS": str(calls), "DRIVER": "docker-container"}
@@ -77,7 +77,7 @@ def image(folder, *argv, **env):
 
 
 def test_an_image_has_a_second_name_that_no_registry_can_have(checkout):
-    """What is not there is pulled, by a build and by Compose 1, and cluster-recipes/ddp may be somebody's."""
+    """Builds and Compose 1 pull an image that is missing, and cluster-recipes/ddp may be somebody else's."""
     used = re.findall(r"^ARG IMAGE=(.*)", (ROOT / "docker/slurm.Dockerfile").read_text(), re.MULTILINE)
     compose = yaml.safe_load((ROOT / "docker/slurm.compose.yaml").read_text())
     assert [f"${{IMAGE:-{name}}}" for name in used] == [compose["services"]["slurm"]["build"]["args"]["IMAGE"]]
@@ -273,7 +273,7 @@ def test_nodes_differ_in_name_and_rank_alone():
 
 
 def test_by_hand_records_go_where_the_container_may_write():
-    """Without OPTIONS; make run sets them, to nothing for the probe. No other registry's image is taken."""
+    """Started by hand, OPTIONS is unset; make run sets it, to nothing for the probe. No image is pulled."""
     for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values():
         assert service["command"] == "${RECIPE:-ddp} ${OPTIONS---runs-dir /runs --data-dir /data}"
         assert {volume.rsplit("}:", 1)[1] for volume in service["volumes"]} == {"/runs", "/data:ro"}
@@ -281,7 +281,7 @@ def test_by_hand_records_go_where_the_container_may_write():
 
 
 def job(folder, **own):
-    """Return a job of a run in a folder."""
+    """Return the job of a run in a folder."""
     return compose.Job(folder, folder / "data", folder / "mine", [], **own)
 
 
@@ -337,7 +337,7 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
 
 
 def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
-    """The containers' root is read-only, and their /tmp is memory."""
+    """The containers' root is read-only, and their /tmp is in memory."""
     monkeypatch.chdir(tmp_path)
     options = ["--data-dir", "https://host/x", "--cache-dir", "kept", "--data", "shards"]
     volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}

@@ -27,7 +27,7 @@ LISTED = subprocess.run(
     text=True,
     timeout=30,
 ).stdout.split()
-DOCUMENTS = LISTED or [path.name for path in ROOT.glob("*.md")]  # an archive without git's folder
+DOCUMENTS = LISTED or [path.name for path in ROOT.glob("*.md")]  # an archive has no .git folder
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -80,7 +80,7 @@ OTHERS_FLAGS = {
     "--max-restarts",
     "--render",
     "--out",
-    "--batch-size",  # this and the next are of a script that a user brings
+    "--batch-size",  # this and the next are options of a user's script
     "--checkpoint",
 }
 
@@ -101,13 +101,13 @@ def code_of(text):
 
 
 def anchors(text):
-    """Return the anchors that GitHub makes of a document's headings."""
+    """Return the anchors that GitHub generates for a document's headings."""
     headings = re.findall(r"^#+ +(.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def known_flags():
-    """Return every --flag that a parser of the recipes or of scripts/ has."""
+    """Return every --flag of the parsers of the recipes and of scripts/."""
     found = set()
 
     class Known(Exception):  # noqa: N818 (not an error)
@@ -180,7 +180,7 @@ def test_every_path_of_the_repository_exists(name):
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *(f"recipes/{recipe}/train.py" for recipe in RECIPES)])
 def test_commands_name_the_environment_that_has_torch(name):
-    """A shell that has just cloned has no torchrun, and a python without torch."""
+    """A shell that has just cloned the repository has no torchrun, and its python has no torch."""
     text = text_of(name)
     blocks = [text.split('"""')[1]] if name.endswith(".py") else re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
     for block in [*blocks, *re.findall(r"(?:^    .*\n)+", text, re.MULTILINE) * name.endswith(".md")]:
@@ -224,7 +224,7 @@ def test_make_list_names_every_recipe_in_a_line():
 
 
 def test_the_chinese_readme_keeps_step_with_the_english_one():
-    """The same examples, commands, options and links, and as many sections."""
+    """It has the same examples, commands, options and links, and the same number of sections."""
     english, chinese = text_of("README.md"), text_of("README.zh-CN.md")
     for what in ("```.*?```", "`[^`\n]+`", r"\]\([^)#]+"):
         ours, theirs = (set(re.findall(what, text, re.DOTALL)) for text in (chinese, english))
@@ -239,11 +239,11 @@ WORDS = "two|three|four|five|six|seven|eight|nine|ten"
 FIGURES = rf"\b(?:(?:\d[\d.]*|{WORDS}) ?(?:{UNITS})|\d{{1,3}}(?:,\d{{3}})+|\d[\d.]*e-\d+)"
 DATES = r"\b(?:20\d\d-\d\d-\d\d|\d+ [A-Z][a-z]+ 20\d\d)\b"
 WITHOUT_CLAIMS = r"CHANGELOG\.md|docs/evidence\.md|docs/benchmarks/.*|recipes/apex/README\.md"
-"""Dates of releases, the records themselves, and the day on which apex lost its amp."""
+"""Documents with dates of releases, with the records themselves, or with the day on which apex lost its amp."""
 
 
 def marked(name, text):
-    """Return a document's text without code and the table of benchmarks, and a mark in place of its claims."""
+    """Return a document's text without code and the benchmark table, with its claims replaced by a mark."""
     text = re.sub("<!-- benchmarks -->.*<!-- /benchmarks -->", "", text, flags=re.DOTALL)
     text = " ".join(text.split())
     for claim in CLAIMS.values():
@@ -253,14 +253,14 @@ def marked(name, text):
 
 
 def unclaimed(name, pattern):
-    """Return what a pattern finds in a document outside of all claims of that document."""
+    """Return the matches of a pattern in a document outside of all its claims."""
     text = marked(name, text_of(name))
     return [text[max(0, found.start() - 40) : found.end() + 10] for found in re.finditer(pattern, text)]
 
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_stands_in_its_document_and_something_shows_it(name):
-    """A sentence that has changed: copy it to docs/claims.toml, then run `make report`."""
+    """If the sentence has changed, copy it to docs/claims.toml, then run `make report`."""
     assert CLAIMS[name].faults() == []
 
 
@@ -283,7 +283,7 @@ def test_every_dated_measurement_belongs_to_a_claim(name):
 
 
 def test_what_was_run_holds_and_speaks_for_the_figures_that_stand_there():
-    """`make evidence CLAIMS=NAME` runs again what has failed, or whose figures have changed since."""
+    """`make evidence CLAIMS=NAME` repeats those that failed, or whose figures have changed since."""
     outcomes = claims.read_outcomes()
     assert [name for name in outcomes if name not in CLAIMS or not CLAIMS[name].is_runnable] == []
     assert [name for name, outcome in outcomes.items() if not outcome["passed"]] == []
@@ -291,5 +291,5 @@ def test_what_was_run_holds_and_speaks_for_the_figures_that_stand_there():
 
 
 def test_the_page_of_evidence_is_the_one_of_its_files():
-    """Run `make report`, or `make evidence`."""
+    """If not, run `make report` or `make evidence`."""
     assert text_of("docs/evidence.md") == evidence()

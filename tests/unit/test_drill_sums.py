@@ -114,7 +114,7 @@ def test_more_lost_steps_than_an_interval_are_a_failure(tmp_path):
 
 def test_an_elastic_job_without_a_second_round_has_not_survived(tmp_path):
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "lose-rank", 1, tmp_path)
-    answers = [True, False]  # the loss is noticed; the job ends before a second round
+    answers = [True, False]  # the loss is noticed, but the job ends before a second round
     one.job = types.SimpleNamespace(text="", wait_for=lambda condition, timeout_s: answers.pop(0))
     one.steps = types.SimpleNamespace(seen=[(0.0, 30)])
     one.lines_before = 0
@@ -137,7 +137,7 @@ def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, mon
         return condition()
 
     def sleep(seconds):
-        if calls == ["SIGSTOP"]:  # the rank had done its part: rank 0 makes the checkpoint whole
+        if calls == ["SIGSTOP"]:  # the rank had written its part, and rank 0 completes the checkpoint
             write(20, ".pt")
 
     monkeypatch.setattr(plants.time, "sleep", sleep)
@@ -156,7 +156,7 @@ GONE = types.SimpleNamespace(send_signal=gone, pid=7)
 
 
 class Network:
-    """Links over which a job sends nothing, or which it does not need."""
+    """Links over which a job sends nothing, or which it can do without."""
 
     def __init__(self, *sent):
         self.sent, self.calls = [*sent, 0, 0], []
@@ -189,7 +189,7 @@ class Network:
     ],
 )
 def test_a_job_that_was_not_hit_has_survived_nothing(tmp_path, monkeypatch, name, network, reason):
-    """Nor does it end the drill: the faults after it are still planted."""
+    """It does not end the drill either: later faults are still planted."""
     monkeypatch.setattr(plants.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(plants.time, "monotonic", iter(range(10**6)).__next__)
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, network), name, 1, tmp_path)

@@ -70,7 +70,7 @@ CASES = [
     evidence.Case("tests.unit.test_a.TestC.test_d", "skipped", "needs mpi: none; install it"),
     evidence.Case("tests.unit.test_a.test_bcd", "failed"),
     evidence.Case("tests.gpu.test_e", "skipped", "needs gpu: 0 of 1"),
-    evidence.Case("tests.unit.test_g", "failed"),  # not imported
+    evidence.Case("tests.unit.test_g", "failed"),  # it could not be imported
 ]
 
 
@@ -125,9 +125,9 @@ open("statuses.json", "w").write(json.dumps(statuses))
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Run small tests by what this repository's conftest.py does; return the folder of N.xml and statuses.json.
+    """Run small tests with this repository's conftest.py; return the folder of N.xml and statuses.json.
 
-    One process does it for all options: most of its time goes into importing torch, whose version a report has.
+    One process runs them for all options: most of its time goes into importing torch, as a report has its version.
     """
     folder = tmp_path_factory.mktemp("reports")
     conftest = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.conftest import pytest_sessionfinish"
@@ -241,13 +241,13 @@ def test_a_command_has_a_bound_and_leaves_nothing_behind():
 
 
 def test_an_interrupted_command_ends_by_itself(tmp_path):
-    """Pytest ends the jobs of its tests, which have sessions of their own."""
+    """Pytest ends the jobs of its tests, which run in sessions of their own."""
     up, ended = tmp_path / "up", tmp_path / "ended"
 
     def interrupt():
         while not up.exists():
             time.sleep(0.01)
-        time.sleep(0.5)  # the command is up before Popen() returns to where it is waited for
+        time.sleep(0.5)  # the command is up before the main thread waits for it
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it

@@ -57,7 +57,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path):
-    """A limit on the size of files stands for it."""
+    """A limit on the file size stands in for the full disk."""
     result = run_command(
         *("prlimit", "--fsize=1000", ".venv/bin/python", "-m", "scripts.dev.export", str(run)),
         str(tmp_path / "out.pt"),

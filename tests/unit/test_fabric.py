@@ -32,7 +32,7 @@ NAMES = (
 
 
 def source(fabric, sysfs="/nowhere", **env):
-    """Source the file; return its status, its line, and the variables it has left."""
+    """Source fabric.sh; return its status, its line, and the variables that it leaves."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= {"PYTHON": sys.executable, "FABRIC": fabric, "SYSFS": str(sysfs), "DEVFS": f"{sysfs}/dev"}
     clean |= {"LD_LIBRARY_PATH": f"{sysfs}/lib", "PATH": f"{sysfs}/bin:{os.environ['PATH']}", **env}
@@ -46,7 +46,7 @@ def source(fabric, sysfs="/nowhere", **env):
 
 
 def plug_in(sysfs, name, link_layer, driver="mlx5_core", state="4: ACTIVE"):
-    """Make a device of /sys/class/infiniband, its /dev/infiniband/uverbs, and the libraries that NCCL loads."""
+    """Make a device in /sys/class/infiniband, its /dev/infiniband/uverbs, and the libraries that NCCL loads."""
     port = sysfs / "class/infiniband" / name / "ports/1"
     port.mkdir(parents=True)
     (port / "link_layer").write_text(f"{link_layer}\n")
@@ -57,7 +57,7 @@ def plug_in(sysfs, name, link_layer, driver="mlx5_core", state="4: ACTIVE"):
     for folder in ("dev/infiniband", "lib", "bin"):
         (sysfs / folder).mkdir(parents=True, exist_ok=True)
     if not (sysfs / "bin/ldconfig").is_symlink():
-        (sysfs / "bin/ldconfig").symlink_to("/bin/true")  # this machine's own libraries do not count
+        (sysfs / "bin/ldconfig").symlink_to("/bin/true")  # hides this machine's own libraries
     (sysfs / "dev/infiniband" / f"uverbs_{name}").touch()
     for library in ("libibverbs.so.1", "libnccl-net.so"):
         (sysfs / "lib" / library).touch()
@@ -120,7 +120,7 @@ MACHINES = {
     "GCP A3 Ultra": (rails("mlx5_0 mlx5_1 mlx5_2 mlx5_3", "Ethernet"), ("roce (mlx5_0)", None)),
     "a virtual machine": ([], ("tcp (no RDMA device)", None)),
 }
-"""/sys/class/infiniband after the makers' documentation: devices, then the fabric found and NCCL_IB_HCA."""
+"""/sys/class/infiniband after the makers' documentation: devices, the fabric to be found, and NCCL_IB_HCA."""
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -156,7 +156,7 @@ FAULTS = {
 @pytest.mark.parametrize("fabric", ["ib", "roce", "efa"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
-    """Auto goes over TCP and says why; a fabric that was asked for is refused."""
+    """With FABRIC=auto the node uses TCP and says why; a fabric that was asked for is refused."""
     break_it, reason = FAULTS[fault]
     plug_in(tmp_path, "a", LAYERS[fabric], "efa" if fabric == "efa" else "mlx5_core")
     break_it(tmp_path, "a")
@@ -191,7 +191,7 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
 
 
 def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
-    """They compare it with what NCCL says (recipes/common/world/transport.py)."""
+    """The ranks compare it with the network that NCCL reports (recipes/common/world/transport.py)."""
     (tmp_path / "site.env").write_text("FABRIC=tcp\n")
     monkeypatch.delenv("FABRIC", raising=False)
     monkeypatch.setenv("SITE_ENV", str(tmp_path / "site.env"))
@@ -242,7 +242,7 @@ def test_processes_share_the_nodes_cores():
     ],
 )
 def test_the_least_limit_of_cores_counts(monkeypatch, tmp_path, content, files, expected):
-    """Quotas of this cgroup and of those above it, in both versions; on a machine of 64 cores."""
+    """Quotas of this cgroup and of its ancestors, in both versions, on a machine of 64 cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     for name in ("SLURM_CPUS_PER_TASK", "CPU_REQUEST"):
         monkeypatch.delenv(name, raising=False)
@@ -284,7 +284,7 @@ def test_the_interface_is_that_of_the_address():
 
 
 def test_a_name_that_is_the_loopback_here_gives_an_interface_that_others_reach(monkeypatch):
-    # Debian's installer lets a host's own name stand for 127.0.1.1.
+    # Debian's installer lets a host's own name resolve to 127.0.1.1.
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
     ups = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
     assert interface_to("node-a") in (ups or ["lo"])
@@ -297,7 +297,7 @@ def test_no_such_host():
 
 
 def test_an_interface_without_an_address_is_no_way_to_others(monkeypatch):
-    """A bond's or InfiniBand's own links are up, and have none."""
+    """The links of a bond or of InfiniBand are up, but have no address."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
     found = {"lo": ["127.0.0.1"], "slave0": [], "bond0": ["10.0.0.1"]}
     monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)

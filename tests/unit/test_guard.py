@@ -51,7 +51,7 @@ def test_spoilt_weights_are_not_saved():
 
 
 def test_weights_on_several_devices_are_read_together():
-    """A pipeline's model lies on several GPUs; fake tensors have their devices, and no values to read."""
+    """A pipeline's model is on several GPUs; fake tensors have devices, but no values to read."""
     with FakeTensorMode():
         model = [torch.ones(3, device=name) for name in ("cuda:0", "cuda:1", "cpu")]
         with pytest.raises(DataDependentOutputException):

@@ -15,7 +15,7 @@ from scripts.launch.local import free_port
 
 
 class Server(ThreadingHTTPServer):
-    """The interface of Horovod's RendezvousHTTPServer."""
+    """A stand-in with the interface of Horovod's RendezvousHTTPServer."""
 
     def __init__(self, address, handler, verbose):
         super().__init__(address, handler)
@@ -37,7 +37,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def node(monkeypatch):
-    """Node 0 of two, whose own name stands for a loopback address, as in Debian's /etc/hosts."""
+    """Node 0 of two, whose own name resolves to a loopback address, as with Debian's /etc/hosts."""
     hosts = types.SimpleNamespace(parse_hosts=str, get_host_assignments=lambda hosts, size: (hosts, size))
     server = types.SimpleNamespace(RendezvousHandler=Handler, RendezvousHTTPServer=Server)
     for name in ("horovod", "horovod.runner", "horovod.runner.common", "horovod.runner.common.util"):

@@ -110,7 +110,7 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
 
 
 def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
-    """In no collective, and with one process alone, nothing else would end it."""
+    """Outside of collectives, and with one process alone, nothing else would end the wait."""
     split = make_split()
     assert split.bound_s == 660
     handler, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
@@ -119,7 +119,7 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
     ):
         with workers.bounded(0.05):
             time.sleep(60)
-    # An alarm of someone else's, such as pytest-timeout's, is as it was; without one, none is left.
+    # An earlier alarm, such as pytest-timeout's, is kept; without one, none is left.
     assert signal.getsignal(signal.SIGALRM) is handler
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is (left_s > 0)
     with pytest.raises(WorkerError, match=r"lost a worker \(DataLoader worker .* unexpectedly\); is memory short"):

@@ -86,7 +86,7 @@ def test_a_slurm_that_does_not_answer_is_no_obstacle(tmp_path):
     [("none", False, True), ("auto", False, True), ("other.pt", False, False), ("other.pt", True, True)],
 )
 def test_a_job_that_starts_again_goes_on_with_its_record(tmp_path, resume, has_begun, added):
-    """One that was to begin from another run's checkpoint, and has not begun, begins from that again."""
+    """A job that was to begin from another run's checkpoint, and has not begun, begins from it again."""
     if has_begun:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "config.json").touch()
@@ -101,7 +101,7 @@ def test_a_job_that_starts_again_goes_on_with_its_record(tmp_path, resume, has_b
 
 
 def run_array(folder, **env):
-    """Run array.sbatch up to begin_job, where the host's python3 is too old; return what run_job() does."""
+    """Run array.sbatch up to begin_job on a host whose python3 is too old; return the results of run_job()."""
     (folder / "python3").write_text("#!/bin/sh\necho an old Python >&2\nexit 1\n")
     (folder / "python3").chmod(0o755)
     text = (ROOT / "slurm/array.sbatch").read_text()

@@ -28,7 +28,7 @@ esac
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function: run lines after begin_job with the options, in the batch script's environment."""
+    """Return a function that runs lines after begin_job with options, in the batch script's environment."""
     for name, script in {"scontrol": SCONTROL, "srun": "#!/bin/sh\n"}.items():
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
@@ -46,7 +46,7 @@ def job(tmp_path):
     ("gpus", "options", "expected"),
     [
         ("4", [], ["--device", "cuda"]),
-        ("4", ["--device", "cpu"], ["--device", "cuda", "--device", "cpu"]),  # the last one wins
+        ("4", ["--device", "cpu"], ["--device", "cuda", "--device", "cpu"]),  # the last one counts
         ("0", [], []),
         ("", [], []),
         ("4", ["--config", "cpu.yaml"], []),
@@ -80,7 +80,7 @@ touch "$5"; exec sleep 60
 
 
 def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
-    """Its nodes would wait for it until RDZV_TIMEOUT_S, or meet another program there."""
+    """Otherwise its nodes would wait until RDZV_TIMEOUT_S, or meet another program at the port."""
     (tmp_path / "python").write_text(STORE)
     (tmp_path / "python").chmod(0o755)
     own = {"PYTHON": str(tmp_path / "python")}
@@ -115,7 +115,7 @@ def test_an_elastic_script_has_ended_where_one_node_says_so_and_none_has_failed(
 
 @pytest.mark.parametrize(("signal", "said"), [("", "ended with status 3"), ("USR1", "it was stopped before its")])
 def test_a_file_of_a_script_does_not_end_an_elastic_job(script, signal, said):
-    """result.json is a recipe's record."""
+    """result.json is the record of a recipe, not of a script."""
     ended = f"RDZV_ENDPOINT=n1:7 status=3 greatest=3 signal={signal}"
     done = script(f'{ended}; sleep 0.02; touch "$run_dir/result.json"; end_job')
     assert done.returncode != 0
@@ -123,7 +123,7 @@ def test_a_file_of_a_script_does_not_end_an_elastic_job(script, signal, said):
 
 
 def test_a_port_that_is_taken_on_any_address_is_passed_over(job):
-    own = {"SLURM_JOB_ID": str(os.getpid())}  # not that of other tests: ports are the machine's
+    own = {"SLURM_JOB_ID": str(os.getpid())}  # unlike other tests' ids, since ports are shared on this machine
     first = port_of(job(**own))
     addresses = ["127.0.0.1", "127.0.0.2", "0.0.0.0"]
     if Path("/proc/net/if_inet6").exists():
@@ -145,7 +145,7 @@ def test_the_port_follows_from_the_job(job):
     [
         (75, 75, "0", True, "job 7: another process took port 2"),
         (75, 75, "10", False, " 11 times (MAX_REQUEUES=10); to resume: sbatch ... --name ddp-job7 --resume auto"),
-        (2, 75, "0", True, "job 7: another process took port 2"),  # of a node that had met that process
+        (2, 75, "0", True, "job 7: another process took port 2"),  # the status of a node that reached that process
         (2, 2, "0", False, "error: job 7 ended with status 2"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_lost_race_for_the_port_is_requeued(job, tmp_path, status, greatest, r
 
 @pytest.fixture
 def script(job, tmp_path):
-    """Return a function: run lines after begin_job for a script of the user's own."""
+    """Return a function that runs lines after begin_job for the user's own script."""
     (tmp_path / "train.py").touch()
 
     def run(then, **env):
@@ -172,7 +172,7 @@ def script(job, tmp_path):
 
 @pytest.fixture
 def submitted(job, tmp_path):
-    """Return a function: rank 0 of a job of make submit has left this, and srun has ended with a status."""
+    """Return a function that runs end_submitted after rank 0 has left its own status and srun has ended."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "runs/mine").mkdir(parents=True)
 
@@ -196,8 +196,8 @@ RECORD = 'touch "$run_dir/config.json"'
     ("then", "left", "status", "ends_with", "said"),
     [
         (f'{RECORD} "$run_dir/result.json"', "0", 0, 0, ""),
-        (f'{RECORD} "$run_dir/result.json"', "0 USR1", 0, 0, ""),  # it came as the run ended
-        (f'{RECORD} "$run_dir/result.json"', "0", 9, 9, ""),  # another rank
+        (f'{RECORD} "$run_dir/result.json"', "0 USR1", 0, 0, ""),  # the signal came as the run ended
+        (f'{RECORD} "$run_dir/result.json"', "0", 9, 9, ""),  # another rank's status
         (f'{RECORD}; touch -d 2020-01-01 "$run_dir/result.json"', "0 USR1", 0, "requeue", "it was stopped before"),
         (
             RECORD,
@@ -256,7 +256,7 @@ def test_requeues_of_a_submitted_job_have_a_bound(submitted, tmp_path):
 
 
 def test_a_task_of_an_array_requeues_itself_alone_and_has_its_own_run(submitted, tmp_path):
-    """Its SLURM_JOB_ID is that of the whole array; here another task is preempted."""
+    """Its SLURM_JOB_ID belongs to the whole array; here another task is preempted."""
     text = (tmp_path / "scontrol").read_text()
     own = '"show job 101_3 "*) echo " JobState=RUNNING PreemptTime=None " ;;'
     others = '"show job "*) echo " JobState=RUNNING PreemptTime=2026 " ;;'
@@ -312,7 +312,7 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
 def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
     script, tmp_path, then, preempted, is_requeued, said
 ):
-    """That is after a preemption, or where it has written to RUN_DIR since its start."""
+    """A restart would continue after a preemption, or if the script has written to RUN_DIR since its start."""
     if preempted:
         text = (tmp_path / "scontrol").read_text().replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00")
         (tmp_path / "scontrol").write_text(text)
@@ -323,7 +323,7 @@ def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
 
 
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
-    """srun writes to %N.txt: the host's name, which need not be the NodeName by which all else goes."""
+    """srun writes to %N.txt, named after the host, which need not be the NodeName that Slurm uses elsewhere."""
     show = 'basename "$head_log"; echo said >>"$logs/$(hostname -s).txt"; cat "$head_log"'
     done = job(then=show, SLURMD_NODENAME="rack7-n12")
     assert done.stdout.splitlines()[-2:] == ["rack7-n12.txt", "said"], done.stderr
@@ -333,7 +333,7 @@ def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
 
 @pytest.mark.parametrize("earlier", ["", "of an earlier start"])
 def test_a_start_shows_what_its_head_node_adds_to_the_log(job, earlier):
-    """Also where the log has a second name; a link's own size is not the log's."""
+    """This also holds if the log has a second name: the size of a link is not that of the log."""
     log = 'log=$logs/$(hostname -s).txt; printf "%s" "$EARLIER" >>"$log"'
     step = 'run_step bash -c "sleep 0.5; echo of this one >>\\$0; sleep 0.5" "$log"'
     done = job(then=f"{log}; {step}", SLURMD_NODENAME="rack7-n12", EARLIER=f"{earlier}\n" * bool(earlier))
@@ -342,7 +342,7 @@ def test_a_start_shows_what_its_head_node_adds_to_the_log(job, earlier):
 
 
 def test_all_nodes_are_asked_at_once_whether_they_answer(job, tmp_path):
-    """Each answer comes only when every node has been asked; n2 does not start the command."""
+    """Answers come only once every node has been asked; n2 does not start the command."""
     (tmp_path / "srun").write_text(
         f"""#!/bin/sh
 case $* in *n1*) touch {tmp_path}/n1 ;; *n2*) touch {tmp_path}/n2 ;; esac
@@ -358,7 +358,7 @@ case $* in *n2*) exit 1 ;; esac
 
 
 def test_steps_get_all_variables_and_all_cores(job):
-    """Whatever sbatch --export names, and also where sbatch was called by a task of another job."""
+    """This holds whatever sbatch --export names, and if sbatch was called by a task of another job."""
     leaked = {"SLURM_EXPORT_ENV": "NONE", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
     leaked |= {"SLURM_DISTRIBUTION": "cyclic", "SLURM_SRUN_COMM_PORT": "60001"}
     done = job(then="env", **leaked)
@@ -403,7 +403,7 @@ def test_a_script_gets_its_signal_once_also_where_slurm_was_busy(script, tmp_pat
 
 
 def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path):
-    """NodeName need not be what DNS or /etc/hosts know."""
+    """DNS and /etc/hosts need not know a NodeName."""
     (tmp_path / "scontrol").write_text(
         SCONTROL + 'case $* in "show node n1 "*) echo "NodeName=n1 NodeAddr=10.7.0.1 X=" ;; esac\n'
     )
@@ -467,7 +467,7 @@ def test_an_environment_is_staged_once(job, tmp_path):
 
 @pytest.fixture
 def file(job, tmp_path):
-    """Return a function: run an sbatch file; it returns what was printed, and the calls of srun."""
+    """Return a function that runs an sbatch file and returns its output and the calls of srun."""
 
     def run(name, *words, plugins="", command="", **env):
         (tmp_path / "srun").write_text(
@@ -498,7 +498,7 @@ def file(job, tmp_path):
             "scripts/launch.sh",
         ),
         ("none pmix pmix_v4", "", "", "--mpi=pmix"),
-        ("none pmi2", "pmix", "", "--mpi=pmix"),  # as the user says
+        ("none pmi2", "pmix", "", "--mpi=pmix"),  # as the user asks
     ],
 )
 def test_horovod_goes_by_gloo_where_slurm_has_no_pmix(file, plugins, start, said, asked):
@@ -555,9 +555,9 @@ KMSG = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid='<unknown>', name=<unkno
 
 @pytest.fixture
 def fault(job, submitted, tmp_path):
-    """Return a function: a job on n1 and n2 has failed, and n2's kernel has logged an Xid so long ago.
+    """Return a function: a job on n1 and n2 fails, and n2's kernel has logged an Xid some time before.
 
-    Returns what ended, and the calls of scontrol that change the job.
+    The function returns the ended process, and the calls of scontrol that change the job.
     """
     (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncat {tmp_path}/partition\n")
     (tmp_path / "srun").write_text(
@@ -599,7 +599,7 @@ KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
 
 
 def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
-    """Slurm refuses to change a job that runs, so the nodes are excluded once it is requeued."""
+    """Slurm refuses to change a running job, so the nodes are excluded once it is requeued."""
     done, calls = fault()
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
@@ -612,7 +612,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
 
 @pytest.mark.parametrize("status", [1, 3, 134, 137])
 def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp_path, status):
-    """Its next start is told to resume, although it has written nothing yet: the fault is not its own."""
+    """Its next start is told to resume, although it has written nothing yet: the failure was not its own."""
     (tmp_path / "train.py").touch()
     own = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path / "runs")}
     done, calls = fault(status=status, **own)
@@ -626,7 +626,7 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
     ("changed", "said"),
     [
         ({"xid": 31}, "error: job 7 ended with status 1"),  # the program's own mistake
-        ({"xid": 63}, "error: job 7 ended with status 1"),  # to be watched
+        ({"xid": 63}, "error: job 7 ended with status 1"),  # a fault to be watched
         ({"ago_s": 3600.0}, "error: job 7 ended with status 1"),  # before this job
         ({"status": 2}, "error: job 7 ended with status 2"),
         (
@@ -659,7 +659,7 @@ def test_a_job_is_not_requeued_without_a_fault_or_without_bound(fault, changed, 
 
 
 def test_a_submitted_job_goes_on_without_such_a_node_within_the_same_bounds(fault, tmp_path):
-    """Rank 0 may have been on that node, and have left nothing."""
+    """Rank 0 may have been on that node, and have left no status."""
     done, calls = fault(is_submitted=True)
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"], done.stderr
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and .*"
@@ -706,7 +706,7 @@ def test_an_nvidia_smi_that_is_slow_excludes_no_node(fault, tmp_path):
             "signal=USR1 status=0",
             True,
             "job 7: it was stopped before its end",
-        ),  # while nodes waited for each other
+        ),  # while the nodes waited for each other
         ("signal=USR1 status=2", False, "error: job 7 ended with status 2"),  # its checkpoint could not be written
         ("status=0", False, ""),  # the probe
     ],
@@ -727,7 +727,7 @@ def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line
 
 
 def test_a_second_signal_abandons_no_step(job, tmp_path):
-    """The step ends 2 s after the first signal; the second one comes in between."""
+    """The step ends 2 s after the first signal; the second signal comes in between."""
     step = tmp_path / "step.sh"
     step.write_text("#!/bin/bash\ntrap 'sleep 2; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n")
     step.chmod(0o755)

@@ -30,7 +30,7 @@ def test_the_state_of_a_cluster_that_has_ended_is_deleted(tmp_path):
 
 
 def test_another_process_with_the_number_of_one_that_has_ended_is_no_cluster(tmp_path):
-    """`down` kills all processes in the network of the one that it finds."""
+    """`down` kills all processes in the network of the process that it finds."""
     (tmp_path / "pid").write_text(f"{os.getpid()}\n")
     assert slurm_cluster(tmp_path, "status").stdout == "no test cluster is up\n"
 

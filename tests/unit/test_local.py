@@ -59,7 +59,7 @@ def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatc
 
 
 def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
-    """Signals are repeated, and Python has no handlers any more at its end."""
+    """Signals are repeated, and Python no longer has handlers when it ends."""
     job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", "kill -TERM $$")
     job.stop_signals.add(signal.SIGTERM)
     assert job.wait() == 0

@@ -41,7 +41,7 @@ TEXTS = (
 
 @pytest.mark.parametrize("way", ["command line", "environment"])
 def test_what_is_typed_is_data(tmp_path, monkeypatch, way):
-    """Each text in a variable that make knows, and in one that it does not."""
+    """Each text is set in a variable that make knows, and in one that it does not know."""
     marker, python = tmp_path / "marker", tmp_path / "python"
     texts = [text.replace("MARKER", str(marker)) for text in TEXTS]
     python.write_text(PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
@@ -146,7 +146,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
     ],
 )
 def test_the_command_of_a_target(monkeypatch, target, variables, command):
-    """A module in .venv; HOST: by this Python; ./: a script."""
+    """The command is a module in .venv; HOST: run by this Python; ./: a script."""
     for word in shlex.split(variables):
         monkeypatch.setenv(*word.split("=", 1))
     first, *words = shlex.split(command)
@@ -177,7 +177,7 @@ def test_args_are_words_as_a_shell_quotes_them_and_nothing_is_expanded(monkeypat
 @pytest.mark.parametrize(
     ("target", "variables", "packages", "needs_horovod"),
     [
-        ("run", {"RECIPE": "horovod", "MIN_NODES": "1"}, "run", False),  # which is refused
+        ("run", {"RECIPE": "horovod", "MIN_NODES": "1"}, "run", False),  # the launcher refuses it
         ("run", {"RECIPE": "ddp"}, "run", False),
         ("run", {"RECIPE": "horovod"}, "run", True),
         ("run", {"RECIPE": "horovod", "WITH": "docker"}, "", False),
@@ -284,7 +284,7 @@ def test_installation_comes_before_the_command(monkeypatch):
     monkeypatch.setenv("PYTHON", "python3.12")
     monkeypatch.setenv("ARGS", "--epochs 3")
     monkeypatch.setenv("MAKEFLAGS", " -- ARGS=--epochs\\ 3")
-    monkeypatch.setenv("MAKE_LINE", "")  # which the command then sets
+    monkeypatch.setenv("MAKE_LINE", "")  # the command sets it
     make.main(["run"])
     assert not {"ARGS", "MAKEFLAGS"} & set(os.environ)  # a make that the command calls starts afresh
     assert os.environ["MAKE_LINE"] == "make run ARGS='--epochs 3'"
@@ -317,7 +317,7 @@ RECENT, OLD = "exit 0", "exit 1"
 
 
 def find_python(folder, pythons, **env):
-    """Run python.sh where these Pythons are in PATH (or .venv); return its status, output and errors."""
+    """Run python.sh with these Pythons in PATH (or .venv); return its status, output and errors."""
     bash = shutil.which("bash")
     (folder / "scripts/dev").mkdir(parents=True)
     (folder / "bin").mkdir()
@@ -364,7 +364,7 @@ def test_no_python_is_recent_enough(tmp_path, pythons, env, missing):
 
 
 def test_make_list_runs_without_a_recent_python3(tmp_path):
-    """On RHEL 8 and 9 python3 is 3.6 or 3.9."""
+    """On RHEL 8 and 9, python3 is 3.6 or 3.9."""
     old = tmp_path / "python3"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -397,7 +397,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """Return a copy of the scripts and requirements with a .venv whose pip only talks."""
+    """Return a copy of the scripts and requirements with a .venv whose pip only prints."""
     for name in (
         "scripts/dev/setup.sh",
         "scripts/dev/python.sh",

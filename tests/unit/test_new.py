@@ -58,7 +58,7 @@ def test_what_cannot_be_is_one_line(house, capsys, argv, message):
 
 
 def import_copy(folder):
-    """Let a rank find the copied recipe."""
+    """Make the copied recipe importable for a rank."""
     recipes.__path__.insert(0, str(folder / "recipes"))
 
 

@@ -30,7 +30,7 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
     with FakeTensorMode():
         fused = [
             build_optimizer(args, parameters_on("cuda:0", "cuda:1")),
-            build_optimizer(args, parameters_on("cuda:0", "cpu")),  # a pipeline's other stages
+            build_optimizer(args, parameters_on("cuda:0", "cpu")),  # parameters of a pipeline's other stages
         ]
         shards = parameters_on("cuda:0")
         shards[0].device_mesh = "a mesh"
@@ -42,20 +42,20 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Let parameters pass for those of a GPU: the CPU has kernels of the same name, which do the same."""
+    """Let parameters pass for a GPU's: the CPU has kernels of the same name that do the same."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
 
 
 @pytest.fixture
 def garbage():
-    """Let memory that nobody has written hold nan."""
+    """Fill memory that nobody has written with nan."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def run_steps(argv, gradients):
-    """Take a step with each of the gradients, multiplied by the loss scale; return the weights after each."""
+    """Take a step with each gradient, multiplied by the loss scale; return the weights after each step."""
     args = single.options(["--lr", "0.5", *argv])
     [parameter] = parameters = [nn.Parameter(torch.ones(3))]
     optimizer, scaler = build_optimizer(args, parameters), build_scaler(args, CPU)
@@ -70,7 +70,7 @@ def run_steps(argv, gradients):
 @pytest.mark.parametrize("argv", [(), ("--clip-grad-norm", "1")], ids=["", "clip"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_first_step_that_overflows_leaves_nothing_behind(name, argv, garbage, monkeypatch):
-    """torch's fused SGD would take its momentum from memory that the step it skipped has not written."""
+    """torch's fused SGD would read its momentum from memory that the skipped step has not written."""
     argv = ("--amp", "fp16", "--optimizer", name, *argv)
     gradients = (math.inf, 2.0, -1.0, math.inf, 0.5)
     expected, _ = run_steps(argv, gradients)
@@ -92,7 +92,7 @@ def test_the_host_waits_for_no_fp16_step(fused, monkeypatch):
 
 
 def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_the_weights(fused):
-    """Horovod's weights are contiguous, ddp's channels last: one kernel cannot take both."""
+    """Horovod's weights are contiguous, ddp's are channels last, and one kernel cannot take both."""
     args = single.options([])
     shape = (4, 3, 2, 2)
     written = build_optimizer(args, [nn.Parameter(torch.ones(shape))])
@@ -109,7 +109,7 @@ def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_
 
 @pytest.fixture
 def tf32():
-    """Return a function: whether matrix products and convolutions may use TF32."""
+    """Return a function that returns whether matrix products and convolutions may use TF32."""
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
     yield lambda: tuple(backend.allow_tf32 for backend in backends)
@@ -122,7 +122,7 @@ def tf32():
 )
 def test_tf32_is_for_convolutions_unless_told_otherwise(argv, expected, tf32):
     args = single.options(argv)
-    assert vars(args)["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # in config.json
+    assert vars(args)["tf32"] == {"--tf32": True, "--no-tf32": False}.get("".join(argv))  # as in config.json
     choose_kernels(args)
     assert tf32() == expected
 

@@ -134,7 +134,7 @@ def test_collections_leave_out_what_torch_has_loaded():
 
     def main():
         counts.append(gc.get_freeze_count())
-        kept.extend([] for _ in range(1000))  # torch._dynamo is imported by the first step
+        kept.extend([] for _ in range(1000))  # the first step imports torch._dynamo
 
     assert exit_status(main) == 0
     assert counts[0] > 100_000
@@ -269,7 +269,7 @@ def test_help_is_printed_once_and_names_every_default(monkeypatch, capsys):
             ddp.options(["--help"])
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        assert text.count("--global-batch-size N") == 2 * count  # the usage and the list
+        assert text.count("--global-batch-size N") == 2 * count  # in the usage and in the list
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         ddp.options(["--help"])

@@ -47,13 +47,13 @@ def test_a_process_ends_with_its_killed_launcher(how, what):
             launcher.kill()
             wait_until(lambda: has_ended(child), 10, "the end of the child")
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # gone, and reaped by its next parent
+            with contextlib.suppress(psutil.NoSuchProcess):  # it is gone, and its next parent has reaped it
                 child.kill()
 
 
 @pytest.mark.parametrize("how", ["kernel", "polling"])
 def test_a_process_whose_launcher_has_gone_already_ends_at_once(how):
-    """Its parent is another process than the one that LAUNCHER_PID names."""
+    """Its parent is a process other than the one that LAUNCHER_PID names."""
     env = {**os.environ, "LAUNCHER_PID": str(os.getppid())}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, how, "stay"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=50
@@ -62,7 +62,7 @@ def test_a_process_whose_launcher_has_gone_already_ends_at_once(how):
 
 
 def test_without_a_launcher_a_process_stays():
-    """As one that nohup has started from a shell which then ends."""
+    """For example, nohup has started it from a shell which then ends."""
     code = "from recipes.common.process import parent; parent.end_with_launcher(); print(parent._is_polling)"
     env = {name: value for name, value in os.environ.items() if name != "LAUNCHER_PID"}
     command = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(1); {code}' &"]

@@ -96,7 +96,7 @@ def test_parts_equal_the_model_and_each_has_parameters(name, parts, balance):
 
 @pytest.mark.parametrize("balance", ["parameters", "cost"])
 def test_frozen_layers_make_no_part_of_their_own(balance):
-    """A part without a gradient could neither compute one nor send one back."""
+    """A part without trainable weights could neither compute a gradient nor send one back."""
     args = options("vit-tiny")
     model = build_model(args, data_of(3, 32))
     for frozen in (model.embedding, *model.blocks[:4]):
@@ -136,7 +136,7 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
 
 
 class Counted(torch.nn.Linear):
-    """A layer with a state that is no tensor."""
+    """A layer with a state that is not a tensor."""
 
     calls = 0
 

@@ -38,11 +38,11 @@ from tests.conftest import slow
 
 LINK = Link(1e-3, 1e6)
 GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
-"""A megabyte each, a quarter of backward apart."""
+"""Four gradients of 1 MB each, a quarter of backward apart."""
 
 
 def test_the_ring_is_the_formula():
-    """Four ranks, 8 MB over 1 MB/s: six hops of 1 ms, and 2 x 3/4 of the bytes over each link."""
+    """Four ranks, 8 MB at 1 MB/s: six hops of 1 ms, and 2 x 3/4 of the bytes over each link."""
     assert all_reduce(8e6, Cluster(4, 1, LINK), "ring") == (pytest.approx(6 * 1e-3 + 12), 12e6)
     assert all_reduce(8e6, Cluster(1, 4, LINK), "ring").seconds == pytest.approx(6 * 1e-3 + 4 * 12)
     assert all_reduce(8e6, Cluster(1, 1, LINK), "ring") == (0, 0)
@@ -50,7 +50,7 @@ def test_the_ring_is_the_formula():
 
 
 def test_within_and_between_nodes():
-    """Two nodes of four GPUs: of the ring's 14 hops 2 leave the node, of the tree's 8 two do."""
+    """Two nodes of four GPUs: 2 of the ring's 14 hops leave the node, and 2 of the tree's 8."""
     fast = Link(1e-5, 1e7)
     cluster = Cluster(2, 4, LINK, fast)
     assert all_reduce(8e6, cluster, "ring").seconds == pytest.approx(2e-3 + 12e-5 + 14)
@@ -90,10 +90,10 @@ def test_buckets_close_once_they_are_full():
 
 
 def test_exchanges_overlap_with_backward():
-    """Forward 1 s, backward 4 s; an exchange of 1 MB takes 0.5 s, then 2 s."""
+    """Forward takes 1 s, backward 4 s; an exchange of 1 MB takes 0.5 s, then 2 s."""
     compute, buckets = Compute(1.0, 4.0), ddp_messages(GRADIENTS, 1e6)
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 0.5e-6, compute) == pytest.approx(5.5)
-    # The first can begin after 2 s; then the link is always busy.
+    # The first exchange can begin after 2 s; then the link is always busy.
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(10)
     assert exchanges_end_s(ddp_messages(GRADIENTS, 1e9), lambda nbytes: nbytes * 2e-6, compute) == pytest.approx(
         13
@@ -101,23 +101,23 @@ def test_exchanges_overlap_with_backward():
 
 
 def test_an_exchange_that_needs_the_same_cores_slows_backward_down():
-    """Half of the cores are away from 2 s on, for all that is left: 3 s of backward take 6 s."""
+    """The exchange takes half of the cores from 2 s on: the remaining 3 s of backward take 6 s."""
     compute, buckets = Compute(1.0, 4.0, load=0.5), ddp_messages(GRADIENTS, 1e6)
     assert exchanges_end_s(buckets, lambda nbytes: nbytes * 10e-6, compute) == pytest.approx(42)
     assert exchanges_end_s(buckets[:1], lambda nbytes: 100.0, compute) == pytest.approx(102)
-    # 2 s of exchange cost 1 s of computing.
+    # An exchange of 2 s costs 1 s of computing.
     assert exchanges_end_s(buckets[:1], lambda nbytes: 2.0, compute) == pytest.approx(6)
 
 
 def test_backward_slows_an_exchange_down_that_needs_the_same_cores():
-    """The one of 2 s begins at 2 s; until backward ends at 5 s it comes as far as 0.6 s would: 1.4 s are left."""
+    """A 2 s exchange begins at 2 s; until backward ends at 5 s it only does 0.6 s of its work, so 1.4 s remain."""
     compute, [first, *_] = Compute(1.0, 4.0), ddp_messages(GRADIENTS, 1e6)
     end_s = exchanges_end_s([first], lambda nbytes: 2.0, compute, loaded_cost=lambda nbytes: 10.0)
     assert end_s == pytest.approx(5 + 1.4)
 
 
 def test_horovod_sends_together_what_has_come_up_meanwhile():
-    """The first megabyte alone, from 2 s to 4 s; two more have come up by then and go together."""
+    """The first megabyte goes alone, from 2 s to 4 s; the two that are ready by then go together."""
     messages = ddp_messages(GRADIENTS, 1e6)
 
     def cost(nbytes):
@@ -136,14 +136,14 @@ def test_horovod_sends_together_what_has_come_up_meanwhile():
     ids=["ddp", "fp16"],
 )
 def test_recipes_exchange_as_they_do(method, exchange_s):
-    """Two nodes, 4 MB of gradients over 1 MB/s, hops of 1 ms."""
+    """Two nodes exchange 4 MB of gradients at 1 MB/s, in hops of 1 ms."""
     found = step(GRADIENTS, Compute(1.0, 2.0, 0.1), Cluster(2, 1, LINK), method)
     assert found.exchange_s == pytest.approx(exchange_s, rel=1e-3)
     assert found.step_s == pytest.approx(3.1 + exchange_s, rel=1e-3)
 
 
 def test_of_accumulated_passes_the_last_one_hides_exchanges():
-    """Two passes of 1 s forward and 2 s backward are as one of 4 s before its 2 s of backward."""
+    """Two passes of 1 s forward and 2 s backward equal one with 4 s before its 2 s of backward."""
     cluster, method = Cluster(2, 1, LINK), Method("ddp", bucket_cap_mb=0.9)
     once = step(GRADIENTS, Compute(4.0, 2.0), cluster, method)
     assert step(GRADIENTS, Compute(2.0, 4.0), cluster, replace(method, accumulate_steps=2)) == once
@@ -175,7 +175,7 @@ def test_a_sharded_optimizer_hands_the_weights_out():
     ids=["default", "no reshard", "bf16", "gloo", "replicas", "accumulation"],
 )
 def test_shards_are_gathered_and_gradients_scattered(method, sent):
-    """Four nodes of one rank: the bytes that recipes/fsdp/README.md has in its table."""
+    """Four nodes of one rank: the bytes are those of the table in recipes/fsdp/README.md."""
     found = step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), method)
     assert found.sent_bytes_per_node == pytest.approx(sent * 4e6, rel=1e-3)
     assert found.exchange_s == pytest.approx(sent * 4, rel=1e-2)
@@ -183,24 +183,24 @@ def test_shards_are_gathered_and_gradients_scattered(method, sent):
 
 
 def test_layers_wait_for_sums_and_replicas_sum_gradients():
-    """Four ranks, replicas of two, sums of 1 MB forward and backward: a second and two hops each."""
+    """Four ranks, replicas of two, sums of 1 MB forward and backward: each takes a second and two hops."""
     method = Method("tensor", bucket_cap_mb=1e3, tensor_parallel=2, sums=(1e6, 1e6))
     apart = step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), method)
     assert apart.exchange_s == pytest.approx(2 * 1.002 + 4.002)
     assert apart.step_s == pytest.approx(3 + 2 * 1.002 + 4.002)
     assert apart.sent_bytes_per_node == pytest.approx(2e6 + 4e6)
-    # With a replica in each node, sums stay there, and its two ranks share the way out of it.
+    # With one replica per node, sums stay in the node, and its two ranks share the link out of it.
     near = step(GRADIENTS, Compute(1.0, 2.0), Cluster(2, 2, LINK, Link(0.0, 1e9)), method)
     assert near.exchange_s == pytest.approx(2 * 1e-3 + 8.002)
     assert near.sent_bytes_per_node == pytest.approx(2 * 4e6)
-    # A replica of two nodes: none is left to sum gradients with.
+    # With one replica on both nodes, there is no other replica to sum gradients with.
     wide = step(GRADIENTS, Compute(1.0, 2.0), Cluster(2, 1, LINK), method)
     assert (wide.sent_bytes_per_node, wide.exchange_s) == (pytest.approx(2e6), pytest.approx(2 * 1.002))
 
 
 @pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_a_rank_of_tensor_computes_its_part(ranks):
-    """Of gpt-tiny's 4 blocks, 12 W^2 numbers each are split, and attention by heads; 4 sums a block."""
+    """12 W^2 numbers in each of gpt-tiny's 4 blocks are split, and attention by heads; a block has 4 sums."""
     words = f"--data text --data-dir {ROOT}/docs --seq-len 16 --tensor-parallel {ranks}".split()
     args = tensor_options(words)
     workload = look_at(args, kind_of(args, None, None))
@@ -224,7 +224,7 @@ def test_nodes_that_make_up_no_whole_replicas_are_left_out():
 
 
 def test_a_checkpoint_in_shards_is_not_gathered():
-    """Four nodes of one GPU at 1 GB/s without latency; files at 1 GB/s, copies at 5."""
+    """Four nodes of one GPU at 1 GB/s without latency; files at 1 GB/s, copies at 5 GB/s."""
     words = ("fsdp", "--data", "digits", "--gpus", "1", "--nodes", "4", "--compute-ms", "1", "--gbit", "8")
     words += ("--alpha-us", "0", "--local-batch-size", "8")
     whole, own = (command.make_plan([*words, *more])[0]["rows"][-1] for more in ((), ("--sharded-checkpoints",)))
@@ -234,7 +234,7 @@ def test_a_checkpoint_in_shards_is_not_gathered():
     assert whole["checkpoint_cost_s"] == pytest.approx((3 / 4 + 1 / 5) * size / 1e9)
     assert whole["checkpoint_restore_s"] == pytest.approx((1 + 3 / 4) * size / 1e9)
     part = own["checkpoint_file_bytes"]
-    # Rows of rank 0: 2 of 6 and 4 of 16 channels, 30 of 120, 21 of 84 and 3 of 10 units; each with its bias.
+    # Rows of rank 0: 2 of 6 and 4 of 16 channels, 30 of 120, 21 of 84 and 3 of 10 units, each with its bias.
     numbers = 2 * 26 + 4 * 151 + 30 * 65 + 21 * 121 + 3 * 85
     assert part == own["checkpoint_host_bytes"] == 8 * numbers
     assert own["checkpoint_cost_s"] == pytest.approx(part / 5e9)
@@ -243,7 +243,7 @@ def test_a_checkpoint_in_shards_is_not_gathered():
 
 
 def test_each_tensor_of_a_checkpoint_is_gathered_by_itself():
-    """LeNet's 10 weights and as many momenta over 4 ranks: 3 hops of 1 ms each. --zero: two broadcasts a rank."""
+    """LeNet's 10 weights and momenta each take 3 hops of 1 ms on 4 ranks; --zero takes 2 broadcasts a rank."""
     words = "--data digits --gpus 1 --nodes 4 --compute-ms 1 --gbit 8 --alpha-us 1000 --local-batch-size 8"
     size = 8 * 21_386
     row = command.make_plan(["fsdp", *words.split()])[0]["rows"][-1]
@@ -254,7 +254,7 @@ def test_each_tensor_of_a_checkpoint_is_gathered_by_itself():
 
 
 def test_checkpoints_come_when_they_are_asked_for_and_after_each_epoch():
-    """1,437 digits in batches of 8: 179 steps an epoch, of which Daly's interval would be many."""
+    """1,437 digits in batches of 8 are 179 steps an epoch; Daly's interval would be many epochs."""
     words = "ddp --data digits --gpus 1 --nodes 1 --compute-ms 1000 --local-batch-size 8 --copy-gb-s 0.001"
     epoch, asked = (
         command.make_plan([*words.split(), *more])[0]["rows"][0] for more in ((), ("--checkpoint-every", "5"))
@@ -262,7 +262,7 @@ def test_checkpoints_come_when_they_are_asked_for_and_after_each_epoch():
     assert (epoch["interval_s"], epoch["checkpoint_every_steps"]) == (pytest.approx(179), 179)
     assert (asked["interval_s"], asked["checkpoint_every_steps"]) == (pytest.approx(5), 5)
     assert asked["useful_share"] < epoch["useful_share"]
-    # Written at 10 kB/s, one takes longer than that: the next one waits for it.
+    # Written at 10 kB/s, a checkpoint takes longer than the interval, so the next one waits for it.
     words += " --checkpoint-every 5 --checkpoint-gb-s 1e-5"
     slow = command.make_plan(words.split())[0]["rows"][0]
     size = 8 * 21_386
@@ -327,7 +327,7 @@ def test_published_runs():
 
 
 def simulate(interval_s, cost_s, mtbf_s, restart_s, work_s):
-    """Return the useful share of a job that fails at random: work, checkpoint, fail, go back, start again."""
+    """Return the useful share of a job that fails at random: work, checkpoint, fail, go back, restart."""
     chance = random.Random(1)
     now = done = 0.0
     fails_at = chance.expovariate(1 / mtbf_s)
@@ -397,9 +397,9 @@ def test_memory_of_weights_and_optimizer_is_that_of_real_state(words):
 
 
 def test_lenets_arithmetic_is_the_one_by_hand():
-    """8x8 digits: two convolutions of 5x5 and three matrices; each weight is used once a place and sample.
+    """8x8 digits: two convolutions of 5x5 and three matrices; each weight is used once per place and sample.
 
-    Multiply and add are two; backward needs as many for the weights again, and for the inputs but of the first.
+    A multiply-add counts as two; backward takes the same for weights, and for inputs but the first layer's.
     """
     _, _, workload = looked_at()
     first = 2 * 25 * 6 * 64
@@ -411,18 +411,18 @@ def test_lenets_arithmetic_is_the_one_by_hand():
 def test_text_is_looked_at_too():
     """gpt-tiny: 4 blocks of 12 W^2 numbers and two norms of 2 W, a last norm, and 256 x W to embed and to predict.
 
-    That matrix is one: its gradient is there when the first layer's is.
+    That matrix is shared: its gradient is ready when the first layer's is.
     """
     _, kind, workload = looked_at("--data", "text", "--data-dir", str(ROOT / "docs"), "--seq-len", "16")
     assert workload.parameters == 4 * (12 * 64**2 + 4 * 64) + 2 * 64 + 256 * 64
-    # Multiply and add, forward and twice backward: a weight for each place, and two products of attention.
+    # A multiply-add counts as two, forward and twice backward: a weight per place, and attention's two products.
     assert workload.flops_per_sample == 3 * 16 * (2 * (4 * 12 * 64**2 + 256 * 64) + 4 * 2 * 2 * 16 * 64)
     assert (workload.gradients[-1].shape, workload.gradients[-1].ready) == ((256, 64), 1.0)
     assert (kind.sample_bytes, kind.num_samples) == (0, len(kind.data.train)), "text lies on the device"
 
 
 def test_gradients_come_from_the_last_layer_to_the_first():
-    """As a real pass on the CPU hands them over; a layer's bias comes with its weight, before or after it."""
+    """The order is that of a real pass on the CPU; a layer's bias comes with its weight, before or after it."""
     args, kind, workload = looked_at()
     model, real = build_model(args, kind.data), []
     for parameter in model.parameters():
@@ -438,9 +438,9 @@ def test_gradients_come_from_the_last_layer_to_the_first():
 
 
 def test_backward_yields_gradients_as_its_arithmetic_goes_on():
-    """The last layer's weights need 2 x 84 x 10 of it for themselves, after as much for its inputs."""
+    """The last layer's weights take 2 x 84 x 10 operations, after the same number for its inputs."""
     _, _, workload = looked_at()
-    first = 2 * 25 * 6 * 64  # no gradient of the images
+    first = 2 * 25 * 6 * 64  # no gradient for the images
     backward = first + 2 * 2 * (25 * 6 * 16 * 16 + 64 * 120 + 120 * 84 + 84 * 10)
     ready = {gradient.shape: gradient.ready for gradient in workload.gradients}
     assert ready[10, 84] == pytest.approx(2 * 2 * 84 * 10 / backward)
@@ -487,7 +487,7 @@ def test_a_plan_is_written_whole(tmp_path, capsys):
 
 
 def test_buckets_are_the_recipes():
-    """On GPUs torch's: a first one of 1 MiB, then of 25; of ddp on CPUs 4; what is asked for, if it is."""
+    """GPUs use torch's buckets, 1 MiB and then 25 MiB, ddp on CPUs 4 MiB; --bucket-cap-mb replaces them."""
     sizes = []
     for words in ((), ("--device", "cpu"), ("--bucket-cap-mb", "7")):
         args, options = command.parse_args(["ddp", "--grad-compression", "bf16", *words])
@@ -533,7 +533,7 @@ def test_what_the_recipe_would_refuse_is_left_out(tmp_path, capsys):
 
 
 def test_a_fixed_global_batch_is_shared_out():
-    """64 samples on 1, 2 and 4 ranks: 64, 32 and 16 each; what --compute-ms says is for 64 of them."""
+    """64 samples are 64, 32 and 16 each on 1, 2 and 4 ranks; --compute-ms is the time for 64 of them."""
     words = ("ddp", "--data", "digits", "--nodes", "4", "--gpus", "1", "--global-batch-size", "64")
     rows = rows_of(*words, "--local-batch-size", "64", "--compute-ms", "8", "--fabric", "ib-400")
     assert [row["global_batch_size"] for row in rows] == [64, 64, 64]
@@ -541,12 +541,12 @@ def test_a_fixed_global_batch_is_shared_out():
     words = (*words, "--local-batch-size", "64", "--compute-ms", "8", "--fixed-ms", "2", "--fabric", "ib-400")
     rows = rows_of(*words)
     assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 5e-3, 3.5e-3])
-    rows = rows_of(*words, "--accumulate-steps", "2")  # each pass has the fixed part
+    rows = rows_of(*words, "--accumulate-steps", "2")  # each pass takes the fixed part
     assert [row["compute_s"] for row in rows] == pytest.approx([10e-3, 7e-3, 5.5e-3])
 
 
 def test_memory_that_does_not_fit_is_named_at_each_number_of_nodes(capsys, tmp_path):
-    """A fixed batch takes the more memory the fewer the nodes; the largest number of them is not all."""
+    """A fixed batch needs more memory on fewer nodes, so not only the largest number of nodes is checked."""
     words = "--model resnet50 --nodes 4 --gpus 1 --global-batch-size 1024 --gpu-type a100"
     rows = plan(tmp_path, "ddp", *words.split())["rows"]
     assert [row["memory_sum_bytes"] == sum(row["memory_bytes"].values()) for row in rows] == [True] * 3
@@ -567,7 +567,7 @@ def test_synthetic_data_have_the_recipes_size():
 
 
 def test_groups_of_batch_norm_go_round_as_in_the_recipe():
-    """96 samples in groups of 32: three on one rank, two and one on two, none for a fourth rank."""
+    """96 samples in groups of 32: three on one rank, two and one on two ranks, none for a fourth rank."""
     words = "ddp --data digits --nodes 4 --gpus 1 --batchnorm-group 32 --global-batch-size 96"
     rows = rows_of(*words.split(), "--local-batch-size", "96", "--compute-ms", "9")
     assert [row["nodes"] for row in rows] == [1, 2]
@@ -575,7 +575,7 @@ def test_groups_of_batch_norm_go_round_as_in_the_recipe():
 
 
 def test_input_is_of_a_node_or_of_all():
-    """Two nodes of eight ranks with 128 pictures of 110 kB each."""
+    """Two nodes of eight ranks read 128 pictures of 110 kB each."""
     words = ("ddp", "--nodes", "2", "--compute-ms", "1")
     decoded = rows_of(*words, "--images-per-s", "1000")
     assert [row["step_s"] for row in decoded] == pytest.approx([1.024, 1.024])
@@ -592,7 +592,7 @@ def test_an_estimate_says_that_it_is_one(tmp_path, capsys):
     seconds = made["compute"]["forward_s"] + made["compute"]["backward_s"]
     assert seconds == pytest.approx(128 * made["flops_per_sample"] / (0.5 * 156e12))
     assert math.isclose(made["compute"]["backward_s"], 2 * made["compute"]["forward_s"])
-    # Neither --tf32 nor --no-tf32: in TF32 LeNet's convolutions alone.
+    # With neither --tf32 nor --no-tf32, only LeNet's convolutions use TF32.
     words = ("ddp", "--data", "digits", "--nodes", "1", "--gpu-type", "a100", "--utilisation", "0.5")
     convolutions = 2 * (2 * 25 * 6 * 64) + 3 * (2 * 25 * 6 * 16 * 16)
     matrices = made["flops_per_sample"] - convolutions

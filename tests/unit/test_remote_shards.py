@@ -60,7 +60,7 @@ def assert_equal(split, other):
 
 
 def requests_for(split, epochs):
-    """Return the requests that assert_equal() takes: neighbours that follow one another come together."""
+    """Return the requests that assert_equal() takes: neighbours drawn one after another come in one request."""
     order, shards = split.storage_order().tolist(), split.dataset.fields["shard"]
     neighbours = {pair for pair in itertools.pairwise(order) if shards[pair[0]] == shards[pair[1]]}
     drawn = [torch.cat(order_of(split, epoch)).tolist() for epoch in range(epochs)]
@@ -68,7 +68,7 @@ def requests_for(split, epochs):
 
 
 def one_error(data, number=None):
-    """Return what is told of one image, by default the first of the first shard."""
+    """Return the error reported for one image, by default the first of the first shard."""
     told = []
     data.train.on_fault = told.append
     index = data.train.storage_order()[:1] if number is None else torch.tensor([number])
@@ -88,7 +88,7 @@ def test_a_run_sees_the_images_of_the_disk(shards, tmp_path, has_cache):
         opened = counts.requests
         assert_equal(data.train, local.train)
         assert_equal(data.test, local.test)
-        # Without a cache each of 2 epochs reads each image, with it one of them does.
+        # Without a cache, each of 2 epochs reads each image; with one, only the first does.
         expected = sum(requests_for(split, 2 - has_cache) for split in (data.train, data.test))
         assert counts.requests - opened == expected > (2 - has_cache) * (28 + 12 - 10)
         if has_cache:
@@ -98,7 +98,7 @@ def test_a_run_sees_the_images_of_the_disk(shards, tmp_path, has_cache):
 
 
 def test_the_cache_heals(shards, tmp_path):
-    """A cached image that is damaged is read again; so are those of a run that was killed as it wrote."""
+    """A damaged cached image is read again, and so are the images of a run that was killed while writing them."""
     with serve(shards) as (url, counts):
         flags = ("--cache-dir", str(tmp_path))
         data = load(url, *flags)
@@ -115,7 +115,7 @@ def test_the_cache_heals(shards, tmp_path):
 
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_a_block_is_one_read(shards, tmp_path, has_cache):
-    """As many images as lie side by side in a shard and in the block, whichever batches they are in."""
+    """One read brings all images that lie side by side in a shard and in the block, in whichever batches."""
     flags = ["--cache-dir", str(tmp_path)] * has_cache
     with serve(shards) as (url, counts):
         split = load(url, "--shuffle-block", "4", *flags).train
@@ -177,7 +177,7 @@ def answer(status, content=b"", **headers):
 
 
 def send(handler, content=None, shift=0, length=0, **headers):
-    """Send some bytes as if they were the part that was asked for, or one so many bytes further."""
+    """Send bytes as if they were the requested part, or a part that begins `shift` bytes later."""
     start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
     length = length or end + 1 - start
     headers = {"Content-Range": f"bytes {start + shift}-{end + shift}/1000000", **headers}
@@ -191,7 +191,7 @@ def send(handler, content=None, shift=0, length=0, **headers):
 
 
 def drip(handler, number):
-    """A byte now and then: each comes in time, and all of them never do."""
+    """Send a byte now and then: each one is in time, but the last one never comes."""
     send(handler, b"x")
     while True:
         time.sleep(0.02)
@@ -215,7 +215,7 @@ FAULTS = {
         "give an address that serves the files themselves",
         1,
     ),
-    "gzip": (  # of the part, or the part of what is compressed: either is no part of the file
+    "gzip": (  # a part compressed, or a part of the compressed file: neither is a part of the file
         lambda handler, _: send(handler, **{"Content-Encoding": "gzip"}),
         r"the server compresses what it sends \(gzip\), although asked not to; turn that off for the shards",
         1,
@@ -272,7 +272,7 @@ def test_what_a_server_does_is_one_line(shards, name):
 
 
 def test_a_server_that_recovers_costs_nothing(shards):
-    """503, and connections that drop, in the middle of an epoch."""
+    """The server answers 503 and drops connections in the middle of an epoch."""
 
     seen = Counter()
 
@@ -292,7 +292,7 @@ def test_a_server_that_recovers_costs_nothing(shards):
 
 @pytest.mark.parametrize("has_cache", [False, True])
 def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, has_cache):
-    """No image is left out for them, whatever --skip-bad-images says: it was whole when it was packed."""
+    """No image is left out for them, even with --skip-bad-images: it was whole when it was packed."""
     seen = Counter()
 
     def fault(handler, number):
@@ -319,7 +319,7 @@ def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, has_
 
 
 def test_a_batch_ends_at_the_first_image_that_cannot_be_read(shards):
-    """All its images would take the bound many times over, and other ranks would take it for a hang."""
+    """Trying all its images would take the limit many times over, which other ranks would take for a hang."""
     gone = []
     with serve(shards, fault=lambda handler, _: bool(gone) and answer(404)(handler, 0)) as (url, _):
         data = load(url)
@@ -357,7 +357,7 @@ def half_a_class(about, arrays):
 
 
 def cut_header(folder):
-    """An array whose header has an open bracket."""
+    """Make an array whose header has an open bracket."""
     with zipfile.ZipFile(folder / INDEX, "w") as archive:
         header = b"{'descr': [(\n"
         archive.writestr("about.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
@@ -419,7 +419,7 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
 
 
 def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch):
-    """They could put links there, and let this run write to any file of its user."""
+    """Others could put links there, and let this run write to any file of its user."""
     flags = ("--cache-dir", str(tmp_path / "cache"))
     mask = os.umask(0o002)
     try:
@@ -486,7 +486,7 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
     ],
 )
 def test_refusals(flags, error, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)  # as where it is not installed
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)  # as if it were not installed
     with pytest.raises(UserError, match=error):
         load_data(options(flags), CPU, print)
 

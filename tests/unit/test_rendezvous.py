@@ -37,7 +37,7 @@ def test_a_store_on_all_addresses_answers_by_ipv4_and_ipv6(address):
 
 @pytest.fixture
 def store(monkeypatch):
-    """A job's store, with short bounds."""
+    """A job's store, with short timeouts."""
     monkeypatch.setattr(elastic, "BEAT_S", BEAT_S)
     monkeypatch.setattr(elastic, "SILENT_BEATS", 15)
     monkeypatch.setattr(elastic, "LAST_CALL_S", 0.3)
@@ -45,7 +45,7 @@ def store(monkeypatch):
         monkeypatch.setattr(elastic, name, 0.2)
     delay = dynamic_rendezvous._delay
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: delay(0.02))
-    for name in ("datetime", "get_method_name"):  # install() changes them for this test alone
+    for name in ("datetime", "get_method_name"):  # install() changes them, so undo that after the test
         monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
     for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "PORT_IS_CHOSEN"):
         monkeypatch.setenv(name, "")
@@ -59,7 +59,7 @@ def store(monkeypatch):
 
 @pytest.fixture
 def nodes(store):
-    """Make handlers of nodes; their heartbeats end with the test."""
+    """Make handlers of nodes, whose heartbeats end with the test."""
     made = []
 
     def make(count, min_nodes=2, max_nodes=3, timeout_s=20):
@@ -85,7 +85,7 @@ def join(*handlers):
 
 
 def wait_for_change(*handlers):
-    """Wait until all of them are to restart; return the seconds that it took."""
+    """Wait until all nodes must restart their ranks; return how many seconds that took."""
     begun = time.monotonic()
     for handler in handlers:
         wait_until(lambda handler=handler: handler.num_nodes_waiting() == 1, 10, "a change")
@@ -135,7 +135,7 @@ def test_a_node_that_is_stopped_before_it_joins_stops_no_ranks(nodes):
 
 
 def test_a_stop_reaches_the_ranks_without_the_store(nodes, monkeypatch):
-    """Else the thread that passes the signal on would end before it has."""
+    """Otherwise the thread that passes the signal on would end before it has done so."""
     [a] = nodes(1, min_nodes=1, max_nodes=1)
     join(a)
 
@@ -157,7 +157,7 @@ def test_the_first_round_waits_for_missing_nodes(nodes, monkeypatch):
 
 
 def test_a_beat_touches_no_disk(nodes, monkeypatch):
-    """A shared file system may stall: whatever reads a source file, to name the caller, would wait for it."""
+    """A shared file system may stall, and reading a source file to name the caller would wait for it."""
     touched, real = [], os.stat
 
     def stat(*args, **kwargs):
@@ -194,7 +194,7 @@ def test_a_node_that_has_lost_the_store_gives_up(nodes, monkeypatch):
 
 
 def test_a_refusal_is_that_of_all_nodes(nodes, monkeypatch):
-    """A node that is lost while ranks meet lets the others' ranks end with status 2, too."""
+    """If a node is lost while ranks meet, the ranks of other nodes also end with status 2."""
     a, b = nodes(2, max_nodes=2)
     join(a, b)
     with ThreadPoolExecutor(2) as pool:
@@ -226,7 +226,7 @@ def test_a_job_that_has_ended_says_how(nodes, store):
 
 
 class FakeHandler:
-    """A handler of a round that all is well with."""
+    """A handler of a round without any faults."""
 
     def __init__(self, stopping=False, refusal=True):
         self.stopping, self.refusal, self.noted = stopping, refusal, {}
@@ -261,9 +261,9 @@ class FakeHandler:
 
 
 def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
-    """Return an agent whose ranks have come to a result, and what it makes of that."""
+    """Return an agent whose ranks have come to a result, and a function that monitors them."""
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: result)
-    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])  # those of pytest are no ranks
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])  # pytest's children are no ranks
     one = elastic.Agent.__new__(elastic.Agent)
     one.handler, one._remaining_restarts = handler, restarts
     stopped = set(stopped_by)
@@ -305,7 +305,7 @@ def test_the_last_failure_is_noted_for_the_others(monkeypatch):
 
 
 def test_ranks_that_end_well(monkeypatch):
-    """They have finished, or stopped for a node that joins or leaves, or with this node."""
+    """They have finished, or stopped because a node joins or leaves, or with this node."""
     done = RunResult(state=WorkerState.SUCCEEDED)
     _, monitor = monitored(monkeypatch, done, FakeHandler())
     assert monitor().state == WorkerState.SUCCEEDED
@@ -317,7 +317,7 @@ def test_ranks_that_end_well(monkeypatch):
         monitor()
     assert one.handler.has_left
     with pytest.raises(SignalException):
-        one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))  # its ranks have ended a moment ago
+        one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))  # its ranks ended just before
     one, monitor = monitored(monkeypatch, failed(r0=1), FakeHandler(), stopped_by=[signal.SIGTERM])
     with pytest.raises(UserError, match="without a checkpoint"):
         monitor()
@@ -325,7 +325,7 @@ def test_ranks_that_end_well(monkeypatch):
 
 
 def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys):
-    """A node joins, or all are to stop: who does not handle the signal ends by it, its peers for want of it."""
+    """A node joins or all must stop: ranks without a handler are killed by the signal, and their peers fail."""
     monkeypatch.setenv("SCRIPT", "train.py")
     one, monitor = monitored(monkeypatch, failed(r0=1, r1=-10), FakeHandler(stopping=True))
     assert monitor().state == WorkerState.HEALTHY
@@ -368,7 +368,7 @@ def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
 
 
 def test_a_node_that_is_lost_after_another_has_finished_fails_the_job(nodes, store, monkeypatch):
-    """The ranks that are left run to their end: no further round begins."""
+    """The remaining ranks run to their end: no further round begins."""
     monkeypatch.setenv("SCRIPT", "train.py")
     a, b, c = nodes(3)
     join(a, b, c)
@@ -406,7 +406,7 @@ def test_a_node_whose_ranks_fail_or_stop_after_another_has_finished_fails_the_jo
 
 
 def test_no_round_begins_once_a_node_has_finished_and_gone(nodes, store, monkeypatch):
-    """Its ranks have finished, and it was stopped or lost then: those of the other cannot finish any more."""
+    """A node whose ranks have finished is stopped or lost: those of the other node can no longer finish."""
     monkeypatch.setenv("SCRIPT", "train.py")
     monkeypatch.setattr(elastic, "FIRST_CALL_S", 0.3)
     a, b = nodes(2, min_nodes=1)
@@ -447,7 +447,7 @@ def test_nodes_wait_for_each_other_to_finish(nodes, monkeypatch):
     ("has_run", "has_saved", "status"), [(False, False, 0), (True, True, 0), (True, False, 1)]
 )
 def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, status):
-    """The main thread says the same as the one that takes the signals, whichever ends this process."""
+    """The main thread says the same as the thread that takes the signals, whichever ends this process."""
     one, _ = monitored(monkeypatch, None, FakeHandler(), stopped_by=[signal.SIGTERM])
     monkeypatch.setattr(torch_agent.Agent, "_start_workers", lambda self, group: {})
     group = SimpleNamespace(spec=SimpleNamespace(args=()))
@@ -475,7 +475,7 @@ def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, sta
 def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch, tmp_path, capfd, has_run, has_ended_well, status, said
 ):
-    """With status 0 only where they have finished, or written a checkpoint for a node that joins."""
+    """The status is 0 only if they have finished, or have written a checkpoint for a node that joins."""
     logs = tmp_path / "logs"
     (logs / "attempt_0" if has_run else logs).mkdir(parents=True)
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
@@ -491,7 +491,7 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
-    """Killed for a node that is lost; finished; stopped for a node that joins, after a checkpoint."""
+    """Ranks are killed because a node is lost, have finished, or have stopped for a node that joins."""
     a, b = nodes(2)
     a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False
     join(a, b)
@@ -509,7 +509,7 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
 
 
 def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, capfd):
-    """Ranks of the earlier one were killed with it: before it has met the others, and while it does."""
+    """The earlier agent's ranks were killed with it. This agent has not met the others yet, or is meeting them."""
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
     monkeypatch.setattr(os, "_exit", sys.exit)
@@ -561,7 +561,7 @@ def test_another_torch_is_refused(store, monkeypatch):
 @pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (68, 1), (2, 2)])
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
-    """Above 128, and 69, mean that the agent was killed or lost the store, and let the node come back."""
+    """Statuses above 128, and 69, mean that the agent was killed or lost the store, and let the node return."""
     monkeypatch.setenv("SCRIPT", "train.py")
     handler = FakeHandler()
     handler.job_status, handler.shutdown = lambda: int(ended == 2), lambda: None
@@ -597,7 +597,7 @@ os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 
 
 def kept(monkeypatch, tmp_path, statuses, max_restarts=3):
-    """Keep a node whose agents end with the statuses; return its own and the agents' options."""
+    """Keep a node whose agents end with these statuses; return the node's status and the agents' options."""
     monkeypatch.setattr(rejoin, "RETURN_AFTER_S", 0.05)
     monkeypatch.setenv("STATUSES", statuses)
     monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
@@ -725,7 +725,7 @@ def test_the_launcher_refuses(capsys, words, refusal):
 
 
 def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
-    """On Kubernetes TERM comes once. The handler here is still that of the agent that has ended."""
-    monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # to this thread
+    """Kubernetes sends TERM once. The handler here is still that of the agent that has ended."""
+    monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # sent to this thread
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)

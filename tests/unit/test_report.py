@@ -43,7 +43,7 @@ README = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 
 
 def test_the_page_in_the_tree_is_the_one_of_its_files():
-    """Run `make report` after `make bench`; the figures of the READMEs are those of the newest file."""
+    """If not, run `make report` after `make bench`; the figures of the READMEs are those of the newest file."""
     page, *readmes = [path.read_text() for path in (report.FOLDER / "README.md", *report.READMES)]
     assert report.render(report.FOLDER, readmes, report.read_drill()) == (page, readmes)
 
@@ -100,7 +100,7 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     assert "2026-02-01-gpu-loop.png" not in text
     assert "Not measured in this run: step." in text
     assert "[compare.md](compare.md)" in text
-    # The short table is that of the newest run, which has one of the figures; what stands around it stays.
+    # The short table shows the newest run, which has one of the figures; the text around it stays.
     assert readme.startswith(f"before\n\n{report.BEGIN}\n| question |")
     assert readme.endswith(f"{report.END}\n\nafter\n")
     assert "| How fast is the training loop? | not measured in this run |" in readme
@@ -145,7 +145,7 @@ def test_a_picture_shows_what_has_a_limit_over_it_with_its_peers(tmp_path, monke
         draw(question, [LOOP, LIMIT, SLOW, BYTES, MISSED], tmp_path / f"{question.name}.png")
         assert (tmp_path / f"{question.name}.png").read_bytes().startswith(b"\x89PNG")
     points = [(args[0], args[2]) for args in drawn if isinstance(args[0], float)]
-    # The limit is at 1; the loop reaches 0.8 of it, its peer half of that; the share of a time is turned over.
+    # The limit is at 1; the loop reaches 0.8 of it, its peer half of that; the share of a time is inverted.
     assert points == [(0.8, "o"), (1.0, "|"), (0.95, "|"), (0.4, "s"), (0.8, "o"), (1.0, "|"), (1 / 1.15, "|")]
     draw(loop, [LOOP, MISSED], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists(), "no bar without its limit"
@@ -186,7 +186,7 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     kept = json.loads(path.read_text())
     assert kept["figures"] == [LOOP.as_dict()]
     assert (kept["rounds_by_part"], kept["revision"].count(",")) == ({"small-data": 3}, 0)
-    # A later part of another commit is added; the file says which rounds and commits its figures are of.
+    # A part measured later, at another commit, is added; the file says which rounds and commits it holds.
     path.write_text(json.dumps({**kept, "revision": "abc"}))
     assert bench.main(["checkpoint", "--output", str(path)]) == 0
     both = json.loads(path.read_text())

@@ -21,11 +21,11 @@ from recipes.single.train import main, options
 from tests.support import is_equal, losses, metrics, newest_checkpoint, weights
 
 EPOCH = 22
-"""Steps: 1,437 digits in batches of 64."""
+"""Steps of an epoch: 1,437 digits in batches of 64."""
 
 
 def config_with(**launch):
-    """Return the text of a config.json whose only launch is this."""
+    """Return the text of a config.json with this launch alone."""
     return json.dumps({"recipe": "single", "options": {}, "launches": [launch]})
 
 
@@ -42,7 +42,7 @@ DAMAGED_CONFIGS = [
     config_with(time=LAUNCHED, checkpoint=[1]),
     config_with(checkpoint=None),
     config_with(checkpoint=None, time="yesterday"),
-    config_with(checkpoint=None, time="2026-01-09T09:00:00"),  # cannot be compared with one that has a zone
+    config_with(checkpoint=None, time="2026-01-09T09:00:00"),  # cannot be compared with a time that has a zone
     config_with(checkpoint=None, time=LAUNCHED, options=[]),
     json.dumps({"recipe": "single", "launches": [{"checkpoint": None, "time": LAUNCHED}]}),
 ]
@@ -50,7 +50,7 @@ DAMAGED_CONFIGS = [
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Put back the handlers of the stop signals, which a recipe sets."""
+    """Restore the handlers of the stop signals, which a recipe sets."""
     numbers = (signal.SIGUSR1, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def handlers():
 
 @pytest.fixture
 def single(tmp_path, capsys):
-    """Return a function that trains in tmp_path / NAME and returns the lines it printed."""
+    """Return a function that trains in tmp_path / NAME and returns the lines that were printed."""
 
     def run(name, *argv, runs_dir=tmp_path):
         named = ["--name", name] if name else []
@@ -74,7 +74,7 @@ def single(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a run of one epoch that is complete."""
+    """Return a complete run of one epoch."""
     folder = tmp_path_factory.mktemp("trained")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     main(["--runs-dir", str(folder), "--name", "a", "--log-every", "1", "--no-tensorboard", "--epochs", "1"])
@@ -180,7 +180,7 @@ def test_a_damaged_line_costs_no_other(run, single):
 
 
 def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_path):
-    """Stopped before its own first checkpoint, it begins from that of the other run again."""
+    """Stopped before its own first checkpoint, it begins again from that of the other run."""
     single("b", "--epochs", "2", "--resume", str(run))
     other = tmp_path / "b"
     whole = newest_checkpoint(other)
@@ -203,7 +203,7 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
 
 
 def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
-    """As a requeued job has both: --overwrite was for its first start."""
+    """A requeued job has both options: --overwrite was for its first start."""
     lines = single("a", "--epochs", "2", "--overwrite", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert len(losses(run)) == 2 * EPOCH
@@ -211,7 +211,7 @@ def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/best.pt"])
 def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path, place):
-    """It would be lost with the first checkpoint of the new run still to come."""
+    """Its own checkpoint would be lost before the new run has written one."""
     (tmp_path / "link").symlink_to(run)
     before = files(run)
     for path in (run / place, tmp_path / "link" / place):
@@ -221,7 +221,7 @@ def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path,
 
 
 def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
-    """The old record goes once the checkpoint has been restored and the steps are known to be enough."""
+    """The old record is removed once the checkpoint has been restored and the steps are known to suffice."""
     other = shutil.copytree(run, tmp_path / "b")
     before = files(run)
     with pytest.raises(UserError, match=rf"is at step {EPOCH}, beyond the 5 steps"):
@@ -274,7 +274,7 @@ def test_with_more_epochs_it_goes_on_and_totals_add_up(run, single):
     assert times[1] == first_s[1] < times[2] < times[3]
     assert times[3] == pytest.approx(result["train_s"], abs=0.001)
     assert first["train_s"] < result["train_s"]
-    # A launch's first step is not timed.
+    # The first step of a launch is not timed.
     timed = newest_checkpoint(run)["timed"]
     assert timed["steps"] == (EPOCH - 1) + (2 * EPOCH - 1)
     assert result["samples_per_s"] == pytest.approx(timed["steps"] * 64 / result["train_s"])
@@ -293,7 +293,7 @@ def test_a_result_that_was_not_written_is_written_from_the_checkpoint(run, singl
 
 
 def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
-    """Killed between its last checkpoint and its result, a longer run still has the shorter one's."""
+    """A longer run that was killed between its last checkpoint and its result still has the shorter run's."""
     short = (run / "result.json").read_text()
     single("a", "--epochs", "3", "--resume", "auto")
     whole = read(run, "result.json")
@@ -307,7 +307,7 @@ def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
 
 
 def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
-    (run / "result.json").unlink()  # it was stopped there
+    (run / "result.json").unlink()  # as if it had been stopped there
     before = files(run)
     words = rf"step-{EPOCH:09d}.pt is at step {EPOCH}, beyond the 5 steps of .*; raise them"
     with pytest.raises(UserError, match=words):
@@ -332,7 +332,7 @@ def test_a_checkpoint_of_another_shape_leaves_no_run_behind(run, single, tmp_pat
 
 
 def test_settings_are_the_options_and_state_is_the_checkpoints():
-    """Against the arithmetic of SGD: v = momentum * v + (g + decay * w), w -= lr * v."""
+    """The arithmetic of SGD is v = momentum * v + (g + decay * w), w -= lr * v."""
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     optimizer = build_optimizer(options(["--momentum", "0.9", "--weight-decay", "0"]), [weight])
     weight.grad = torch.tensor([3.0])
@@ -390,7 +390,7 @@ def test_config_has_each_launchs_own_options(run, single):
 
 
 def test_a_record_of_an_earlier_version_goes_on(run, single):
-    """Its launches had no options of their own, and its checkpoints no times."""
+    """Its launches have no options of their own, and its checkpoints no times."""
     path = run / "config.json"
     config = read(run)
     for name in ("recipe", "options", "versions", "hardware", "revision"):
@@ -439,7 +439,7 @@ def test_a_folder_that_is_no_run_is_left_alone(single, tmp_path):
 
 
 def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_path, capsys):
-    """By when it was launched last, not by its name or by the times of copied files."""
+    """The newest is the one launched last, whatever its name and the times of copied files."""
     for name, launched, recipe in (
         ("zoe", "2026-01-01T09:00:00+0000", "single"),
         ("single-007", "2026-01-03T09:00:00+0000", "single"),
@@ -476,7 +476,7 @@ def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single,
 
 
 class StopsInEvaluation(Classification):
-    """A task in whose first batch of evaluation a stop signal comes, once."""
+    """A task that raises a stop signal once, in the first batch of an evaluation."""
 
     batches = 0
 
@@ -488,7 +488,7 @@ class StopsInEvaluation(Classification):
 
 
 def test_a_signal_in_an_evaluation_ends_it_and_loses_no_step(tmp_path, single):
-    """Of 360 test images there are two batches."""
+    """The 360 test images are two batches."""
     argv = ("a", "--epochs", "1", "--task", "tests.unit.test_resume:StopsInEvaluation")
     lines = single(*argv)
     path = tmp_path / "a" / "checkpoints" / f"step-{EPOCH:09d}.pt"
@@ -504,7 +504,7 @@ NAN_AT = 40
 
 
 def spoilt_digits():
-    """Return 64 training samples in which one pixel of one is no number."""
+    """Return 64 training samples, one of which has a pixel that is no number."""
     images = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     spoilt = images.index_fill(0, torch.tensor([NAN_AT]), float("nan"))
     labels = torch.arange(64) % 4
@@ -518,7 +518,7 @@ def normalised(data):
 
 @pytest.mark.parametrize("amp", ["none", "fp16"])
 def test_a_skipped_step_leaves_the_statistics_of_batch_norm_as_they_were(tmp_path, single, amp):
-    """The batch with the bad sample has gone through the model before its gradients are seen."""
+    """The batch with the bad sample has passed through the model before its gradients are checked."""
     here = "tests.unit.test_resume"
     argv = ("--data", f"{here}:spoilt_digits", "--model", f"{here}:normalised", "--on-nonfinite", "skip")
     lines = single("a", *argv, "--amp", amp, "--global-batch-size", "8", "--epochs", "3", "--device", "cpu")
@@ -530,14 +530,14 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_as_they_were(tmp_pat
 
 
 def growing():
-    """Return as many samples as SAMPLES says."""
+    """Return SAMPLES samples."""
     images = torch.rand(int(os.environ["SAMPLES"]), 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(len(images)) % 4
     return {"train": (images, labels), "test": (images[:8], labels[:8]), "target": "class", "num_classes": 4}
 
 
 def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch):
-    """The order of samples is another one, and an epoch has other steps."""
+    """The order of samples changes, and so does the number of steps of an epoch."""
     argv = ("--data", "tests.unit.test_resume:growing", "--global-batch-size", "8", "--device", "cpu")
     monkeypatch.setenv("SAMPLES", "64")
     single("a", *argv, "--epochs", "2")

@@ -102,7 +102,7 @@ def test_bad_recipes(capsys):
 
 
 def test_free_ports_are_free_and_differ():
-    """And they are none of those that Linux gives to whoever asks for any."""
+    """They are none of the ports that Linux gives to callers that ask for any."""
     ports = [local.free_port() for _ in range(100)]
     assert len(set(ports)) == 100
     for port in ports:
@@ -116,7 +116,7 @@ def test_a_free_port_is_given_to_no_other_launcher_until_rank_0_listens():
     other = "import sys; from scripts.launch import local; port = int(sys.argv[1])"
     other += "; local._PORTS = range(port, port + 1); local.free_port()"
     assert f"no port is free from {port} to {port}; " in run_command(sys.executable, "-c", other, str(port)).stderr
-    socket.create_server(("", port)).close()  # as rank 0 does, in whichever process
+    socket.create_server(("", port)).close()  # as rank 0 does, in any process
 
 
 def test_a_port_in_use_is_passed_over(monkeypatch):
@@ -169,7 +169,7 @@ class TestNode:
 @pytest.mark.parametrize(
     ("statuses", "expected", "words"),
     [
-        ({"r0": 2, "r1": 2}, 2, None),  # each has refused; rank 0 has said why
+        ({"r0": 2, "r1": 2}, 2, None),  # both have refused, and rank 0 has printed why
         ({"r0": 1, "r1": 2}, 2, None),
         ({"r0": 1, "r3": -9, "r1": 1}, 137, "rank 3 (pid 77 on {host}) was killed by SIGKILL"),
         (
@@ -180,7 +180,7 @@ class TestNode:
         ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
         ({"r2": 4}, 4, "rank 2 (pid 77 on {host}) ended with status 4"),
         ({"r0": 3, "r1": -9}, 3, None),  # each has reported where it hung
-        ({"r0": 75, "r1": -9}, 75, None),  # rank 0 has said that its port was taken
+        ({"r0": 75, "r1": -9}, 75, None),  # rank 0 has reported that its port was taken
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
@@ -212,7 +212,7 @@ except RuntimeError:
 
 
 def test_an_agent_whose_store_has_gone_says_nothing_of_it():
-    """And what it starts has the level of warnings that the user has chosen, or torch's own."""
+    """What it starts has the level of warnings that the user has chosen, or torch's own."""
     result = run_command(sys.executable, "-c", STORE_GONE)
     assert (result.stdout, result.stderr) == ("gone None\n", "")
     result = run_command(sys.executable, "-c", STORE_GONE, TORCH_CPP_LOG_LEVEL="WARNING")
@@ -221,7 +221,7 @@ def test_an_agent_whose_store_has_gone_says_nothing_of_it():
 
 
 def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_path):
-    """An elastic node repeats a signal each second until its agent has ended."""
+    """An elastic node repeats a signal every second until its agent has ended."""
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
     ranks.pass_signals_on(str(tmp_path / "removed"))
@@ -235,7 +235,7 @@ def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
         with pytest.raises(UserError, match=f"MASTER_PORT {port} is taken; choose another one"):
             check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
         check_head(Node(2, 1, 1, "127.0.0.1", port, 1))  # another node finds somebody listening
-        monkeypatch.setenv("PORT_IS_CHOSEN", "1")  # then it is not the user's mistake
+        monkeypatch.setenv("PORT_IS_CHOSEN", "1")  # which makes it nobody's mistake
         with pytest.raises(PortTakenError, match=f"MASTER_PORT {port} has been taken since") as caught:
             check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
         assert caught.value.status == 75
@@ -257,7 +257,7 @@ def test_another_node_waits_no_longer_than_the_bound(address):
 @pytest.mark.parametrize("script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("s*/*.s*h*")))
 def test_shell_scripts_are_strict_and_parse(script):
     text = (ROOT / script).read_text()
-    if text.startswith("# shellcheck shell=bash\n"):  # it is sourced, into a shell that chooses for itself
+    if text.startswith("# shellcheck shell=bash\n"):  # sourced into a shell that sets its own options
         assert not os.access(ROOT / script, os.X_OK)
     else:
         assert text.startswith("#!/usr/bin/env bash\n")
@@ -304,7 +304,7 @@ sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
 
 
 def meet(node, output, is_over):
-    """Be a node's agent until it has met the others; leave what it says in a file, and stay, as node 0's does."""
+    """Meet the others as a node's agent; write the outcome to a file, and stay, since node 0 serves the store."""
     try:
         with agent.quiet_import():
             from scripts.launch import torch_agent
@@ -321,7 +321,7 @@ def meet(node, output, is_over):
 
 class TestMeetNodes:
     def meet(self, folder, *places, bound_s=600):
-        """Return what each node says of its (NNODES, NODE_RANK), and its process."""
+        """Return what the node of each (NNODES, NODE_RANK) says, and their processes."""
         port, is_over, started = local.free_port(), support._context.Event(), []
         files = [folder / str(i) for i in range(len(places))]
         try:
@@ -361,7 +361,7 @@ class TestMeetNodes:
 
 
 def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):
-    """Even if they are dead before the launcher looks at them again."""
+    """This holds even if they are dead before the launcher looks at them again."""
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
     job = local.LocalJob()
     kill = job.kill
@@ -374,7 +374,7 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
 
 
 def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
-    """Of a driver that ignores fsGroup, for a recipe's record and for a script's folder."""
+    """A driver that ignores fsGroup mounts such a volume, for a recipe's record or a script's folder."""
 
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", "/runs/mine")
@@ -402,7 +402,7 @@ def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, n
 
 @pytest.mark.slow
 def test_what_has_passed_with_the_same_file_is_left_out(tmp_path):
-    """The file is outside of the checkout, and no argument says where the tests are, as in `make test`."""
+    """The file is outside of the checkout, and no argument names the tests' folder, as with `make test`."""
     env = {"ONCE": str(tmp_path / "passed"), "PYTHON": sys.executable}
     words = ("scripts/dev/test.sh", "quick", "--numprocesses", "0", "-k", "test_wire_sums")
     passed = []

@@ -27,7 +27,7 @@ RANKS = 3
 
 
 class Together:
-    """Ranks that are threads of this process: what ShardedFolder asks of them."""
+    """Ranks that are threads of this process, with the methods that ShardedFolder calls."""
 
     def __init__(self, rank, barrier, values):
         self.rank, self.world_size, self.barrier, self.values = rank, len(values), barrier, values
@@ -45,7 +45,7 @@ class Together:
 
 
 def tensors(step):
-    """Return a model of some kinds of tensors, the same for the same step."""
+    """Return a model with several kinds of tensors, the same for the same step."""
     draw = torch.Generator().manual_seed(step)
     return {
         "matrix": torch.randn(7, 5, generator=draw),
@@ -55,7 +55,7 @@ def tensors(step):
 
 
 def cut(tensor, rank):
-    """Return the box of a rank: rows of a matrix, columns of a cube, and a number for the first."""
+    """Return a rank's boxes: rows of a matrix, columns of a cube, and a number on rank 0 alone."""
     if not tensor.ndim:
         return [()] if rank == 0 else []
     dimension = {2: 0, 3: 1}[tensor.ndim]
@@ -81,7 +81,7 @@ def part_of(step, rank):
 
 
 def write(folder, step, is_best=False, spoil=None):
-    """Let all ranks write the checkpoint of a step; return what each got, a path or a UserError."""
+    """Let all ranks write the checkpoint of a step; return each rank's result, a path or a UserError."""
     barrier, values = threading.Barrier(RANKS), [None] * RANKS
 
     def work(rank):
@@ -172,7 +172,7 @@ def test_without_a_shard_file_it_is_passed_over(folder, capsys):
 
 
 def resume(folder, monkeypatch, lacking=None):
-    """Let rank 0 look for the newest checkpoint; return what each rank gets, and the files that each checked."""
+    """Let rank 0 look for the newest checkpoint; return each rank's result, and the files that each checked."""
     here, checked = threading.local(), []
     barrier, values = threading.Barrier(RANKS), [None] * RANKS
 
@@ -232,7 +232,7 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
 
 
 def test_a_kill_before_step_n_pt_leaves_the_one_before_and_the_next_write_clears_it(folder):
-    """What a kill leaves: shard files of a step, of any length, and perhaps step-N.tmp."""
+    """A kill leaves shard files of a step, of any length, and perhaps step-N.tmp."""
     left = folder.folder / "step-000000030-00001-0123abcd.shard"
     left.write_bytes(b"cut")
     (folder.folder / "step-000000030.tmp").write_bytes(b"cut")
@@ -252,7 +252,7 @@ def test_the_oldest_go_with_their_files_and_the_best_keeps_its_own(folder):
     assert is_equal(read_whole(read_checkpoint(folder.folder / "best.pt"))["model"], tensors(30))
     write(folder, 70, is_best=True)
     assert len(shards(folder, 30)) == 0
-    folder.write(pack(ARGS, Position(step=80), {}, {"state": {}}, {}))  # the run goes on with plain checkpoints
+    folder.write(pack(ARGS, Position(step=80), {}, {"state": {}}, {}))  # the run continues with plain checkpoints
     folder.write(pack(ARGS, Position(step=90), {}, {"state": {}}, {}), is_best=True)
     assert shards(folder) == []
 
@@ -310,7 +310,7 @@ def test_a_newer_job_that_clears_the_shard_files_is_named(folder, monkeypatch):
 
 
 def test_what_rank_0_cannot_add_all_raise_and_the_next_write_clears_it(folder, monkeypatch):
-    """best.pt may be there by then, and then its shard files are needed."""
+    """best.pt may be there by then, and still needs its shard files."""
     replace = type(folder.folder).replace
 
     def fail(path, target):

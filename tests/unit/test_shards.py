@@ -43,7 +43,7 @@ def whole(tmp_path_factory, images):
 
 @pytest.fixture
 def copy(images, tmp_path):
-    """Shards that a test may damage."""
+    """A copy of the shards that a test may damage."""
     return packed(images, tmp_path / "copy")
 
 
@@ -61,7 +61,7 @@ def test_a_run_sees_the_images_of_the_folder(images, whole):
 
 
 def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
-    """A few terabytes have thousands of shards, and often a process may open 1,024 files."""
+    """A few terabytes have thousands of shards, and a process often may open only 1,024 files."""
     dataset = load("shards", whole).train.dataset
     assert len(dataset.shards) > 3
     dataset.most_files = 2
@@ -74,7 +74,7 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
 
 
 def test_the_layout_is_webdatasets(images, whole):
-    """An image, and its class beside it under the same name, in random order; a shard ends at its size."""
+    """An image and its class have the same name, side by side, in random order; a shard ends at its size."""
     names = sorted(path.name for path in whole.glob("*.tar"))
     trained = [name for name in names if name.startswith("train-")]
     assert trained == [f"train-{i:06d}.tar" for i in range(len(trained))]
@@ -139,7 +139,7 @@ def test_a_block_is_side_by_side_in_the_shards(whole):
 
 
 def test_blocks_of_shards_in_the_folders_order_are_refused(copy):
-    """Those that were packed before 0.2.0: a block of them has one class."""
+    """Shards packed before 0.2.0 are in this order, in which a block holds one class."""
     with np.load(copy / INDEX) as index:
         arrays = dict(index)
     about = json.loads(str(arrays.pop("about")))

@@ -24,7 +24,7 @@ SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
 
 
 def imports(path):
-    """Yield every module that a file imports, anywhere in it, with the names taken from it."""
+    """Yield every module that a file imports, anywhere in it, and the names imported from it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -51,7 +51,7 @@ def test_there_are_recipes():
 
 
 def in_circles(graph):
-    """Return the part of a graph, the nodes that each node points to, in which circles are."""
+    """Return the part of a graph that contains circles; the graph maps each node to the nodes it points to."""
     graph = dict(graph)
     while leaves := [name for name, imported in graph.items() if not imported & graph.keys()]:
         for name in leaves:
@@ -60,13 +60,13 @@ def in_circles(graph):
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Imports within functions and for type checkers count too: they only hide a circle."""
+    """Imports in functions and for type checkers count too: they only hide a circle."""
     graph = {module_of(path): set(imports(path)) - {module_of(path)} for path in FILES}
     assert in_circles(graph) == {}, "each of these imports another of these"
 
 
 def test_no_rooms_of_common_import_each_other_in_a_circle():
-    """A room is a folder, or a file that lies beside the folders."""
+    """A room is a folder, or a file beside the folders."""
     graph = {}
     for path in ROOT.glob("recipes/common/**/*.py"):
         room = ".".join(module_of(path).split(".")[:3])
@@ -78,7 +78,7 @@ def test_no_rooms_of_common_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_options_have_types(recipe):
-    """So that mypy sees a misspelt one, and one that another recipe has."""
+    """With types, mypy sees a misspelt option, and one that only another recipe has."""
     kind = typing.get_type_hints(importlib.import_module(f"recipes.{recipe}.train").options)["return"]
     hints = typing.get_type_hints(kind)
     assert {field.name for field in dataclasses.fields(kind)} == set(hints)
@@ -89,7 +89,7 @@ def test_options_have_types(recipe):
 @pytest.mark.parametrize("path", FILES, ids=identify)
 def test_no_recipe_imports_another(path):
     home = path.relative_to(ROOT / "recipes").parts[0]
-    # Spawn replaces ddp's launcher, and nothing else: its ranks are ddp's.
+    # Spawn replaces only ddp's launcher: its ranks are ddp's.
     allowed = {home, "ddp"} if home == "spawn" else {home}
     others = [f"recipes.{name}" for name in RECIPES if name not in allowed]
     assert [module for module in imports(path) if is_below(module, others)] == []
@@ -107,7 +107,7 @@ def test_of_common_only_the_world_and_parallel_use_torch_distributed(path):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/common/**/*.py")), ids=identify)
 def test_the_world_is_for_recipes_alone(path):
-    """Single and dataparallel have no ranks: nothing that they import may import what connects them."""
+    """Single and dataparallel have no ranks: nothing that they import may import what connects ranks."""
     is_parallel = path.parent.name == "parallel"
     banned = ["recipes.common.world.world", *([] if is_parallel else ["recipes.common.parallel"])]
     assert [module for module in imports(path) if is_below(module, banned)] == []
@@ -143,7 +143,7 @@ def floor_of(module):
 
 
 def runtime_imports(path):
-    """Yield the files that a file imports, anywhere in it, but for what only type checkers read."""
+    """Yield the files that a file imports, anywhere in it, except those that only type checkers read."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -159,7 +159,7 @@ def runtime_imports(path):
 
 
 def test_every_file_has_a_room():
-    """And every room has files: a new folder gets its floor above."""
+    """Every room has files as well: a new folder must be added to FLOORS."""
     folders = ("scripts", "docker", "slurm", "k8s")
     files = {module_of(path) for folder in folders for path in (ROOT / folder).rglob("*.py")}
     assert files == {"scripts", *MODULES}
@@ -216,7 +216,7 @@ COLLECTIVES = (
 
 @pytest.mark.parametrize("path", [*TECHNIQUES, WORLD, LOOP], ids=identify)
 def test_every_collective_says_what_crosses_the_wire(path):
-    """Each use of a collective stands below a comment that begins with the technique, in the same function."""
+    """A comment that begins with the technique stands above each use of a collective, in the same function."""
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
         if any(word in line for word in COLLECTIVES):
@@ -247,7 +247,7 @@ OF_OPTIONS = tuple(
         *("ddp.compression", "ddp.zero"),
     )
 )
-"""What only an option or a failure needs: a default run of ddp neither loads nor shows it."""
+"""Modules that only an option or a failure needs: a default run of ddp neither loads nor shows them."""
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def definitions(path):
 
 
 def test_no_six_lines_stand_in_two_recipes():
-    """What recipes do alike is in recipes/common."""
+    """Code that recipes share belongs in recipes/common."""
     tests = ROOT.glob("tests/parallel/test_*.py")
     copies = {path.stem.removeprefix("test_") for path in tests if "Made by `make new`" in path.read_text()[:300]}
     seen = {}
@@ -298,7 +298,7 @@ WAITS += ("averages", "wrap", "build", "broadcast_parameters", "allreduce", "syn
 WAITS += ("sum_tensor", "broadcast_tensor", "finish_vote")
 """Calls that wait for other ranks, or that read from a GPU what NCCL has yet to deliver."""
 WATCHED_BY_CALLERS = ("wrap", "__init__", "get_params", "all_reduce")
-WATCHED_BY_CALLERS += ("build_shards", "_synchronize")  # these wait for this rank's own work alone
+WATCHED_BY_CALLERS += ("build_shards", "_synchronize")  # these wait only for this rank's own work
 WATCHED_BY_CALLERS += (
     "begin_vote",
     "gather_objects",
@@ -329,6 +329,6 @@ WAITING = [path for path in TECHNIQUES if path.parent.name not in ("single", "da
 
 @pytest.mark.parametrize("path", [*WAITING, LOOP], ids=identify)
 def test_every_wait_for_other_ranks_is_watched(path):
-    """Where a rank is missing, the others are to say in which wait: on GPUs only reading the result blocks."""
+    """If a rank is missing, the others must report in which wait: on GPUs, only reading the result blocks."""
     tree = ast.parse(path.read_text())
     assert list(unwatched_waits(tree)) == []

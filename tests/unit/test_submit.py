@@ -21,7 +21,7 @@ from tests.support import ROOT
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """A PATH with stand-ins for Slurm's commands; write one by commands(name, its script)."""
+    """A PATH with stand-ins for Slurm's commands; commands(name, script) writes one."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -36,7 +36,7 @@ def commands(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sbatch_file(commands):
-    """Return a function that submits a job to a stand-in; it returns what sbatch was given."""
+    """Return a function that submits a job to a stand-in and returns what sbatch was given."""
     for name in ("srun", "squeue", "scontrol"):
         commands(name)
     commands("sbatch", 'case $* in *--test-only*) ;; *) echo "Submitted batch job 7" ;; esac')
@@ -143,7 +143,7 @@ def test_the_names_of_a_sweeps_runs(points, names):
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("SLURM_CLUSTER_DIR", str(tmp_path))  # no cluster of make slurm-up
+    monkeypatch.setenv("SLURM_CLUSTER_DIR", str(tmp_path))  # there is no cluster of make slurm-up
     assert submit.main(words.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -152,7 +152,7 @@ def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
 
 
 def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch, capsys, commands):
-    """Where Debian's sbatch is in PATH without a configuration, and where none is."""
+    """Debian's sbatch may be in PATH without a configuration, or there may be no sbatch."""
     state = tmp_path / "state"
     state.mkdir()
     (state / "activate").touch()
@@ -219,7 +219,7 @@ def test_a_refusal_is_2_and_every_other_failure_1(tmp_path, monkeypatch, left, s
 
 
 def test_slurms_word_is_enough_where_the_status_is_not_seen_yet(tmp_path):
-    """On the login node an NFS client may not see the newest files; the batch script ends well only if all has."""
+    """On the login node, an NFS client may not see new files; the batch script ends well only if all ranks did."""
     assert watched(tmp_path, state="COMPLETED").end() == 0
     assert watched(tmp_path, state="GONE").end() == 1
 
@@ -248,7 +248,7 @@ def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
     for text, state, printed in (
         ("submitit INFO x\none\ntw", "RUNNING", "one\n"),
         ("o\nthr", "RUNNING", "two\n"),
-        ("", "COMPLETING", ""),  # which would come after the result
+        ("", "COMPLETING", ""),  # it would come after the result
         ("ee", "COMPLETED", "three\n"),
     ):
         with open(log, "a") as file:
@@ -286,7 +286,7 @@ def test_a_job_with_gpus_trains_on_gpus(tmp_path, words, given, expected):
 class TestARank:
     @pytest.fixture
     def rank(self, tmp_path, monkeypatch):
-        """Return a function: run rank 0, whose process ends so; it returns the status and what it leaves."""
+        """Return a function that runs rank 0, whose process ends with `ended`; it returns what that leaves."""
         monkeypatch.setenv("SLURM_PROCID", "0")
         monkeypatch.setenv("STATUS_FILE", str(tmp_path / "7_status"))
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
@@ -323,7 +323,7 @@ class TestARank:
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         rank(job)
         assert self.words[1:] == [*first, "--resume", "auto"]
-        (tmp_path / "config.json").unlink()  # the first start had not come so far
+        (tmp_path / "config.json").unlink()  # as if the first start had not come so far
         rank(job)
         assert self.words[1:] == first
 
@@ -336,7 +336,7 @@ class TestARank:
         assert self.env["RESUME"] == "auto"
 
     def test_a_script_that_a_signal_has_ended_has_not_failed(self, monkeypatch, tmp_path):
-        """The signal comes to submitit's process; the rank learns who it is, and by which network."""
+        """submitit's process receives the signal; the rank's environment names its rank and its network."""
         (tmp_path / "train.py").write_text(
             'import os, signal; seen = open(os.environ["RUN_DIR"] + "/seen", "w")\n'
             "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GLOO_SOCKET_IFNAME RESUME'.split()\n"

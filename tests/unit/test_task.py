@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of 40 texts of 100 to 490 bytes, and what is left out of it."""
+    """A folder of 40 texts of 100 to 490 bytes, and files that are left out."""
     for number in range(40):
         path = tmp_path / f"part{number % 3}" / f"{number}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -279,7 +279,7 @@ class TestGPT:
         assert set.union(*stages_of(model, parts, 1).values()) == {0}
 
     def test_shares_make_up_the_whole_checkpoint(self):
-        """The tied matrix is in the first share and in the last, and once in what they make up."""
+        """The tied matrix is in the first share and in the last one, but only once in the whole."""
         args, data, model = gpt()
         parts = plan_parts(model, 2, "parameters", args, data.input.zeros(1))
         shares = [[PartModule(model, part, args, CPU)] for part in parts]

@@ -16,7 +16,7 @@ NODE = Node(2, 0, 2, "127.0.0.1", 29500, 5)
 
 
 def test_ranks_end_at_once(monkeypatch):
-    """However torch asks its context to close."""
+    """This holds for each way in which torch asks its context to close."""
     closed = []
     monkeypatch.setattr(
         SubprocessContext, "_close", lambda self, *how, **named: closed.append([*how, *named.values()])

@@ -39,7 +39,7 @@ NET/OFI Initializing aws-ofi-nccl 1.14.0
 Using network AWS Libfabric""",
     None: "NCCL version 2.30.7+cuda13.0\nBootstrap : Using eth0:10.0.0.1<0>",
 }
-"""After NCCL's and aws-ofi-nccl's sources, by the network that they name."""
+"""Logs by the network that they name, after the sources of NCCL and aws-ofi-nccl."""
 
 
 def log_of(network):
@@ -48,11 +48,11 @@ def log_of(network):
 
 @pytest.fixture(autouse=True)
 def log(tmp_path, monkeypatch):
-    """Keep the log in this test's folder, and NCCL's variables as they are."""
+    """Keep the log in this test's folder, and restore NCCL's variables."""
     monkeypatch.setattr(transport, "_log", None)
     monkeypatch.setattr(transport.tempfile, "tempdir", str(tmp_path))
     for name in (*transport.VARIABLES, "FABRIC"):
-        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.setenv(name, "")  # so that changes by a test are undone
         monkeypatch.delenv(name)
 
 
@@ -91,7 +91,7 @@ def test_a_log_that_the_user_asks_for_stays_the_users(tmp_path, monkeypatch, nam
 
 
 class TwoHosts(Alone):
-    """Rank 0 on n1 and rank 1 on n2; an all-reduce lets NCCL write its log."""
+    """Rank 0 on n1 and rank 1 on n2; an all-reduce makes NCCL write its log."""
 
     network, sums = "IB", 0
 
@@ -105,7 +105,7 @@ class TwoHosts(Alone):
 
 @pytest.fixture
 def job(monkeypatch):
-    """Return a job of two ranks with a GPU each, whose record cannot be opened."""
+    """Return a job of two ranks with one GPU each, whose record cannot be opened."""
     monkeypatch.setattr(loop, "place_of", lambda _: Place("n1", "H100", 0))
 
     def open_run(args, recipe, places, check):
@@ -118,7 +118,7 @@ def job(monkeypatch):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_ranks_learn_it_before_they_train(job, is_known):
-    """DDP has used NCCL by then; where nothing has, an all-reduce does."""
+    """DDP has used NCCL by then; if nothing has, an all-reduce does."""
     if is_known:
         job.peers.sum_tensor(None)
     with pytest.raises(UserError, match=r"open_run \['IB', 'IB'\]"):
@@ -169,7 +169,7 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "
 
 def start_script(folder, launcher, source, **env):
     """Start a script as the first rank of two nodes: by an agent, or as srun, submitit and mpirun start ranks."""
-    if not (folder / "train.py").exists():  # else a script beside it may be reading it
+    if not (folder / "train.py").exists():  # otherwise another start may be reading it
         (folder / "train.py").write_text(source)
     own = {"SCRIPT": str(folder / "train.py"), "WORKDIR": str(folder), "RUN_DIR": str(folder / "run")}
     if launcher == "agent":
@@ -180,7 +180,7 @@ def start_script(folder, launcher, source, **env):
 
 @pytest.mark.parametrize("launcher", ["agent", "rank"])
 def test_a_scripts_network_is_said_by_its_launcher_and_tcp_is_no_fabric(tmp_path, launcher):
-    """NCCL is played by the script; a line under way is not read, and what NCCL writes later does not stop it."""
+    """The script plays NCCL; an unfinished line is not read, and NCCL's later lines do not stop the script."""
     jobs = [start_script(tmp_path, launcher, SCRIPT, FABRIC=fabric) for fabric in ("auto", "ib")]
     goes_on, refused = (job.wait(timeout_s=60) for job in jobs)
     said = f"{os.uname().nodename}: NCCL over Socket\n"
@@ -215,7 +215,7 @@ def test_the_process_around_a_script_ends_as_the_script_does(tmp_path, end, stat
 
 
 def test_a_script_with_a_process_around_it_has_a_group_of_its_own(tmp_path):
-    """mpirun signals a rank's whole group, and the process around the script passes each signal on, once."""
+    """mpirun signals a rank's whole group, and the process around the script passes each signal on once."""
     source = "import os; print(os.getpgid(0) == os.getpid() != os.getpgid(os.getppid()))"
     job = start_script(tmp_path, "rank", source, FABRIC="auto")
     assert job.wait(timeout_s=60).stdout == "True\n"

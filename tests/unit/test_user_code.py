@@ -176,7 +176,7 @@ none = lambda: {**classes(), "train": []}
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path, monkeypatch):
-    """Go to a folder with the user's modules, of which none is imported before or after."""
+    """Change to a folder with the user's modules, none of which is imported before or after."""
     texts = {
         "mine": MODULE,
         "broken": "import torch\nX = undefined\n",
@@ -264,7 +264,7 @@ def test_a_sample_that_raises_an_error_is_reported_and_replaced():
 
 
 def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
-    """A label that does not count, -100, is one."""
+    """-100, a label that does not count, is a valid one."""
     errors = []
     args = options(["--data", "mine:class_3_at_7", "--model", "mine:net", "--workers", "0"])
     ((_, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
@@ -275,7 +275,7 @@ def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
 
 
 def test_a_sample_unlike_the_first_is_reported_and_replaced():
-    """Of samples of several shapes no batch can be made: on the one rank that reads it, that was a traceback."""
+    """Samples of different shapes make no batch: the one rank that read them would end with a traceback."""
     errors = []
     args = options(["--data", "mine:longer_at_7", "--model", "mine:net", "--workers", "0"])
     ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
@@ -304,7 +304,7 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
         r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",
         said,
     )
-    with pytest.raises(RuntimeError, match="no words"):  # with other ranks in it, one may be lost
+    with pytest.raises(RuntimeError, match="no words"):  # other ranks may wait for this one
         make_sample(Mute(), model, peers, exchanges=True)
 
 

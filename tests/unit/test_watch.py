@@ -57,7 +57,7 @@ def test_silent_ranks_are_named_with_their_last_words():
 
 
 def test_the_collective_that_was_not_joined_comes_first():
-    """A pipeline's other ranks may have got further, and wait for those that wait."""
+    """A pipeline's other ranks may have got further, and wait for ranks that wait themselves."""
     found = by_rank(note(0, 11, "labels", step=4), note(1, 10, "metrics"), note(3, 11, "labels", step=4))
     text = summarize(found, {}, 4)
     assert text.endswith(
@@ -163,7 +163,7 @@ def test_other_errors_of_the_run_time_keep_their_traceback():
 
 
 class Recorder(Watch):
-    """Notes when it would end the process."""
+    """A watch that records when it would end the process."""
 
     def __init__(self, *args):
         self.ends = []
@@ -175,7 +175,7 @@ class Recorder(Watch):
 
 @pytest.mark.parametrize(("has_store", "computes", "limit_s"), [(True, False, 1.5), (False, True, 2.0)])
 def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_s):
-    """A second longer than the backend's own bound; twice the bound where the rank computes in it as well."""
+    """It takes a second longer than the backend's own limit, or twice the limit if the rank also computes."""
     args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
     watch = Recorder(0, 1, args, Store() if has_store else None)
     try:
@@ -236,7 +236,7 @@ def test_a_rank_that_never_leaves_delays_rank_0_to_a_bound(two_watches, monkeypa
 def test_entering_a_collective_costs_microseconds(args):
     watch = Watch(0, 1, args, None)
     try:
-        began_s = time.thread_time()  # not what a busy machine adds
+        began_s = time.thread_time()  # CPU time, which a busy machine does not increase
         for _ in range(10_000):
             with watch("gradients"):
                 pass
@@ -246,7 +246,7 @@ def test_entering_a_collective_costs_microseconds(args):
 
 
 def test_a_report_reads_no_module_from_a_disk(args, monkeypatch):
-    """The disk may be what hangs, and the code there another one than when the job began."""
+    """The disk may be what hangs, and its code may have changed since the job began."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     own_import = builtins.__import__
 
@@ -277,7 +277,7 @@ def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "bound_s"), [("cpu", 5.0), ("cuda", 70.0)])
 def test_the_watch_reports_before_nccl_aborts(args, monkeypatch, kind, bound_s):
-    """The longest wait that is watched is twice the time-out and a second; then the report is put together."""
+    """The longest watched wait is twice the time-out plus a second; then the report is collected."""
     made = {}
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     monkeypatch.setattr(world, "choose_device", lambda *unused: device)
@@ -295,12 +295,12 @@ def test_the_watch_reports_before_nccl_aborts(args, monkeypatch, kind, bound_s):
 
 
 def work(steps, busy_s):
-    """Return the notes of ranks that have done so many steps, and worked so long by themselves."""
+    """Return the notes of ranks that have done `steps` steps, and have worked `busy_s` seconds by themselves."""
     return {rank: {"step": steps, "busy_s": own_s, "host": f"n{rank}"} for rank, own_s in enumerate(busy_s)}
 
 
 def test_a_rank_whose_own_work_takes_longer_is_named():
-    """Of 10 s for 100 steps, rank 2 works 5 s by itself, the others 1 s: 40 ms of a step of 100."""
+    """Of 10 s for 100 steps, rank 2 works 5 s by itself and the others 1 s: 40 ms of a step of 100 ms."""
     before, after = work(100, [3, 3, 3, 3]), work(200, [4, 4.1, 8, 3.9])
     text = "rank 2 on n2 is slow: of a step of 100 ms, its own work takes 50 ms, the work of the others 10 ms"
     assert stragglers(before, after, 10, share=0.25) == [text]
@@ -310,10 +310,10 @@ def test_a_rank_whose_own_work_takes_longer_is_named():
 
 def test_who_is_no_straggler():
     before = work(100, [0, 0])
-    assert stragglers(before, work(200, [1, 1.4]), 2, share=0.1) == []  # 4 ms is not worth a line
+    assert stragglers(before, work(200, [1, 1.4]), 2, share=0.1) == []  # 4 ms are not worth a line
     assert stragglers(before, work(104, [1, 3]), 10, share=0.1) == []  # too few steps to tell
     assert stragglers({}, work(200, [1, 9]), 10, share=0.1) == []  # the first window has no beginning
-    assert stragglers(work(1, [0]), work(200, [9]), 10, share=0.1) == []  # alone
+    assert stragglers(work(1, [0]), work(200, [9]), 10, share=0.1) == []  # it is alone
 
 
 def test_work_is_what_lies_outside_of_collectives(args):
@@ -331,7 +331,7 @@ def test_work_is_what_lies_outside_of_collectives(args):
 
 
 class Observed:
-    """Stands for what reads from a GPU: notes in which collective the rank is while it does."""
+    """A stand-in for what reads from a GPU, which records in which collective the rank is meanwhile."""
 
     def __init__(self, watch, seen):
         self.watch, self.seen = watch, seen
@@ -343,7 +343,7 @@ class Observed:
 
 
 def test_what_reads_from_a_gpu_is_watched(args):
-    """NCCL's calls return at once: a rank that is missing shows where the host reads their result."""
+    """NCCL's calls return at once: a missing rank shows only when the host reads a result."""
     watch, seen = Watch(0, 1, args, None), []
     try:
         cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options(["--log-every", "2"])
@@ -366,7 +366,7 @@ def test_what_reads_from_a_gpu_is_watched(args):
 
 
 class Store:
-    """What ranks share, with its requests counted."""
+    """The store of the ranks, which counts their requests."""
 
     def __init__(self):
         self.values, self.requests = {}, 0
@@ -404,7 +404,7 @@ def report_of(world_size, place, store):
 
 @pytest.mark.parametrize("has_store", [True, False], ids=["store", "disk"])
 def test_of_a_thousand_ranks_a_few_look_for_the_reports(has_store, tmp_path):
-    """Each looking for all of the others would be a million requests."""
+    """If each rank looked for all others, that would be a million requests."""
     (tmp_path / "hang").mkdir()
     store = Store() if has_store else None
     assert [report_of(1024, tmp_path, store).is_collector() for _ in range(6)] == [True] * 3 + [False] * 3
@@ -412,7 +412,7 @@ def test_of_a_thousand_ranks_a_few_look_for_the_reports(has_store, tmp_path):
 
 
 def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(tmp_path):
-    """The one that collects: who has reported, and what; once all have, it asks no more."""
+    """The collecting rank asks who has reported and what; once all have, it stops asking."""
     store = Store()
     for rank in range(1024):
         store.values[f"report/{rank}"] = json.dumps(note(rank, 9, "gradients")).encode()

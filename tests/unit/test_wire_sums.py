@@ -21,7 +21,7 @@ def test_the_gradients_are_those_of_the_model():
 
 
 def test_figures_by_hand():
-    """Four nodes: 1.5 times 46.7 MB; in packets on 1 Gbit/s that takes 586 ms."""
+    """Four nodes send 1.5 times 46.7 MB; in packets at 1 Gbit/s that takes 586 ms."""
     limit = ring_bytes(4 * PARAMETERS, 4)
     assert limit == 1.5 * 4 * 11_681_832
     sent = [1.001 * limit, 1.002 * limit, limit, limit]
@@ -32,7 +32,7 @@ def test_figures_by_hand():
     assert figure.note == "70.23 MB per node and step"
     figure = seen.time_figure()
     wire_s = limit * 1514 / 1448 * 8 / 1e9
-    # Forward and the wire take longer than the work in the first round, the work in the others.
+    # The wire and forward take longest in the first round, the work in the others.
     assert [round(value, 4) for value in figure.values] == [
         round(value, 4) for value in (0.7 / (wire_s + 0.05), 1, 0.7 / 0.6)
     ]
@@ -47,7 +47,7 @@ def test_figures_by_hand():
 
 @pytest.mark.parametrize("last", [28, 32])
 def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monkeypatch, last):
-    """Links are free up to step 16; the line of 20 comes while they are narrowed, and 21 to 24 may begin so."""
+    """Links are free up to step 16; line 20 comes while they are narrowed, and steps 21 to 24 may begin so."""
     path, narrowed = tmp_path / "run" / "metrics.jsonl", []
 
     def log(speeds):

@@ -20,7 +20,7 @@ from scripts.launch.local import free_port
 
 @pytest.fixture
 def world():
-    """A world of one rank, whose values take the way through bytes all the same."""
+    """A world of one rank, whose values are nevertheless converted to bytes and back."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(0, 1, torch.device("cpu"), dist.group.WORLD, None)
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def test_values_arrive_as_they_were(world):
 
 
 class Order:
-    """An order to whoever unpickles it."""
+    """An object that runs a command in whoever unpickles it."""
 
     def __init__(self, path):
         self.path = path
@@ -73,7 +73,7 @@ def test_what_torch_gathers_runs_no_code(world, tmp_path):
 
 
 def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
-    """So that the next start may find it, as where agents wait for each other."""
+    """The next start may find it, as when agents wait for each other."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
