@@ -30,7 +30,7 @@ from typing import Any
 
 from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, render, to_text
 from recipes.common.errors import UserError
-from recipes.common.options import whole_number
+from recipes.common.options import positive_int, whole_number
 from scripts.launch.command import (
     CommandParser,
     check_names,
@@ -486,7 +486,9 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--components", default="", help="folders of k8s/components, separated by spaces")
     parser.add_argument("--name", help="the job's and the run's name (default: the recipe's)")
     parser.add_argument("--namespace", help="namespace (default: the kubectl context's)")
-    parser.add_argument("--start-timeout-s", type=count, default=900, metavar="S", help="longest wait for node 0")
+    parser.add_argument(
+        "--start-timeout-s", type=positive_int, default=900, metavar="S", help="longest wait for node 0"
+    )
     parser.add_argument("--render", action="store_true", help="print the manifest and end")
     parser.add_argument("--delete", metavar="NAME", help="delete a job")
     return parse(parser, argv)

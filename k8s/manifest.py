@@ -265,8 +265,11 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
 
 
 def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
-    """Set a node's GPUs, a process for each, and sizes that scale with them; without GPUs, one small process."""
-    nproc = max(gpus, 1)
+    """Set a node's GPUs, a process for each, and sizes that scale with them; without GPUs, one small process.
+
+    Raises UserError for GPUs if the manifest has none.
+    """
+    nproc, has_gpus = max(gpus, 1), False
     for key, value in (("nprocPerNode", str(nproc)), ("slotsPerWorker", nproc)):
         if key in job:
             job[key] = value
@@ -287,9 +290,15 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
                     volume["emptyDir"]["sizeLimit"] = "1Gi"
         elif before:  # scale what one process needs by the number of processes
             limits[GPU] = gpus
-            shm = template["spec"]["volumes"][0]["emptyDir"]
-            for amounts, name in ((requests, "cpu"), (requests, "memory"), (limits, "memory"), (shm, "sizeLimit")):
-                amounts[name] = scale(amounts[name], gpus, before)
+            amounts = [(requests, "cpu"), (requests, "memory"), (limits, "memory")]
+            volumes = template["spec"]["volumes"]
+            amounts += [(volume["emptyDir"], "sizeLimit") for volume in volumes if volume["name"] == "shm"]
+            for held, name in amounts:
+                held[name] = scale(held[name], gpus, before)
+            has_gpus = True
+    if gpus and not has_gpus:
+        what = f"the manifest limits no {GPU}, so its processes would train on CPUs"
+        raise UserError(f"GPUS {gpus}: {what}; add the limit, or leave out GPUS and the component cpu-only")
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:

@@ -49,7 +49,7 @@ if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it call
     exec "$python" -m scripts.launch.stopped_status "$recipe" "$@"
 fi
 
-if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|spawn|horovod)$ ]]; then
+if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|probe|spawn|horovod)$ ]]; then
     refuse "$recipe cannot be elastic; unset MIN_NODES, or use RECIPE=ddp"
 fi
 

@@ -63,6 +63,9 @@ class Training:
             status = 0  # as docs/your-own.md says
         if os.environ["SLURM_PROCID"] == "0":
             name = "USR1" if SIGNAL in received else "TERM" if received else ""
-            Path(os.environ["STATUS_FILE"]).write_text(f"{status} {name}\n")
+            status_file = Path(os.environ["STATUS_FILE"])
+            temporary = status_file.with_suffix(".tmp")
+            temporary.write_text(f"{status} {name}\n")
+            temporary.replace(status_file)  # whoever reads it meanwhile finds all of it or none
         if status:
             sys.exit(status)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from recipes.common.data.shards import pack
 from recipes.common.errors import UserError
-from scripts.launch.command import CommandParser, command, count, parse
+from recipes.common.options import positive_int
+from scripts.launch.command import CommandParser, command, parse
 
 
 @command
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> None:
     parser = CommandParser("python -m scripts.dev.shards", (__doc__ or "").split("\n")[0])
     parser.add_argument("source", metavar="DATA_DIR", type=Path)
     parser.add_argument("folder", metavar="OUT", type=Path)
-    parser.add_argument("--shard-mb", type=count, default=1000, help="size of a shard in MB")
+    parser.add_argument("--shard-mb", type=positive_int, default=1000, help="size of a shard in MB")
     args = parse(parser, argv)
     images = 0
     try:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int
+from recipes.common.options import non_negative_int, positive_int
 from scripts.drill.faults import FAULTS, why_not
 from scripts.drill.trial import INTERVAL, START_S, Figures, Setting, Trial
 from scripts.lab import network
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add("--nodes", type=count, default=2, help="local nodes of one process each")
     add("--rounds", type=count, help="number of faults, drawn at random: a soak")
     add("--seed", type=non_negative_int, default=0, help="seed of faults, steps and victims (0)")
-    add("--steps", type=count, default=400, help="steps of a job")
+    add("--steps", type=positive_int, default=400, help="steps of a job")
     add("--runs-dir", type=Path, default=ROOT / "runs", help="parent folder of drill-001")
     add("--plain", action="store_true", help="processes without network namespaces, also as root")
     args = parse(parser, argv)

@@ -311,13 +311,35 @@ def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, ex
         resources["requests"] = {"cpu": "64", "memory": "250Gi"}
         resources["limits"] = {"memory": "250Gi", GPU: 8}
         spec["volumes"][0]["emptyDir"]["sizeLimit"] = "60Gi"
+        spec["volumes"].insert(0, {"name": "models", "hostPath": {"path": "/models"}})
         return documents
 
     monkeypatch.setattr(manifest, "load", load_edited)
     spec = render(Request("indexed-job", "ddp", "mine", nodes=2, gpus=gpus))[-1]["spec"]["template"]["spec"]
-    resources, shm = one(spec)["resources"], spec["volumes"][0]["emptyDir"]["sizeLimit"]
+    resources, shm = one(spec)["resources"], spec["volumes"][1]["emptyDir"]["sizeLimit"]
     assert (resources["requests"]["cpu"], resources["requests"]["memory"], shm) == expected
     assert resources["limits"] == {"memory": expected[1], GPU: gpus}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
+    """As without GPUs in an edited file, or with COMPONENTS=cpu-only: 8 processes would train on the CPU."""
+    load = manifest.load
+
+    def load_edited(file):
+        documents = load(file)
+        for template in manifest.pod_templates(documents):
+            for resources in (
+                template["spec"]["containers"][0].get("resources", {}),
+                documents[-1]["spec"].get("trainer", {}).get("resourcesPerNode", {}),
+            ):
+                resources.get("limits", {}).pop(GPU, None)
+        return documents
+
+    monkeypatch.setattr(manifest, "load", load_edited)
+    with pytest.raises(UserError, match=r"^GPUS 8: the manifest limits no nvidia.com/gpu, so its processes would"):
+        render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8))
+    render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=0))
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from recipes.common.errors import UserError
 from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import Node
 from scripts.launch import elastic, local, ranks, rejoin, torch_agent
+from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.local import free_port
-from tests.support import wait_until
+from tests.support import ROOT, run_command, wait_until
 
 BEAT_S = 0.1
 
@@ -722,6 +723,15 @@ def test_a_store_whose_port_is_taken(monkeypatch):
 def test_the_launcher_refuses(capsys, words, refusal):
     assert local.main([*words.split(), "--nodes=2"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {refusal}")
+
+
+@pytest.mark.parametrize("recipe", NOT_ELASTIC)
+def test_a_node_refuses_what_cannot_be_elastic(recipe):
+    done = run_command(str(ROOT / "scripts/launch.sh"), recipe, MIN_NODES="1", PYTHON=sys.executable)
+    assert (done.status, done.errors) == (
+        2,
+        [f"error: {recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp"],
+    )
 
 
 def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):

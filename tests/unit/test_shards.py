@@ -170,7 +170,7 @@ def test_a_folder_that_is_not_whole_is_refused(copy, spoil, error):
 
 
 def test_the_command_packs_and_refuses(images, tmp_path, capsys):
-    assert shards.main([str(images), str(tmp_path / "out")]) == 0
+    assert shards.main([str(images), str(tmp_path / "out"), "--shard-mb", "5000"]) == 0
     assert f"; train with --data shards --data-dir {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert len(load("shards", tmp_path / "out").train) == len(load("imagefolder", images).train)
     assert shards.main([str(images), str(tmp_path / "out")]) == 2
