@@ -1,7 +1,7 @@
 """What one node sees of another: whether its names lead to it, its port answers, and large packets come back.
 
-Every node answers at a port that the kernel has chosen, as it does for gloo and NCCL, on the one address that they
-would use. A client that does not know the job's secret gets no answer.
+Every node answers at a port that the kernel has chosen, as it does for gloo and NCCL, on the address of gloo's
+interface (see node.network). A client that does not know the job's secret gets no answer.
 """
 
 from __future__ import annotations
