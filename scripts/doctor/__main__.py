@@ -3,12 +3,12 @@
     make doctor NODES=2                                   nodes on this machine
     NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a MASTER_PORT=29500 python -m scripts.doctor      on each node
 
-Success: the last line of node 0 is `doctor: all is well on 2 nodes, 12 s`, and the status 0; it is 1 where
-something is wrong and 2 for bad usage. It takes two minutes at most from the moment that all nodes are there. Each
-wait has a bound. docs/doctor.md explains each finding.
+Success: the last line of node 0 is `doctor: all is well on 2 nodes, 12 s`, and its exit status is 0. The status is
+1 if something is wrong and 2 for bad usage. The examination takes at most two minutes once all nodes have
+connected; each wait has a time limit. docs/doctor.md explains each finding.
 
-It reads the node-level variables of scripts/launch.sh. RDZV_ID is also the job's word: who does not know it is not
-talked to. RDZV_TIMEOUT_S bounds the wait for the other nodes (60 s here).
+It reads the node-level variables of scripts/launch.sh. RDZV_ID is also the job's secret: a node that does not know
+it is rejected. RDZV_TIMEOUT_S limits the wait for the other nodes (default: 60 s).
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from scripts.launch.command import CommandParser, command, parse
 from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
 WAIT_S = 60
-"""For the other nodes to come, where RDZV_TIMEOUT_S is not set."""
+"""Time limit for the other nodes to connect, unless RDZV_TIMEOUT_S is set."""
 
 FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
 
 EXAMINATION_S = 115.0
-"""For everything from the moment that all nodes are there; what does not fit is left out, and that is said."""
+"""Time limit for all checks once all nodes have connected. The report names the checks that were skipped."""
 
 HEALTH_CHECK_S = 9.0
-"""The same for --quick on one node, which is to end within 10 s."""
+"""The same limit for --quick on one node, which has to end within 10 s."""
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
@@ -73,12 +73,12 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush it."""
     print(text, flush=True)
 
 
 class Checks:
-    """This node's checks: those of itself begin at once, the others by node 0's orders."""
+    """This node's checks: those of the node itself start at once, the others when node 0 orders them."""
 
     def __init__(self, place: Node, args: Namespace, word: str) -> None:
         self.place, self.args, self.word = place, args, word
@@ -91,7 +91,7 @@ class Checks:
         self.facts: dict[str, Any] = {}
 
     def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one of node 0's orders."""
+        """Carry out one of node 0's orders and return the answer."""
         orders: dict[str, Callable[[], dict[str, Any]]] = {
             "facts": self.answer_facts,
             "write": lambda: {"error": self.folder.write()},
@@ -104,7 +104,7 @@ class Checks:
         return orders[order["do"]]()
 
     def answer_facts(self) -> dict[str, Any]:
-        """Return what this node knows of itself, and the port at which it answers from now on."""
+        """Return this node's facts, with the port of its echo server, which answers from now on."""
         self.facts = self.own.result(FACTS_TIMEOUT_S)
         if self.facts["network"]:
             self.echo = Echo(self.facts["network"]["address"], self.word)
@@ -112,12 +112,12 @@ class Checks:
         return self.facts
 
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return what this node's ranks of the doctor's own job have found."""
+        """Run this node's ranks of the doctor's own job and return what they have found."""
         place = replace(self.place, master_addr=order["address"], master_port=order["port"])
         return ranks.run_ranks(place, self.facts["network"]["interface"], self.args.device, order["timeout_s"])
 
     def close(self) -> None:
-        """Stop answering, and remove what the probe has left in the runs folder."""
+        """Stop the echo server, and remove the probe's files from the runs folder."""
         if self.echo:
             self.echo.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -125,7 +125,7 @@ class Checks:
 
 
 def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
-    """Ask all nodes for what the rules need, and write it into the case; what cannot work is left out."""
+    """Ask all nodes for what the rules need and store it in the case; skip an all-reduce that cannot succeed."""
     is_health_check = args.quick and case.nnodes == 1
     deadline = time.monotonic() + (HEALTH_CHECK_S if is_health_check else EXAMINATION_S)
 
@@ -147,8 +147,8 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
         for rank, facts in case.facts.items()
         if facts["network"]
     ]
-    # A node that answers no port holds up each of the PARALLEL that look at it for CONNECT_TIMEOUT_S, and so does
-    # a name server that does not answer, for each of a node's names.
+    # At worst each peer takes CONNECT_TIMEOUT_S, because its port does not answer, and NAME_TIMEOUT_S for each of
+    # its two names, because the name server does not. PARALLEL peers are checked at a time.
     bound = 20 + (CONNECT_TIMEOUT_S + 2 * network.NAME_TIMEOUT_S) * (1 + len(peers) / network.PARALLEL)
     case.peers = ask({"do": "peers", "peers": peers}, bound)
     if args.quick or not can_meet(case):
@@ -160,7 +160,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
 
 
 def can_meet(case: Case) -> bool:
-    """Whether all nodes are there, reach one another and have a torch: else an all-reduce would only time out."""
+    """Return whether all nodes are present, reach one another and have a working torch, as an all-reduce needs."""
     has_all = len(case.facts) == case.nnodes and not case.lost
     reach = all(found["stage"] == "done" for seen in case.peers.values() for found in seen.values())
     torch = all("error" not in (facts["torch"] or {}) for facts in case.facts.values())
@@ -168,7 +168,7 @@ def can_meet(case: Case) -> bool:
 
 
 def lead(place: Node, args: Namespace, word: str) -> int:
-    """Be node 0: gather the nodes, examine them, report; return the status."""
+    """Act as node 0: gather the nodes, examine them and report; return the exit status."""
     begin = time.monotonic()
     checks = Checks(place, args, word)
     met = meeting.Meeting(word, place.nnodes, checks.carry_out)
@@ -204,11 +204,11 @@ def lead(place: Node, args: Namespace, word: str) -> int:
 
 
 def follow(place: Node, args: Namespace, word: str) -> int:
-    """Be another node: find node 0, do what it asks; return the status that it gives."""
+    """Act as another node: connect to node 0 and carry out its orders; return the status that it sends."""
     checks = Checks(place, args, word)
     here = f"node {place.node_rank} ({socket.gethostname()})"
-    # Longer than node 0 waits, also if this node has started earlier: node 0 gives up first and reports, where a
-    # launcher would end it with the first node that fails.
+    # Wait longer than node 0 does, even if this node has started earlier. Node 0 then gives up first and reports;
+    # if this node failed first, a launcher would end node 0 before its report.
     wait_s = place.rdzv_timeout_s * 1.25 + 2
     try:
         try:
@@ -226,17 +226,17 @@ def follow(place: Node, args: Namespace, word: str) -> int:
 
 
 class LocalNodes(local.LocalJob):
-    """The doctor's nodes on this machine: node 0 alone reports."""
+    """The doctor's nodes on this machine; only node 0 reports."""
 
     def report(self, failed: list[int]) -> int:
-        """Return the worst status of the nodes."""
+        """Return the worst exit status of the nodes."""
         if self.interrupted_by:
             return 128 + self.interrupted_by
         return max((abs(self.nodes[number].returncode) for number in failed), default=0)
 
 
 def run_local(args: Namespace, words: Sequence[str]) -> int:
-    """Start the nodes on this machine; return their status."""
+    """Start the nodes on this machine; return their worst exit status."""
     job = LocalNodes()
     signal.signal(signal.SIGINT, job.interrupt)
     signal.signal(signal.SIGTERM, job.interrupt)
@@ -265,4 +265,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # a look-up that never answers would keep its thread, and the thread the interpreter
+    os._exit(status)  # a look-up that never returns would keep its thread alive, and so the interpreter

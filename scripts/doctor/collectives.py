@@ -3,8 +3,8 @@
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
         python -m scripts.doctor.collectives --result result.json --device auto --timeout-s 30
 
-scripts/doctor/ranks.py starts it. The result file always says how far this rank has come: a rank that hangs
-and is killed has left it.
+scripts/doctor/ranks.py starts it. The result file always holds this rank's progress, also if the rank hangs and is
+killed.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from recipes.probe.train import TorchWorld, gather_map
 from scripts.doctor.rules import SLOW_LINK, lower_of_both
 
 SUM_ELEMENTS = 1 << 20
-"""4 MiB of float32: several pieces of every algorithm and protocol that gloo and NCCL choose among."""
+"""4 MiB of float32: several chunks with every algorithm and protocol that gloo and NCCL may choose."""
 
 LINK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Of one exchange: 1 MiB over gloo, 64 MiB over NCCL, whose links are some hundred times as fast."""
+"""Bytes of one exchange: 1 MiB over gloo, 64 MiB over NCCL, whose links are some hundred times as fast."""
 
 LINK_TIME_S = 0.1
 MAX_REPEATS = 64
 BATCHES = 3
-"""The fastest counts: what else runs on a node slows one down now and then, a bad link slows all."""
+"""The fastest batch counts: other processes slow down a batch now and then, a bad link slows down all of them."""
 
 SECOND_LOOKS, SECOND_LINKS = 2, 8
-"""At links that seem slow: a node may have been busy with something else for a moment."""
+"""Repeated measurements, and links in each, of links that seem slow: a node may have been busy for a moment."""
 
 MAX_ROUNDS = 31
-"""In each round every node talks to another one. With more nodes than this not all links are measured, but each
-node is, often enough."""
+"""In each round every node exchanges data with another one. With more than 32 nodes, not all links are measured,
+but each node is measured in about this many rounds."""
 
 
 class Diary:
-    """What this rank has found out so far, in a file that is whole at any moment."""
+    """This rank's results so far, in a file that is complete at any moment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, Any] = {}
 
     def note(self, **entries: Any) -> None:
-        """Add entries."""
+        """Add entries and replace the file."""
         self.entries |= entries
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.entries))
@@ -59,26 +59,26 @@ class Diary:
 
 
 def pattern(numel: int, device: torch.device) -> torch.Tensor:
-    """Return small whole numbers, which float32 adds up exactly in any order: float32, shape (numel,)."""
+    """Return small whole numbers, float32, shape (numel,); float32 adds them exactly in any order."""
     return torch.arange(numel, device=device).remainder(7).add(1).to(torch.float32)
 
 
 def check_sum(world: TorchWorld, diary: Diary) -> None:
-    """Compare an all-reduce with the sum that it has to be; call it on all ranks.
+    """Compare an all-reduce with its known sum and note the number of wrong elements; call it on all ranks.
 
-    Rank r gives (r + 1) times the pattern.
+    Rank r contributes (r + 1) times the pattern.
     """
     size = world.ranks.world_size
     given = pattern(SUM_ELEMENTS, world.device)
     values = given * (world.ranks.rank + 1)
-    # Doctor: 4 MiB a rank, over the connections that gradients take.
+    # Doctor: 4 MiB per rank, over the connections that gradients use.
     dist.all_reduce(values)
     wrong = int((values != given * (size * (size + 1) // 2)).sum())
     diary.note(wrong_elements=wrong)
 
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return a tournament: in each round each node meets another, and after all rounds every other one once."""
+    """Return the rounds of a round-robin tournament: pairs of nodes such that each pair meets once."""
     seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -89,7 +89,7 @@ def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) -> float:
-    """Send and receive at once, as each link of a ring all-reduce does; return the seconds of one exchange."""
+    """Send and receive at the same time, as in a ring all-reduce; return the seconds of one exchange."""
     if data.is_cuda:
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -103,7 +103,7 @@ def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) ->
 
 
 class Links:
-    """The links of this rank's node, measured between the first ranks of nodes; all ranks call each method."""
+    """Measures the links of this node, between ranks of the same local_rank; call each method on all ranks."""
 
     def __init__(self, world: TorchWorld, diary: Diary) -> None:
         self.ranks, self.diary = world.ranks, diary
@@ -113,12 +113,12 @@ class Links:
         self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
         self.into = torch.empty_like(self.data)
         self.found: dict[int, float] = {}
-        """Gbit/s by the other node."""
+        """Gbit/s to each other node."""
 
     def measure(self, pairs: list[tuple[int, int]], what: str, local_rank: int = 0) -> None:
-        """Measure some links at once, no two of the same node; the best that a link has shown counts.
+        """Measure some links at once, at most one per node; a link's best measurement counts.
 
-        The ranks of that local rank talk: a GPU's rail is its own.
+        The ranks with this local_rank communicate, because each GPU may have a rail of its own.
         """
         is_mine = self.ranks.local_rank == local_rank
         other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_mine else None
@@ -126,13 +126,13 @@ class Links:
         peer = None if other is None else other * self.ranks.local_world_size + local_rank
         once = torch.zeros(1)
         if peer is not None:
-            exchange(peer, self.data, self.into, 1)  # makes the connection
+            exchange(peer, self.data, self.into, 1)  # creates the connection
             once[0] = exchange(peer, self.data, self.into, 1)
-        # Doctor: 4 bytes a rank; both ends have to repeat as often, and all begin together.
+        # Doctor: 4 bytes per rank. Both ends have to repeat the same number of times, and all start together.
         dist.all_reduce(once, op=dist.ReduceOp.MAX, group=self.control)
         repeats = int(min(MAX_REPEATS, max(1.0, LINK_TIME_S / max(float(once), 1e-6))))
         if peer is not None and other is not None:
-            batches = BATCHES if repeats > 1 else 1  # a link that is as slow as that is known by one
+            batches = BATCHES if repeats > 1 else 1  # one batch shows such a slow link
             seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
             speed = self.data.nbytes * 8 / seconds / 1e9
             if local_rank:
@@ -142,9 +142,9 @@ class Links:
             self.diary.note(links_gbit_s=self.found)
 
     def slow(self) -> list[tuple[int, int]]:
-        """Return the links that are much slower than most."""
+        """Return the links that are much slower than the median."""
         rows: list[dict[int, float]] = [{}] * self.ranks.world_size
-        # Doctor: some bytes a link from every rank.
+        # Doctor: a few bytes per link from every rank.
         dist.all_gather_object(rows, self.found, group=self.control, **NO_PICKLE)
         speeds = lower_of_both((rank // self.ranks.local_world_size, row) for rank, row in enumerate(rows))
         usual = median(speeds.values()) if speeds else 0.0
@@ -152,7 +152,7 @@ class Links:
 
 
 def measure_links(world: TorchWorld, diary: Diary) -> None:
-    """Measure the link of each two nodes, and again those that seem slow; call it on all ranks."""
+    """Measure the link of each pair of nodes, then again those that seem slow; call it on all ranks."""
     links = Links(world, diary)
     for number, pairs in enumerate(rounds_of(links.nodes)[:MAX_ROUNDS]):
         links.measure(pairs, f"bandwidth, round {number + 1}")
@@ -166,7 +166,7 @@ def measure_links(world: TorchWorld, diary: Diary) -> None:
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--device", default="auto")
@@ -177,7 +177,7 @@ def main() -> None:
     diary.note(rank=ranks.rank, stage="meeting the other ranks")
     torch.set_num_threads(1)
     try:
-        # rendezvous, process groups and connections, each with the bound
+        # Rendezvous, process groups and connections each have this time limit.
         world = TorchWorld(ranks, args.device, args.timeout_s)
         dist.barrier(group=world.control)
         diary.note(stage="the map of ranks", device=str(world.device))

@@ -1,9 +1,10 @@
 """Absolute floors: what a GPU, its links and its network have to reach, however slow all the others are, too.
 
-A comparison with other nodes cannot see that all of them fell back: to an older PCIe generation, from NVLink to
-PCIe, from RDMA to TCP. The floors lie between the two: about half of the data sheet (scripts/plan/fabrics.py) for
-products of matrices, above PCIe 4 for GPUs on PCIe 5, above PCIe for NVLink, half of a port's own rate for a rail.
-None has been measured on every kind of GPU; Azure's health checks ask for more (55 GB/s from the host to an H200).
+A comparison with other nodes does not show that all of them have fallen back: to an older PCIe generation, from
+NVLink to PCIe, or from RDMA to TCP. The floors lie between the two speeds: about half of the data sheet
+(scripts/plan/fabrics.py) for matrix products, above PCIe 4 for GPUs on PCIe 5, above PCIe for NVLink, and half of
+the port's rate for a rail. They have not been measured on every kind of GPU; Azure's health checks require more
+(55 GB/s from the host to an H200).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ RAIL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Floor:
-    """The least of a GPU; None where its kind does not say."""
+    """The minimum speeds of a GPU."""
 
     tflops: float
-    """bfloat16, 10^12 operations a second."""
+    """bfloat16, 10^12 operations per second."""
     host_gb_s: float
-    """Each way between pinned memory and the GPU."""
+    """GB/s in each direction between pinned memory and the GPU."""
     peer_gb_s: float | None
-    """To the next GPU of the node, over NVLink; boards without NVLink have none."""
+    """GB/s to the next GPU of the node over NVLink; None for boards without NVLink."""
 
 
 FLOORS = {
@@ -43,7 +44,7 @@ FLOORS = {
     "A100-PCIE": Floor(140.0, 18.0, None),
     "A100 80GB PCIe": Floor(140.0, 18.0, None),
 }
-"""By a part of torch's name of the GPU; the first that fits counts."""
+"""Keyed by a part of the GPU's name in torch; the first match counts."""
 
 
 PCIE = "see the PCIe link (nvidia-smi -q -d PCIE), NUMA binding, IOMMU"
@@ -56,11 +57,11 @@ MEASURED = {
         "see nvidia-smi nvlink --status and topo -m; is the fabric manager running",
     ),
 }
-"""By the name of a measurement in torch_facts.py: its unit, and what to look at where it is too low."""
+"""For each measurement of torch_facts.py: its unit, and what to check if it is too low."""
 
 
 def gpu_floors(case: Case) -> Iterator[Finding]:
-    """GPUs, and their links to host and to each other, below the floor of their kind."""
+    """Report GPUs, and their links to the host and to each other, that are below the floor of their kind."""
     for rank, torch in case.each("torch"):
         for device in torch.get("devices", []):
             floor = next((floor for name, floor in FLOORS.items() if name in device["name"]), None)
@@ -76,7 +77,7 @@ def gpu_floors(case: Case) -> Iterator[Finding]:
 
 
 def rails(case: Case) -> Iterator[Finding]:
-    """Rails of GPUs that do less than half of what the slowest active RDMA port can, by local rank."""
+    """Report rails of GPUs, by local rank, that reach less than half of the slowest active RDMA port's rate."""
     for node, found in sorted(case.ranks.items()):
         rates = (case.facts.get(node, {}).get("rdma_gbit_s") or {}).values()
         least = RAIL_SHARE * min(rates, default=0.0)
@@ -94,13 +95,13 @@ def rails(case: Case) -> Iterator[Finding]:
 
 
 def transport(case: Case) -> Iterator[Finding]:
-    """NCCL over sockets on a node that has RDMA devices, or was told to use a fabric."""
+    """Report NCCL over sockets on a node that has RDMA devices, or on which FABRIC asks for another network."""
     for node, found in sorted(case.ranks.items()):
         networks = {rank.get("network") for rank in found["ranks"]} - {None}
         variables = case.facts.get(node, {}).get("variables") or {}
         fabric = (
             (found.get("fabric") or {}).get("FABRIC") or variables.get("FABRIC") or "auto"
-        )  # the site's, or ours
+        )  # from fabric.sh, or from the environment
         if "Socket" not in networks or fabric == "tcp":
             continue
         remedy = "see docs/site.md: the device in the pod, libibverbs1 or aws-ofi-nccl in the image, locked memory"
@@ -112,7 +113,7 @@ def transport(case: Case) -> Iterator[Finding]:
 
 
 def kernel_log(case: Case) -> Iterator[Finding]:
-    """Xid events and memory errors of the last day, with what to do."""
+    """Report Xid events and memory errors of the last day, with advice."""
     for rank, events in case.each("kernel_log"):
         for event in events:
             times = f"{event['count']} times" if event["count"] > 1 else "once"

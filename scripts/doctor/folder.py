@@ -1,7 +1,8 @@
 """Whether a node can write to the runs folder, and whether all nodes see the same one.
 
-Each node writes a file as checkpoints are written (temporary name, flush, rename); once all have, each looks for
-the files of the others. The folder within runs/ is removed at the end. Each call has a bound: the disk may hang.
+Each node writes a file the way checkpoints are written (temporary name, flush, rename). Once all have written,
+each node looks for the files of the others. The folder below runs/ is removed at the end. Each call has a time
+limit, because the disk may hang.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from pathlib import Path
 from scripts.doctor.network import call_within
 
 PROBE_BYTES = 4 * 1024 * 1024
-"""More than the first write to a full disk or quota lets through."""
+"""More than a full disk or an exhausted quota still accepts in the first write."""
 
 WRITE_S = 15.0
 SEEN_TIMEOUT_S = 10.0
-"""NFS keeps what it knows of a folder for seconds before it looks again."""
+"""NFS caches the content of a folder for seconds."""
 
 SMALL_S = 5.0
-"""For a line, and to remove all."""
+"""Time limit for leaving or reading lines, and for removing the folder."""
 
 STALE_S = 3600.0
 
 
 class RunsFolder:
-    """One node's view of the folder of this job's probe: the same on all nodes, another for each job."""
+    """One node's view of the job's probe folder, whose name is the same on all nodes and differs between jobs."""
 
     def __init__(self, runs_dir: Path, word: str, rank: int) -> None:
         self.runs_dir, self.word, self.rank = runs_dir, word, rank
         self.folder = runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
 
     def content(self, rank: int) -> bytes:
-        """Return what a node writes."""
+        """Return the content of a node's file."""
         line = hashlib.sha256(f"{self.word} {rank}".encode()).digest()
         return line * (PROBE_BYTES // len(line))
 
     def write(self) -> str | None:
-        """Write this node's file; return why it could not be written, or None."""
+        """Write this node's file; return the reason if it could not be written, else None."""
         try:
             return call_within(self._write, WRITE_S)
         except TimeoutError as error:
@@ -62,7 +63,7 @@ class RunsFolder:
         return None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
 
     def see(self, writers: Sequence[int]) -> list[int]:
-        """Return the writers whose files are here and whole; wait for them as long as a cache may hide them."""
+        """Return the writers whose files are visible and complete; wait as long as a cache may hide them."""
         seen: set[int] = set()
         deadline = time.monotonic() + SEEN_TIMEOUT_S
 
@@ -70,7 +71,7 @@ class RunsFolder:
             while True:
                 for rank in set(writers) - seen:
                     with contextlib.suppress(OSError):
-                        os.listdir(self.folder)  # NFS looks anew
+                        os.listdir(self.folder)  # makes NFS refresh its cache
                         if (self.folder / f"node-{rank}").read_bytes() == self.content(rank):
                             seen.add(rank)
                 if len(seen) == len(writers) or time.monotonic() > deadline:
@@ -82,7 +83,7 @@ class RunsFolder:
         return sorted(seen)
 
     def leave_word(self, text: str) -> None:
-        """Leave a line for node 0 where this node cannot tell it over the network."""
+        """Leave a line for node 0 that this node cannot send over the network."""
         with contextlib.suppress(OSError):
             call_within(lambda: self.folder.mkdir(parents=True, exist_ok=True), SMALL_S)
             call_within(lambda: (self.folder / f"word-{self.rank}").write_text(text), SMALL_S)
@@ -99,7 +100,7 @@ class RunsFolder:
         return {}
 
     def remove(self) -> None:
-        """Remove the probe's folder, and those that earlier doctors were kept from removing."""
+        """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove."""
 
         def remove() -> None:
             for folder in self.runs_dir.glob(".doctor-*"):

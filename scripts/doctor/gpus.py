@@ -3,9 +3,9 @@
     python -m scripts.doctor.gpus
     python -m scripts.doctor.gpus --since-s 600
 
-Success: no line, and status 0. Each fault is a line that begins with `error:`, and the status is 1; a GPU that is
-only to be watched is a `warning:`. It ends within 10 s, needs neither torch nor other nodes, and writes nothing.
-slurm/job.sh calls it where a job has failed (docs/slurm-admin.md).
+Success: it prints nothing and exits with status 0. Each fault is a line that begins with `error:`, and the status
+is 1; a GPU that only needs watching is a `warning:`. It ends within 10 s, needs neither torch nor other nodes, and
+writes nothing. slurm/job.sh calls it when a job has failed (docs/slurm-admin.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from scripts.doctor.rules import Case, broken_gpus, node_errors
 from scripts.launch.command import CommandParser, command, parse
 
 NVIDIA_SMI_S = 8.0
-"""A GPU whose firmware does not answer lets nvidia-smi hang; without persistence mode it takes seconds anyway."""
+"""nvidia-smi hangs if a GPU's firmware does not answer; without persistence mode it always takes seconds."""
 
 
 class Alone(Case):
-    """A node that has no number, for there are no others."""
+    """A node without a number, because there are no others."""
 
     def name(self, rank: int) -> str:
-        """Return the host."""
+        """Return the name of the host."""
         return str(self.facts[rank]["host"])
 
 
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def examine(since_s: float) -> Case:
-    """Return what nvidia-smi and the kernel's log say of this node."""
+    """Collect what nvidia-smi and the kernel's log say about this node."""
     facts: node.Facts = {"host": socket.gethostname(), "errors": {}, "kernel_log": kernel_log.read(since_s)}
     try:
         facts["gpus"] = call_within(lambda: node.gpus(NVIDIA_SMI_S / 2), NVIDIA_SMI_S)
@@ -65,4 +65,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # an nvidia-smi that hangs would keep its thread, and the thread the interpreter
+    os._exit(status)  # an nvidia-smi that hangs would keep its thread alive, and so the interpreter

@@ -1,7 +1,7 @@
 """What the kernel's log of the last day says of this node's GPUs and memory: Xid events and uncorrected errors.
 
-NVIDIA's driver writes `NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.`; the numbers and what to
-do are those of NVIDIA's Xid catalog. Events that a program's own mistake causes (13, 31, 43, 45) are left out.
+NVIDIA's driver writes `NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.`; the numbers and the advice
+are from NVIDIA's Xid catalog. Events that a bug in a program causes (13, 31, 43, 45) are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 RECENT_S = 24 * 3600
 
 READ_S = 5.0
-"""A driver in trouble may write lines faster than they can be read."""
+"""Time limit for reading: a failing driver may write lines faster than they can be read."""
 
 DRAIN, RESET, REBOOT, WATCH = "drain", "reset", "reboot", "watch"
 XIDS = {
@@ -44,7 +44,7 @@ MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Un
 
 
 def parse(text: str, uptime_s: float, since_s: float = RECENT_S) -> list[dict[str, Any]]:
-    """Return the events of the last day or less in /dev/kmsg's records, counted by number and device."""
+    """Count the events of the last since_s seconds, at most a day, in /dev/kmsg's records by device and number."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for line in text.splitlines():
         head, _, message = line.partition(";")
@@ -63,9 +63,9 @@ def parse(text: str, uptime_s: float, since_s: float = RECENT_S) -> list[dict[st
 
 
 def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
-    """Return this node's events; None where the log cannot be read (kernel.dmesg_restrict, most containers).
+    """Return this node's events, or None if the log cannot be read (kernel.dmesg_restrict, most containers).
 
-    KMSG names another file than /dev/kmsg.
+    The variable KMSG is the path to read instead of /dev/kmsg.
     """
     try:
         log = os.open(os.environ.get("KMSG", "/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
@@ -77,12 +77,12 @@ def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
             try:
                 record = os.read(log, 8192)
             except BrokenPipeError:
-                continue  # lines were overwritten before they were read: the next read goes on after them
+                continue  # lines were overwritten before they were read: the next read continues after them
             if not record:
                 break
             records.append(record)
     except BlockingIOError:
-        pass  # that was the last one
+        pass  # that was the last record
     except OSError:
         return None
     finally:

@@ -1,9 +1,9 @@
 """How the nodes of a job meet: node 0 listens at MASTER_ADDR:MASTER_PORT, the others connect and do what it asks.
 
-Lines of JSON over TCP. Both sides first prove that they know the job's word (RDZV_ID) without sending it. Node 0
-gives orders {"do": ..., ...} to all nodes at once, itself among them, and each answer has a bound: a node that is
-late is lost, and the order at which it was lost is kept for the rules. It is not torch's TCPStore, because a torch
-that does not work is a finding, and because a TCPStore serves anyone who connects.
+They exchange lines of JSON over TCP. Both sides first prove that they know the job's secret (RDZV_ID) without
+sending it. Node 0 gives orders {"do": ..., ...} to all nodes at once, including itself, and each answer has a time
+limit: a node that misses it is lost, and the rules report the order at which it was lost. torch's TCPStore would
+not do, because a broken torch is a finding, and because a TCPStore serves anyone who connects.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
 from scripts.launch.interface import resolve
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""An answer holds a node's facts, some kilobytes a node."""
+"""Limit of one message; the facts of a node are some kilobytes."""
 
 MAX_REFUSED = 64
 
 SILENCE_S = 150.0
-"""How long a node may hear nothing from node 0 once all are there: longer than the whole examination."""
+"""How long a node waits for node 0 once all nodes have connected: longer than the whole examination."""
 
 Answer = dict[str, Any]
 
 
 class Channel:
-    """Lines of JSON to and from one node."""
+    """A connection that carries lines of JSON to and from one node."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -54,7 +54,8 @@ class Channel:
         """Return the next message.
 
         Raises:
-            OSError: it does not come within the bound, or the connection is lost; ValueError: it is none.
+            OSError: no message came within timeout_s, or the connection is lost.
+            ValueError: the line is not a JSON object.
         """
         self.connection.settimeout(timeout_s)
         try:
@@ -76,10 +77,10 @@ class Channel:
 
 
 def introduce(channel: Channel, place: Node, word: str) -> str:
-    """As a node, introduce yourself to node 0, which has to prove itself as well; return why it refuses, or "".
+    """Prove to node 0 that this node knows the secret, and have node 0 do so; return why it refuses, or "".
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: whoever answers is not node 0 of this job.
+        OSError, ValueError, KeyError, TypeError: the program that answers is not node 0 of this job.
     """
     nonce, own = channel.receive(CONNECT_TIMEOUT_S)["nonce"], os.urandom(16).hex()
     proof = mac(word, f"node {nonce} {own} {place.node_rank} {place.nnodes}".encode()).hex()
@@ -94,11 +95,11 @@ def introduce(channel: Channel, place: Node, word: str) -> str:
 
 
 def join(place: Node, word: str, timeout_s: float) -> Channel:
-    """Return a channel to node 0, which may come up within the bound.
+    """Connect to node 0, which may start within timeout_s, and return the channel.
 
     Raises:
-        MissingNodeError: its name is unknown, nobody came, or somebody else did.
-        UserError: node 0 refuses this node, and has made its report now.
+        MissingNodeError: its name is unknown, nothing answers, or another program does.
+        UserError: node 0 refuses this node, and has made its report by now.
     """
     deadline = time.monotonic() + timeout_s
     _, address = resolve(place.master_addr, int(timeout_s))
@@ -116,7 +117,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
         else:
             if not refusal:
                 return channel
-            with contextlib.suppress(OSError, ValueError):  # else a launcher would end node 0 with this one
+            with contextlib.suppress(OSError, ValueError):  # wait: a launcher would end node 0 with this one
                 channel.receive(place.rdzv_timeout_s + SILENCE_S)
             fix = "see the RDZV_ID, NNODES and NODE_RANK of all nodes"
             raise UserError(f"node 0 at {at} has turned it away: {refusal}; {fix}")
@@ -128,26 +129,26 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
 
 @dataclass
 class Meeting:
-    """Node 0's side: who is there, and how to ask all."""
+    """Node 0's side: the nodes that are present, and how to ask all of them."""
 
     word: str
     nnodes: int
     carry_out: Callable[[Answer], Answer]
-    """Node 0's own part of an order."""
+    """Carries out an order on node 0 itself."""
     channels: dict[int, Channel] = field(default_factory=dict)
     clocks: dict[int, tuple[float, float]] = field(default_factory=lambda: {0: (0.0, 0.0)})
-    """By how many seconds each node is ahead of node 0 as it comes, and how far off that may be."""
+    """By rank: the seconds that its clock is ahead of node 0's when it connects, and the possible error."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     """By rank: the order during which a node was lost, and why."""
     refused: list[tuple[int, str]] = field(default_factory=list)
-    """A node that was rejected: the rank that it claims, and why."""
+    """Nodes that were rejected: the rank that each claims, and why."""
     waiting: list[Channel] = field(default_factory=list)
-    """Their channels, open until the report is out."""
+    """Channels of rejected nodes, which stay open until the report is printed."""
     door: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
 
     def gather(self, listener: socket.socket, timeout_s: float, say: Callable[[str], None]) -> None:
-        """Let the other nodes in until all are there, or until the bound."""
+        """Accept the other nodes until all are present or timeout_s has passed."""
         deadline, said_at = time.monotonic() + timeout_s, time.monotonic()
         listener.settimeout(0.2)
         while len(self.channels) < self.nnodes - 1 and (now := time.monotonic()) < deadline:
@@ -157,7 +158,7 @@ class Meeting:
                 said_at = now
             with contextlib.suppress(TimeoutError):
                 connection, address = listener.accept()
-                # A stranger that connects and says nothing must not keep the others at the door.
+                # In a thread: a client that connects and sends nothing must not block the others.
                 arguments = (Channel(connection), str(address[0]))
                 threading.Thread(target=self.welcome, args=arguments, daemon=True).start()
         listener.close()
@@ -165,8 +166,8 @@ class Meeting:
             self.is_closed = True
 
     def welcome(self, channel: Channel, address: str) -> None:
-        """Let a node in that knows the word and has a number of its own; give others the reason why not."""
-        # Of a port scan or a health check we know nothing, and it nothing of us.
+        """Accept a node that knows the secret and has a NODE_RANK of its own; send others the reason if not."""
+        # Ignore clients that do not speak the protocol, such as port scans and health checks.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             nonce, begin = os.urandom(16).hex(), time.time()
             channel.send({"nonce": nonce})
@@ -198,7 +199,7 @@ class Meeting:
         channel.close()
 
     def ask_all(self, order: Answer, timeout_s: float, keys: Sequence[str] = ()) -> dict[int, Answer]:
-        """Return the answers of all nodes that are there, which have these keys; a node without one is lost."""
+        """Send an order to all nodes; return by rank the answers that have these keys. Other nodes are lost."""
 
         def ask(rank: int) -> Answer | None:
             try:
@@ -224,7 +225,7 @@ class Meeting:
             return {rank: answer for rank, answer in answers if answer is not None}
 
     def end(self, status: int) -> None:
-        """Tell all nodes that it is over, and with which status."""
+        """Send the final status to all nodes and close their channels."""
         for channel in self.channels.values():
             with contextlib.suppress(OSError):
                 channel.send({"do": "end", "status": status})
@@ -234,12 +235,12 @@ class Meeting:
 
 
 def serve(channel: Channel, carry_out: Callable[[Answer], Answer], gathering_s: float) -> int:
-    """As a node, carry out node 0's orders until it says end; return the status that it gives.
+    """Carry out node 0's orders until it sends "end"; return the status that it sends.
 
     Node 0 may wait gathering_s for other nodes before its first order.
 
     Raises:
-        UserError: node 0 is lost.
+        UserError: the connection to node 0 is lost.
     """
     try:
         order = channel.receive(gathering_s + SILENCE_S)
@@ -252,7 +253,7 @@ def serve(channel: Channel, carry_out: Callable[[Answer], Answer], gathering_s: 
 
 
 def answer_to(order: Answer, carry_out: Callable[[Answer], Answer], timeout_s: float) -> Answer:
-    """Return the answer to an order, {"failed": why} where carrying it out fails: node 0 is to report that."""
+    """Carry out an order and return the answer, or {"failed": why} so that node 0 can report it."""
     try:
         return call_within(lambda: carry_out(order), timeout_s)
     except Exception as error:

@@ -1,7 +1,7 @@
 """What one node sees of another: whether its names lead to it, its port answers, and large packets come back.
 
-Every node answers at a port of its own that the kernel has chosen, as the ports of gloo and NCCL are chosen, on
-the one address that they would use. Who does not know the job's word gets no answer.
+Every node answers at a port that the kernel has chosen, as it does for gloo and NCCL, on the address of gloo's
+interface (see node.network). A client that does not know the job's secret gets no answer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 def try_name(name: str) -> list[str] | str:
-    """Return the addresses that a name has here, or why there are none."""
+    """Return the addresses that a name resolves to on this node, or why it does not resolve."""
     try:
-        # getaddrinfo knows no bound: a resolver that does not answer is left to its thread.
+        # getaddrinfo has no time limit: if the resolver does not answer, the call stays in its thread.
         found = call_within(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), NAME_TIMEOUT_S)
     except OSError as error:
         return error.strerror or str(error)
@@ -30,7 +30,7 @@ def try_name(name: str) -> list[str] | str:
 
 
 def look_at_peers(peers: Sequence[dict[str, Any]], word: str) -> dict[str, dict[str, Any]]:
-    """Return what this node sees of each peer {"rank", "names", "address", "port"}, by the peer's rank."""
+    """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank."""
 
     def look(peer: dict[str, Any]) -> dict[str, Any]:
         names = {name: try_name(name) for name in peer["names"]}
@@ -41,7 +41,7 @@ def look_at_peers(peers: Sequence[dict[str, Any]], word: str) -> dict[str, dict[
 
 
 def call_within(function: Callable[[], T], timeout_s: float) -> T:
-    """Return what a function returns; raises TimeoutError at the bound, and leaves it to its thread then."""
+    """Return the result of a function; after timeout_s, leave it in its thread and raise TimeoutError."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(function).result(timeout_s)

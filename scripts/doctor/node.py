@@ -1,7 +1,7 @@
 """What one node knows of itself, without any other node and without importing torch.
 
-`gather` returns plain values that travel as JSON. What cannot be found out is None, or stands under "errors":
-that, too, is for the rules to judge.
+`gather` returns plain values that can be sent as JSON. A fact that cannot be determined is None, and its error is
+under "errors", where the rules find it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from scripts.launch.cores import count_cores
 from scripts.launch.interface import interface_addresses, interface_to, local_end, resolve
 
 TORCH_TIMEOUT_S = 60.0
-"""The import of torch from a slow shared file system can take most of it."""
+"""Importing torch from a slow shared file system can take most of it."""
 
 PART_TIMEOUT_S = 20.0
 
 QUICK_S = 6.0
-"""For all parts together with --quick on one node: a health check has to end within 10 s."""
+"""Time limit for all parts together with --quick on one node: a health check has to end within 10 s."""
 
 COMMAND_TIMEOUT_S = 15.0
-"""For nvidia-smi and git; a driver that is stuck lets nvidia-smi hang."""
+"""Time limit of a call of nvidia-smi, which hangs if the driver is stuck."""
 
 Facts = dict[str, Any]
 
@@ -48,7 +48,7 @@ Facts = dict[str, Any]
 def gather(
     master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool, within_s: float | None = None
 ) -> Facts:
-    """Return what this node knows of itself; each part has a bound, and all together where one is given."""
+    """Return this node's facts; each part has a time limit, and no part exceeds within_s if that is given."""
     parts: dict[str, Callable[[], Any]] = {
         "names": lambda: sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "network": lambda: network(master_addr, name_timeout_s),
@@ -63,7 +63,7 @@ def gather(
     }
     facts: Facts = {
         "errors": {},
-        # In Kubernetes a node is a pod, and what has to be fixed is the machine that it runs on.
+        # In Kubernetes a node is a pod: also name the machine that it runs on, which is what has to be fixed.
         "host": socket.gethostname() + (f" on {os.environ['NODE_NAME']}" if os.environ.get("NODE_NAME") else ""),
         "machine": machine_id(),
         "python": platform.python_version(),
@@ -78,7 +78,7 @@ def gather(
         except (OSError, ValueError, LookupError, ImportError, subprocess.SubprocessError) as error:
             facts[name], facts["errors"][name] = None, one_line(error)
 
-    # At once: file systems, a driver and a name server may all hang, and must not hold up the rest.
+    # In parallel: a file system, a driver or a name server may hang, and must not delay the other parts.
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(find_out, parts))
     facts["names"] = facts["names"] or [socket.gethostname()]
@@ -87,13 +87,13 @@ def gather(
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return an error's text without line breaks; of a look-up that failed, what it was, too."""
+    """Return an error's text without line breaks; name its type if it is a LookupError or has no text."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__} {text}".strip() if isinstance(error, LookupError) or not text else text
 
 
 def machine_id() -> str:
-    """Return what two nodes have in common only if they share kernel and network: no link is between them then."""
+    """Return an identifier that two nodes share only if they share kernel and network, and so have no link."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot_id} {Path('/proc/self/ns/net').readlink()}"
@@ -102,10 +102,12 @@ def machine_id() -> str:
 
 
 def network(master_addr: str, name_timeout_s: int) -> Facts:
-    """Return the interface that gloo and NCCL take, its address and MTU, and where MASTER_ADDR leads from here.
+    """Return the interface for gloo, its address and MTU, and the address that MASTER_ADDR resolves to here.
+
+    It is GLOO_SOCKET_IFNAME's, or the one on the route to MASTER_ADDR. NCCL_SOCKET_IFNAME is only checked.
 
     Raises:
-        UserError: MASTER_ADDR is unknown or no route leads there, or a variable names an interface that is not.
+        UserError: MASTER_ADDR is unknown or has no route, or a variable names an interface that does not exist.
     """
     import psutil
 
@@ -126,7 +128,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     addresses = interfaces[chosen]
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
-    # An interface may hold several: the one that the kernel would send from.
+    # An interface may have several addresses: take the one that the kernel would send from.
     own = local_end(master_addr, family, target)
     state = psutil.net_if_stats()[chosen]
     return {
@@ -141,7 +143,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
 
 
 def listening_address(master_addr: str, name_timeout_s: int) -> str:
-    """Return the one address of node 0 at which the others look for it, whatever variables say of interfaces.
+    """Return the address of node 0 to which the others connect, whatever interface the variables name.
 
     Raises:
         UserError: MASTER_ADDR is unknown, or no route leads there.
@@ -149,13 +151,13 @@ def listening_address(master_addr: str, name_timeout_s: int) -> str:
     family, target = resolve(master_addr, name_timeout_s)
     interface = interface_to(master_addr)
     addresses = interface_addresses(family).get(interface, [])
-    # It is on that interface, unless the name leads to the loopback here (as Debian sets up a host's own) or to a
-    # service's address that is not this node's.
+    # MASTER_ADDR's address is on that interface, unless the name leads to the loopback here (as Debian sets up a
+    # host's own name) or to the address of a service, which is not this node's.
     return target[0] if target[0] in addresses or interface == "lo" or not addresses else addresses[0]
 
 
 def interface_matches(wanted: str, name: str) -> bool:
-    """Whether a name fits NCCL's list of interfaces: prefixes, exact after =, all but those after ^."""
+    """Return whether NCCL's list of interfaces has a name: prefixes, exact names after =, all others after ^."""
     if wanted.startswith("^"):
         return not any(name.startswith(prefix.lstrip("=")) for prefix in wanted[1:].split(","))
     if wanted.startswith("="):
@@ -164,13 +166,13 @@ def interface_matches(wanted: str, name: str) -> bool:
 
 
 def limits() -> Facts:
-    """Return open files and locked memory as a process of this job has them; -1 is unlimited."""
+    """Return this process's limits of open files and locked memory; -1 is unlimited."""
     known = {"open_files": resource.RLIMIT_NOFILE, "locked_bytes": resource.RLIMIT_MEMLOCK}
     return {name: resource.getrlimit(limit)[0] for name, limit in known.items()}
 
 
 def disks(runs_dir: Path) -> Facts:
-    """Return the size of /dev/shm, and what is free in the runs folder (or where it would be) and for files."""
+    """Return the size of /dev/shm, and the free space of the runs folder (or its closest parent) and of TMPDIR."""
     existing = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
     shm = Path("/dev/shm")
     return {
@@ -183,13 +185,13 @@ def disks(runs_dir: Path) -> Facts:
 
 
 def rdma_devices() -> list[str]:
-    """Return the devices that need locked memory (SYSFS: as in scripts/launch/fabric.sh)."""
+    """Return the RDMA devices, which need locked memory (SYSFS replaces /sys, as in scripts/launch/fabric.sh)."""
     folder = Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def rdma_rates() -> dict[str, float]:
-    """Return the Gbit/s of each device's active port, as /sys has it: "400 Gb/sec (4X NDR)"."""
+    """Return the Gbit/s of each device's active port, which /sys shows as "400 Gb/sec (4X NDR)"."""
     rates = {}
     for name in rdma_devices():
         for port in (Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband" / name / "ports").glob("*"):
@@ -199,7 +201,7 @@ def rdma_rates() -> dict[str, float]:
 
 
 def code_digest() -> str:
-    """Return a digest of the code: it tells copies apart that git calls equal, or knows nothing of."""
+    """Return a digest of the code, which tells copies apart even if git does not."""
     digest = hashlib.sha256()
     for folder in ("recipes", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -212,17 +214,17 @@ GPU_HEALTH = (ECC_FIELD, *HOT_FIELDS)
 
 
 def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
-    """Return what nvidia-smi says of each GPU, None where there is no nvidia-smi; it is called twice or more.
+    """Return what two or more calls of nvidia-smi say about each GPU, or None if there is no nvidia-smi.
 
     Raises:
-        ValueError: it fails or hangs, or a GPU goes between two calls.
+        ValueError: it fails or hangs, or a GPU disappears between two calls.
     """
     if not shutil.which("nvidia-smi"):
         return None
     found = query_gpus(GPU_FIELDS, timeout_s)
     if isinstance(found, str):
         raise ValueError(found)
-    # A driver that does not know one of the fields refuses all. "Throttle" became "event" in driver 535.
+    # A driver that does not know one of the fields rejects the query. "Throttle" became "event" in driver 535.
     renamed = tuple(field.replace("_throttle_", "_event_") for field in GPU_HEALTH)
     for asked in (GPU_HEALTH, renamed, (ECC_FIELD,)):
         health = query_gpus(asked, timeout_s)
@@ -238,7 +240,7 @@ def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
 
 
 def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts] | str:
-    """Return a dict for each GPU, or what nvidia-smi complains of."""
+    """Return a dict for each GPU, or nvidia-smi's complaint; raises ValueError if it hangs."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s)
@@ -253,7 +255,7 @@ def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts] | str:
 
 
 def torch_facts() -> Facts:
-    """Return what a fresh process finds with torch; {"error": ...} where it breaks or does not end."""
+    """Return what torch finds in a new process, or {"error": ...} if that fails or does not end."""
     command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
     try:
         done = subprocess.run(

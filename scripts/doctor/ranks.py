@@ -23,7 +23,7 @@ SET_BY_FABRIC = ("NCCL_", "GLOO_", "FI_", "OMP_")
 
 
 def fabric_variables() -> dict[str, str]:
-    """Return the variables that fabric.sh sets, where FABRIC or site.env asks for that; raises UserError."""
+    """Return the variables that fabric.sh sets, if FABRIC, SITE_ENV or site.env asks for it; raises UserError."""
     if not (os.environ.get("FABRIC") or os.environ.get("SITE_ENV") or (ROOT / "site.env").exists()):
         return {}
     variables, _ = fabric_environment(RDZV_TIMEOUT_S="5")
@@ -31,7 +31,7 @@ def fabric_variables() -> dict[str, str]:
 
 
 def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dict[str, Any]:
-    """Return {"ranks": [what each rank of this node has noted], "fabric": what launch/fabric.sh has set}."""
+    """Run this node's ranks; return {"ranks": [each one's notes], "fabric": what fabric.sh set}, or an "error"."""
     try:
         fabric = fabric_variables()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -52,7 +52,7 @@ def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dic
 
 
 def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
-    """Return what a rank has noted, with its last line where it did not note an error."""
+    """Return what a rank has noted; if it failed and noted no error, add its last line or its signal."""
     found: dict[str, Any] = {"local_rank": local_rank, "stage": "starting"}
     with contextlib.suppress(OSError, ValueError):
         found |= json.loads((folder / f"{local_rank}.json").read_text())

@@ -11,12 +11,12 @@ from scripts.doctor.rules import Case, Finding, links, tally
 
 
 def count(number: int, what: str) -> str:
-    """Return "1 node", "2 nodes", and nothing for none."""
+    """Return "1 node" or "2 nodes", and "" for none."""
     return f"{number} {what}{'s' if number != 1 else ''}" if number else ""
 
 
 def node_line(case: Case, rank: int) -> str:
-    """Return what a node is, in a line."""
+    """Return a line that describes a node."""
     facts = case.facts[rank]
     parts = [f"{facts['cores']} cores"]
     if network := facts.get("network"):
@@ -40,7 +40,7 @@ def node_line(case: Case, rank: int) -> str:
 
 
 def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
-    """Return the report: the nodes, the links, the map of ranks, the findings, and the verdict last."""
+    """Return the lines of the report: nodes, links, networks, the map of ranks, findings, and the verdict last."""
     text = [node_line(case, rank) for rank in sorted(case.facts)]
     measured = links(case)
     for (a, b), speed in sorted(measured.items())[:28]:
@@ -59,7 +59,7 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
 
 
 def networks(case: Case) -> list[str]:
-    """Return a line for each network that NCCL says it uses, with its nodes; none on CPUs."""
+    """Return a line for each network that NCCL reports, with the nodes that use it; none on CPUs."""
     found: dict[str, list[int]] = {}
     for node, result in sorted(case.ranks.items()):
         for network in sorted({rank["network"] for rank in result["ranks"] if rank.get("network")}):
@@ -68,13 +68,13 @@ def networks(case: Case) -> list[str]:
 
 
 def probe_map(case: Case) -> dict[str, Any] | None:
-    """Return the map of ranks, as recipes/probe prints it."""
+    """Return the map of ranks as recipes/probe prints it, or None."""
     ranks = (rank for found in case.ranks.values() for rank in found["ranks"])
     return next((rank["map"] for rank in ranks if rank.get("map")), None)
 
 
 def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) -> None:
-    """Write all that was found; raises OSError."""
+    """Write the full report; raises OSError."""
     content = {
         "ok": not tally(findings)["error"],
         "nnodes": case.nnodes,

@@ -1,7 +1,7 @@
 """What is wrong, and what to do about it: pure functions of what the nodes have found out.
 
-Each rule takes a Case and returns findings; RULES lists them in the order of a report, causes before what they
-cause. A finding names the nodes and is one line. "error" makes the doctor end with status 1, "warning" does not.
+Each rule takes a Case and yields findings; RULES lists the rules in the order of a report, causes before effects.
+A finding is one line that names the nodes. "error" makes the doctor exit with status 1, "warning" does not.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Facts = dict[str, Any]
 
 MIB = 1024 * 1024
 SHM_BYTES = 512 * MIB
-"""Docker's and Kubernetes's default is 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
+"""Docker and Kubernetes default to 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
 
 OPEN_FILES = 1024
 LOCKED_BYTES = 1024 * MIB
 FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
 CLOCK_S = 1.0
 SLOW_LINK = 1 / 3
-"""Part of the median below which a link or a node is slow; what else runs on a node can halve a measurement."""
+"""Fraction of the median below which a link or a node is slow; other load on a node can halve a measurement."""
 
 SLOW_LINKS_SHOWN = 8
 SLOW_GPU = 0.75
 DRIVERS = {"12": 525, "13": 580}
-"""The oldest driver for each major version of CUDA (NVIDIA's CUDA compatibility guide), without cuda-compat."""
+"""The oldest driver for each major version of CUDA without cuda-compat (NVIDIA's CUDA compatibility guide)."""
 
 ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 HOT_FIELDS = {
@@ -44,13 +44,13 @@ HOT_FIELDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong."""
+    """A fault and its remedy."""
 
     severity: str
     """error or warning."""
     nodes: tuple[int, ...]
     what: str
-    """With the nodes' names and the offending values."""
+    """The fault, with the nodes' names and the offending values."""
     remedy: str
     rule: str = ""
 
@@ -61,60 +61,60 @@ class Finding:
 
 @dataclass
 class Case:
-    """What the nodes have found out; a part that was not reached is empty."""
+    """What the nodes have found out; parts that were not reached are empty."""
 
     nnodes: int
     master: str = ""
     """MASTER_ADDR:MASTER_PORT."""
     wait_s: float = 0.0
     facts: dict[int, Facts] = field(default_factory=dict)
-    """By rank, what node.gather returned."""
+    """By rank: what node.gather returned."""
     refused: list[tuple[int, str]] = field(default_factory=list)
-    """By the rank that they claim, nodes that were rejected."""
+    """Nodes that were rejected: the rank that each claims, and why."""
     words: dict[int, str] = field(default_factory=dict)
-    """What nodes that did not connect have left in the shared folder."""
+    """By rank: the line that a node that did not connect has left in the shared folder."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Orders for which there was no time left."""
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By how many seconds a node is ahead of node 0, and how far off that may be."""
+    """By rank: the seconds that its clock is ahead of node 0's, and the possible error."""
     written: dict[int, Facts] = field(default_factory=dict)
     seen: dict[int, list[int]] = field(default_factory=dict)
     peers: dict[int, dict[str, Facts]] = field(default_factory=dict)
     """What node a sees of node b: peers[a][str(b)]."""
     ranks: dict[int, Facts] = field(default_factory=dict)
-    """By node, what ranks.run_ranks returned."""
+    """By node: what ranks.run_ranks returned."""
 
     def name(self, rank: int) -> str:
-        """Return what to call a node."""
+        """Return a node's name for the report."""
         host = self.facts.get(rank, {}).get("host")
         return f"node {rank} ({host})" if host else f"node {rank}"
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Return what to call several nodes, a few by name."""
+        """Return the names of up to four nodes, and the number of others."""
         text = ", ".join(self.name(rank) for rank in list(ranks)[:4])
         return f"{text} and {len(ranks) - 4} more" if len(ranks) > 4 else text
 
     def each(self, part: str) -> Iterator[tuple[int, Any]]:
-        """Yield each node's value of a part of the facts, where it has one."""
+        """Yield each node's rank and its value of a part of the facts, if it has one."""
         for rank, facts in sorted(self.facts.items()):
             if facts.get(part) is not None:
                 yield rank, facts[part]
 
     def machine(self, rank: int) -> str:
-        """Return what tells machines apart; an answer of its own for a node that has given none."""
+        """Return an identifier of a node's machine; a unique one for a node that has sent none."""
         return str(self.facts.get(rank, {}).get("machine", f"node {rank}"))
 
     def network(self, rank: int) -> Facts:
-        """Return a node's network, with question marks where it does not know it itself."""
+        """Return a node's network facts, or question marks if the node does not know them."""
         return self.facts.get(rank, {}).get("network") or dict.fromkeys(("address", "interface", "mtu"), "?")
 
     def runs_dir(self, rank: int) -> str:
-        """Return where a node's runs folder is."""
+        """Return the path of a node's runs folder."""
         return str((self.facts.get(rank, {}).get("disk") or {}).get("runs", "the runs folder"))
 
     def error(self, nodes: int | Sequence[int], what: str, remedy: str, severity: str = "error") -> Finding:
-        """Return an error: of one node, which it then names, or of several."""
+        """Return an error of one node, whose name is put in front, or of several nodes."""
         if isinstance(nodes, int):
             return Finding(severity, (nodes,), f"{self.name(nodes)}: {what}", remedy)
         return Finding(severity, tuple(nodes), what, remedy)
@@ -128,7 +128,7 @@ Findings = Iterator[Finding]
 
 
 def attendance(case: Case) -> Findings:
-    """Nodes that did not connect, were rejected, or were lost on the way."""
+    """Report nodes that did not connect, were rejected or were lost, and orders that were skipped."""
     for rank, line in case.refused:
         what = f"node 0 rejected node {rank} at {line}"
         fix = "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK"
@@ -149,7 +149,7 @@ def attendance(case: Case) -> Findings:
 
 
 def node_errors(case: Case) -> Findings:
-    """What a node could not find out about itself."""
+    """Report what a node could not find out about itself."""
     remedies = {
         "network": "fix the name in DNS or /etc/hosts, or the variable",
         "gpus": "see nvidia-smi and dmesg there; reset the GPU or restart the node",
@@ -162,13 +162,13 @@ def node_errors(case: Case) -> Findings:
 
 
 def names(case: Case) -> Findings:
-    """Names of nodes that do not lead to them."""
+    """Report names of nodes that do not resolve to them."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for viewer, seen in sorted(case.peers.items()):
         for other, peer in sorted(seen.items()):
             rank, results = int(other), peer["names"]
             own = set((case.facts[rank].get("network") or {}).get("addresses", []))
-            # Between nodes of one machine, the name is the viewer's own; and one that leads there is enough.
+            # Nodes of one machine share the viewer's own name. Otherwise one name that leads there is enough.
             if case.machine(rank) == case.machine(viewer) or any(
                 isinstance(result, list) and own & {*result} for result in results.values()
             ):
@@ -186,7 +186,7 @@ def names(case: Case) -> Findings:
 
 
 def outliers(values: Mapping[int, Any]) -> tuple[Any, list[int], dict[Any, list[int]]]:
-    """Return the value of most nodes (in a tie the greater one), those nodes, and the other values with theirs."""
+    """Return the most frequent value (in a tie the greater one), its nodes, and the other values with theirs."""
     found: dict[Any, list[int]] = {}
     for rank, value in sorted(values.items()):
         found.setdefault(value, []).append(rank)
@@ -195,7 +195,7 @@ def outliers(values: Mapping[int, Any]) -> tuple[Any, list[int], dict[Any, list[
 
 
 def links_up(case: Case) -> Findings:
-    """Interfaces that are down, and MTUs that differ."""
+    """Report interfaces that are down, and MTUs that differ."""
     networks = dict(case.each("network"))
     for rank, network in networks.items():
         if not network["is_up"]:
@@ -211,7 +211,7 @@ def links_up(case: Case) -> Findings:
 
 
 def ports(case: Case) -> Findings:
-    """Ports that do not answer, one way or both, and paths that lose large packets."""
+    """Report ports that do not answer, in one or both directions, and paths that lose large packets."""
     broken = {
         (viewer, int(other)): found
         for viewer, seen in sorted(case.peers.items())
@@ -228,7 +228,7 @@ def ports(case: Case) -> Findings:
 
 
 def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], what: str, fix: str) -> Findings:
-    """Of broken pairs (viewer, other): a line for each node that is cut off from all, and for what others miss."""
+    """Report each node that is cut off from all others, then the remaining broken pairs (viewer, other)."""
     ranks = sorted(case.peers)
     apart = [r for r in ranks if all((r, o) in broken or (o, r) in broken for o in ranks if o != r)]
     if len(ranks) < 3:
@@ -258,7 +258,7 @@ def cut_off(case: Case, broken: Mapping[tuple[int, int], Facts], what: str, fix:
 
 
 def clocks(case: Case) -> Findings:
-    """Clocks that differ by more than can be explained."""
+    """Report clocks that differ by more than CLOCK_S and the possible error of the measurement."""
     middle, whom = 0.0, "node 0"
     if len(case.clocks) > 2:
         middle, whom = median(offset for offset, _ in case.clocks.values()), "most other nodes"
@@ -270,7 +270,7 @@ def clocks(case: Case) -> Findings:
 
 
 def limits(case: Case) -> Findings:
-    """Limits that are too low: open files, and locked memory where there is RDMA."""
+    """Report limits that are too low: open files, and locked memory on nodes with RDMA devices."""
     for rank, found in case.each("limits"):
         files, locked = found["open_files"], found["locked_bytes"]
         if 0 <= files < OPEN_FILES:
@@ -285,7 +285,7 @@ def limits(case: Case) -> Findings:
 
 
 def disks(case: Case) -> Findings:
-    """Too little shared memory or disk, and a runs folder that cannot be written."""
+    """Report too little shared memory or free disk space, and runs folders that cannot be written."""
     for rank, disk in case.each("disk"):
         shm = disk["shm_bytes"]
         if shm is not None and shm < SHM_BYTES:
@@ -308,7 +308,7 @@ def disks(case: Case) -> Findings:
 
 
 def shared_folder(case: Case) -> Findings:
-    """Nodes whose runs folder is not that of node 0."""
+    """Report nodes that do not see the files that they or nodes of lower rank wrote to the runs folder."""
     writers = [rank for rank, written in case.written.items() if not written.get("error")]
     for rank, seen in sorted(case.seen.items()):
         missing = [writer for writer in writers if writer not in seen and writer <= rank]
@@ -339,7 +339,7 @@ VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
 
 
 def versions(case: Case) -> Findings:
-    """Versions that differ between nodes."""
+    """Report versions that differ between nodes."""
     differing = []
     for what, (read, remedy) in VERSIONS.items():
         usual, most, others = outliers(
@@ -354,7 +354,7 @@ def versions(case: Case) -> Findings:
 
 
 def torch_works(case: Case) -> Findings:
-    """A torch that does not import, devices that calculate wrongly, GPUs that are slower than their like."""
+    """Report a torch that does not work, devices with wrong results, and GPUs slower than others of their kind."""
     speeds: dict[str, list[tuple[float, int, str]]] = {}
     for rank, torch in case.each("torch"):
         if "error" in torch:
@@ -379,7 +379,7 @@ def torch_works(case: Case) -> Findings:
 
 
 def too_old(driver: str, cuda: str | None) -> str:
-    """Return the remedy for a driver that is too old for this CUDA; nothing for one that is not."""
+    """Return the remedy if a driver is too old for this CUDA, else ""."""
     major = (cuda or "").split(".")[0]
     least, number = DRIVERS.get(major, 0), driver.split(".")[0]
     if not number.isdigit() or int(number) >= least:
@@ -389,7 +389,7 @@ def too_old(driver: str, cuda: str | None) -> str:
 
 
 def gpus_visible(case: Case) -> Findings:
-    """GPUs that torch does not see, that are too few, or that differ between nodes."""
+    """Report GPUs that torch does not see, too few GPUs, and GPUs that differ between nodes."""
     counts: dict[int, tuple[int, str]] = {}
     for rank, facts in sorted(case.facts.items()):
         torch, listed = facts.get("torch"), facts.get("gpus")
@@ -397,7 +397,7 @@ def gpus_visible(case: Case) -> Findings:
             continue
         devices = [d for d in torch["devices"] if d["device"] != "cpu"] if torch else listed or []
         counts[rank] = (len(devices), ", ".join(sorted({device["name"] for device in devices})))
-        if torch is None:  # --quick: nvidia-smi's list alone
+        if torch is None:  # --quick: only nvidia-smi's list
             continue
         nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
@@ -417,7 +417,7 @@ def gpus_visible(case: Case) -> Findings:
 
 
 def broken_gpus(case: Case) -> Findings:
-    """GPUs with uncorrected ECC errors, or of which nvidia-smi says that they are lost or require a reset."""
+    """Report GPUs with uncorrected ECC errors, and GPUs that nvidia-smi calls lost or in need of a reset."""
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
             name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
@@ -430,7 +430,7 @@ def broken_gpus(case: Case) -> Findings:
 
 
 def gpu_health(case: Case) -> Findings:
-    """What nvidia-smi says of broken GPUs, throttling, and memory that somebody else holds."""
+    """Report GPUs that nvidia-smi shows as broken, as throttled, or with memory in use already."""
     yield from broken_gpus(case)
     for rank, gpus in case.each("gpus"):
         for gpu in gpus:
@@ -449,7 +449,7 @@ def gpu_health(case: Case) -> Findings:
 
 
 def collectives(case: Case) -> Findings:
-    """Ranks that were not started, that did not come to their end, and sums that are wrong."""
+    """Report ranks that were not started or did not finish."""
     stuck: dict[tuple[str, str], list[int]] = {}
     for node, found in sorted(case.ranks.items()):
         if found.get("error"):
@@ -465,7 +465,7 @@ def collectives(case: Case) -> Findings:
 
 
 def sums(case: Case) -> Findings:
-    """All-reduces that gave another sum than they must."""
+    """Report all-reduces that gave an incorrect sum."""
     wrong = {
         node: [r["rank"] for r in found["ranks"] if r.get("wrong_elements")] for node, found in case.ranks.items()
     }
@@ -487,7 +487,7 @@ def sums(case: Case) -> Findings:
 
 
 def lower_of_both(seen: Iterable[tuple[int, Mapping[Any, float]]]) -> dict[tuple[int, int], float]:
-    """Return by pair the lower of what both ends saw, from each node's speeds by the other node."""
+    """Return the lower of both ends' speeds for each pair, from (node, its speeds to other nodes)."""
     found: dict[tuple[int, int], float] = {}
     for node, speeds in seen:
         for other, speed in speeds.items():
@@ -497,14 +497,14 @@ def lower_of_both(seen: Iterable[tuple[int, Mapping[Any, float]]]) -> dict[tuple
 
 
 def links(case: Case) -> dict[tuple[int, int], float]:
-    """Return the Gbit/s between each two nodes that were measured, the lower of what both saw."""
+    """Return the Gbit/s of each pair of nodes that was measured, the lower of what both ends saw."""
     ranks = ((node, rank) for node, found in case.ranks.items() for rank in found["ranks"])
     return lower_of_both((node, rank.get("links_gbit_s") or {}) for node, rank in ranks)
 
 
 def bandwidth(case: Case) -> Findings:
-    """A node, or links between two, that are much slower than the others."""
-    found = {  # between nodes of one machine there is no link, but memory
+    """Report nodes, and links between two nodes, that are much slower than the others."""
+    found = {  # nodes of one machine communicate through memory, not over a link
         pair: speed for pair, speed in links(case).items() if case.machine(pair[0]) != case.machine(pair[1])
     }
     if len(found) < 3:
@@ -556,11 +556,11 @@ RULES: tuple[Callable[[Case], Findings], ...] = (
 
 
 def judge(case: Case) -> list[Finding]:
-    """Return all findings, errors first, in the order of RULES."""
+    """Apply all RULES and return the findings in that order, but errors first."""
     found = [Finding(f.severity, f.nodes, f.what, f.remedy, rule.__name__) for rule in RULES for f in rule(case)]
     return sorted(found, key=lambda finding: finding.severity != "error")
 
 
 def tally(findings: Sequence[Finding]) -> Counter[str]:
-    """Return how many findings there are of each severity."""
+    """Count the findings of each severity."""
     return Counter(finding.severity for finding in findings)

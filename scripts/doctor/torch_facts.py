@@ -2,8 +2,8 @@
 
     python -m scripts.doctor.torch_facts
 
-The factors are small whole numbers, so that every product is exact in any precision: another result is a broken
-device, not rounding.
+The factors are small whole numbers, so that every product is exact in any precision: a different result comes from
+a broken device, not from rounding.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 SIZE = 256
-"""Of the product that is compared with the CPU's."""
+"""Of the matrices whose product is checked."""
 
 TIMED_SIZE, TIMED_REPEATS = 4096, 10
-"""Of the products that are timed on a GPU: 10 x 2 x 4096^3 = 1.4 Tflop, a fraction of a second."""
+"""Of the products that are timed on a GPU: 10 x 2 x 4096^3 = 1.4 Tflop take a fraction of a second."""
 
 COPY_BYTES = 256 * 2**20
-"""Of one copy: 5 ms over PCIe 5, long beside the call."""
+"""Of one copy: 5 ms over PCIe 5, much longer than the call itself."""
 
 
 def main() -> None:
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def check_device(device: torch.device) -> dict[str, Any]:
-    """Return a device's name, whether its product is right, and its speed (GPUs only)."""
+    """Return a device's name, whether its product is correct, and its speeds (GPUs only)."""
     found: dict[str, Any] = {"device": str(device), "name": "cpu", "is_right": False, "tflops": None}
     try:
         if device.type == "cuda":
             found["name"] = torch.cuda.get_device_name(device)
         i, j = torch.arange(SIZE).unsqueeze(1), torch.arange(SIZE).unsqueeze(0)
         a, b = ((i + 2 * j) % 3 - 1), ((2 * i + j) % 3 - 1)
-        # Row sums of a product: a (b 1), which takes two products of a matrix and a vector in whole numbers.
+        # The row sums of a @ b are a @ (b @ 1): two products of a matrix and a vector, in whole numbers.
         expected = a @ (b @ torch.ones(SIZE, 1, dtype=torch.int64))
         product = (a.to(device, torch.float32) @ b.to(device, torch.float32)).sum(1, keepdim=True)
         found["is_right"] = bool((product.cpu().to(torch.int64) == expected).all())
@@ -70,7 +70,7 @@ def check_device(device: torch.device) -> dict[str, Any]:
 
 
 def speed(device: torch.device) -> float:
-    """Return a GPU's 10^12 operations a second in bfloat16."""
+    """Return a GPU's speed in bfloat16, in 10^12 operations per second."""
     a = torch.ones(TIMED_SIZE, TIMED_SIZE, device=device, dtype=torch.bfloat16)
     a @ a
     torch.cuda.synchronize(device)
@@ -82,7 +82,7 @@ def speed(device: torch.device) -> float:
 
 
 def copy_speed(source: torch.device, target: torch.device) -> float:
-    """Return the 10^9 bytes a second from a GPU to pinned memory, back, or to another GPU; the best of a few."""
+    """Return the GB/s of copies between a GPU and pinned memory, or between two GPUs; the best of four."""
     data, into = (
         torch.empty(COPY_BYTES, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
         for device in (source, target)

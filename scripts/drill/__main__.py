@@ -4,12 +4,12 @@
     make drill FAULTS="kill-rank truncate" SEED=3
     make drill ROUNDS=50
 
-Each fault gets a job of its own on local nodes, of ddp or of fsdp with sharded checkpoints, with a network for
-each node where root allows. The fault comes at a drawn step to a drawn victim; the job has to notice, to end
-everywhere, and, started again with --resume auto, to end with the very weights of a job that nothing has
-disturbed. Prints a table, writes runs/drill-001/drill.json.
+Each fault gets its own job on local nodes: ddp, or fsdp with sharded checkpoints. As root, each node has its own
+network. The fault hits a random victim at a random step. The job has to continue, or to end on all nodes and be
+restarted with --resume auto; in the end, its weights have to be those of an undisturbed job. Prints a table and
+writes runs/drill-001/drill.json.
 Exit status 0: all faults were survived; 1: not all, and the last lines name them; 2: bad usage.
-docs/drill.md says what each fault and each column is.
+docs/drill.md describes the faults and the columns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def choose(args: Namespace, has_network: bool) -> tuple[list[str], dict[str, str]]:
-    """Return the faults to plant, and why others cannot be planted here; raises UserError for those asked for."""
+    """Return the faults to plant, and why others cannot be; raises UserError if one that was asked for cannot."""
     reasons = {name: reason for name, fault in FAULTS.items() if (reason := why_not(fault, has_network))}
     for name in args.faults:
         if name in reasons:
@@ -70,7 +70,7 @@ def choose(args: Namespace, has_network: bool) -> tuple[list[str], dict[str, str
 
 
 def show(figures: Figures) -> None:
-    """Print a trial's line of the table."""
+    """Print a trial's row of the table."""
     seconds = ["-" if s is None else f"{s:.1f}" for s in (figures.noticed_s, figures.training_again_s)]
     lost = "-" if figures.steps_lost is None else figures.steps_lost
     sizes = f"; world sizes {figures.world_sizes}" if len(set(figures.world_sizes)) > 1 else ""
@@ -80,7 +80,7 @@ def show(figures: Figures) -> None:
 
 
 def undisturbed(setting: Setting, name: str) -> Path:
-    """Run the job of a fault without it, unless there is one already; return its record."""
+    """Run a fault's job without the fault, unless that has been done; return its run folder."""
     fault = FAULTS[name]
     run = setting.folder / f"undisturbed-{fault.recipe}-{fault.model}"
     if not run.exists():
@@ -94,7 +94,7 @@ def undisturbed(setting: Setting, name: str) -> Path:
 
 
 def run_all(setting: Setting, names: Sequence[str]) -> Iterator[Figures]:
-    """Run a trial of each fault, with a line of the table for each, and yield its figures."""
+    """Run a trial of each fault, print its row of the table, and yield its figures."""
     references = [undisturbed(setting, name) for name in names]
     print(LINE.format(*TITLES), flush=True)
     for number, (name, reference) in enumerate(zip(names, references, strict=True), start=1):
@@ -134,7 +134,7 @@ def main(words: list[str]) -> int:
         done.append(figures)
         rows = [{**asdict(one), "survived": not one.failure} for one in done]
         report = json.dumps({**about, "faults": rows}, indent=2)
-        (folder / "drill.json").write_text(report + "\n")  # also of a soak that is stopped
+        (folder / "drill.json").write_text(report + "\n")  # each time, for a soak that is stopped
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")
     failed = [f"{i:03d}-{figures.fault}" for i, figures in enumerate(done, start=1) if figures.failure]

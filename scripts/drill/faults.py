@@ -23,54 +23,54 @@ if TYPE_CHECKING:
 
 LIBRARY = "drill-clock.so"
 USED_BYTES = 10_000
-"""More than heartbeats send in a few seconds; a step of a job sends a hundred times as much."""
+"""More than heartbeats send in a few seconds; one step of a job sends a hundred times as much."""
 
 CATCH_S = 60.0
-"""For a checkpoint that is being written."""
+"""Time limit for catching a checkpoint while it is written."""
 NOT_CAUGHT = "not planted: no checkpoint was caught while it was written"
 
 ERROR, STOPPED, RIDES, ROUNDS = "error", "stopped", "rides", "rounds"
-"""The job ends with an error and is started again; it writes a checkpoint, ends with status 0 and is started
-again; it goes on as if nothing had been; it goes on with the nodes that are left (an elastic job)."""
+"""What the job has to do: end with an error and be restarted; write a checkpoint, end with status 0 and be
+restarted; continue as if nothing had happened; continue with the remaining nodes (an elastic job)."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: plant(trial) breaks something in trial.job and returns what it broke, in words."""
+    """A fault: plant(trial) breaks something in trial.job and returns a text that says what."""
 
     plant: Callable[[Trial], str]
     then: str
     needs: str = ""
-    """network, loss, rate or cc: what a machine has to have for it."""
+    """What the machine has to have for it: network, loss, rate or cc."""
     timeout_s: float = 6.0
     """--timeout-s: how long a rank waits for another."""
     intervals: int = 1
-    """As many checkpoint intervals may be lost."""
+    """Number of checkpoint intervals that may be lost."""
     recipe: str = "ddp"
-    """Or fsdp with sharded checkpoints, whose ranks write a file each."""
+    """ddp, or fsdp with sharded checkpoints, where each rank writes its own file."""
 
     @property
     def model(self) -> str:
-        """The model of the job.
+        """The model of the job: a smooth one if the world size changes.
 
-        Another world size adds gradients up in another order: a difference in the last bit. A ReLU or a maximum
-        can tip over by that, and the losses are others in the fifth digit; a smooth model has neither.
+        Another world size adds gradients in another order, which changes their last bit. A ReLU or a maximum can
+        flip because of that, and losses then differ in the fifth digit; a smooth model has neither.
         """
         return "vit-tiny" if self.then == ROUNDS else "lenet"
 
 
 class NotSurvivedError(Exception):
-    """The job did not do what it has to, or the fault did not hit it; the message says what."""
+    """The job did not do what it has to do, or the fault did not hit it; the message gives details."""
 
 
 def expect(holds: object, otherwise: str) -> None:
-    """Raise NotSurvivedError where what a job has to do, or a fault needs, does not hold."""
+    """Raise NotSurvivedError(otherwise) if a condition of a job's survival, or of planting a fault, is false."""
     if not holds:
         raise NotSurvivedError(otherwise)
 
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:
-    """Send a signal; return whether it went out, for a process may have ended."""
+    """Send a signal; return False if that failed, because the process may have ended."""
     try:
         process.send_signal(number)
     except psutil.Error:
@@ -79,26 +79,26 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def send_all(processes: Iterable[psutil.Process], number: signal.Signals, whom: str) -> str:
-    """Send a signal to processes, and return whom it hit; raises NotSurvivedError where all of them have ended."""
+    """Send a signal to processes and return `whom`; raises NotSurvivedError if all of them have ended."""
     expect(sum(send(process, number) for process in processes), f"not planted: {whom} had ended")
     return whom
 
 
 def signal_rank(number: signal.Signals, trial: Trial) -> str:
-    """A rank is killed, as the kernel does when memory runs out, or hangs: it lives, and does nothing."""
+    """Kill a rank, as the kernel does when memory runs out, or stop it: it is alive, but hangs."""
     rank, process = trial.pick_rank()
     return send_all([process], number, f"rank {rank}")
 
 
 def kill_on_node(module: str, trial: Trial) -> str:
-    """A node's agent, or what keeps the node in an elastic job, is killed; the kernel ends all below it."""
+    """Kill a node's agent, or the process that keeps the node in an elastic job; the kernel ends all below it."""
     node = trial.pick_node()
     send_all(trial.job.of_node(node, f"-m {module}"), signal.SIGKILL, f"{module} of node {node}")
     return f"node {node}"
 
 
 def stop_node(trial: Trial) -> str:
-    """All processes of a node hang, until the others have gone on."""
+    """Stop all processes of a node until the other nodes have continued."""
     node = trial.pick_node()
     stopped = trial.job.of_node(node)
     trial.repairs.append(lambda: [send(process, signal.SIGCONT) for process in stopped])
@@ -106,7 +106,7 @@ def stop_node(trial: Trial) -> str:
 
 
 def pick_link(trial: Trial) -> int:
-    """Draw a node whose link the job uses, to be restored at the end; raises NotSurvivedError for one unused."""
+    """Draw a node whose link is restored at the end; raises NotSurvivedError if the job does not use the link."""
     node = trial.pick_node()
     before = trial.network.sent_bytes(node)
     is_used = trial.job.wait_for(lambda: trial.network.sent_bytes(node) > before + USED_BYTES, 5)
@@ -116,9 +116,9 @@ def pick_link(trial: Trial) -> int:
 
 
 def cut_10_s(trial: Trial) -> str:
-    """A node's link is down for 10 s, less than --timeout-s."""
+    """Cut a node's link for 10 s, less than --timeout-s."""
     victim = cut(trial)
-    time.sleep(2)  # for the step that was under way
+    time.sleep(2)  # for the step that is under way
     step = trial.steps.last()
     time.sleep(8)
     expect(trial.steps.last() == step, "not planted: the job went on without the link")
@@ -127,40 +127,40 @@ def cut_10_s(trial: Trial) -> str:
 
 
 def cut(trial: Trial) -> str:
-    """A node's link is down until the job has ended."""
+    """Cut a node's link until the job, or its elastic round, has ended."""
     node = pick_link(trial)
     trial.network.cut(node)
     return f"node {node}"
 
 
 def lose_packets(trial: Trial) -> str:
-    """A node's link loses 5% of its packets each way until the job has ended."""
+    """Make a node's link lose 5% of its packets in each direction until the job has ended."""
     node = pick_link(trial)
     return f"node {node}, by {trial.network.lose(node, 0.05)}"
 
 
 def narrow(trial: Trial) -> str:
-    """A node's link becomes slow until the job has ended."""
+    """Slow down a node's link until the job has ended."""
     node = pick_link(trial)
     trial.network.narrow(node, "50mbit")
     return f"node {node}, 50 Mbit/s"
 
 
 def fill_disk(trial: Trial) -> str:
-    """The disk is full at the next checkpoint: a small tmpfs, else a limit on the size of files."""
+    """Make the disk full at the next checkpoint: by a small tmpfs, else by a limit on the size of files."""
     if trial.is_small_disk:
         filler = trial.runs_dir / "filler"
         filler.write_bytes(bytes(max(0, shutil.disk_usage(trial.runs_dir).free - 4096)))
         trial.repairs.append(filler.unlink)
         return "tmpfs"
     size = max(path.stat().st_size for path in trial.run_dir.glob("checkpoints/*.pt"))
-    for process in trial.job.ranks().values():  # the record grows by less than a checkpoint holds
+    for process in trial.job.ranks().values():  # the record's files are smaller than that
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size // 2, size // 2))
     return "RLIMIT_FSIZE"
 
 
 def truncate(trial: Trial) -> str:
-    """All is killed, and the newest checkpoint has lost its end."""
+    """Kill the job, and truncate its newest checkpoint."""
     trial.job.kill()
     newest = max(trial.run_dir.glob("checkpoints/step-*.pt"))
     content = newest.read_bytes()
@@ -170,7 +170,7 @@ def truncate(trial: Trial) -> str:
 
 
 def prepare_clock(folder: Path) -> dict[str, str]:
-    """Compile the library that shifts a node's clock; return the variables of a job that loads it."""
+    """Compile the library that shifts a node's clock; return the variables that make a job load it."""
     library, offsets = folder / LIBRARY, folder / "clock"
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, "scripts/drill/clock.c"], check=True)
     offsets.write_bytes(bytes(4096))
@@ -178,7 +178,7 @@ def prepare_clock(folder: Path) -> dict[str, str]:
 
 
 def jump_clock(trial: Trial) -> str:
-    """A node's wall clock jumps: for its processes alone, by a preloaded library (scripts/drill/clock.c)."""
+    """Shift the wall clock of a node's processes, by a preloaded library (scripts/drill/clock.c)."""
     node, offset = trial.pick_node(), trial.chance.choice((-86400.0, -3600.0, 3600.0, 86400.0))
     ranks = trial.job.of_node(node, f"-m recipes.{trial.fault.recipe}.train")
     is_loaded = any(LIBRARY in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks)
@@ -190,7 +190,7 @@ def jump_clock(trial: Trial) -> str:
 
 
 def storm(trial: Trial) -> str:
-    """USR1 comes to every process of the job, again and again for a second."""
+    """Send USR1 to every process of the job, again and again for a second."""
     end = time.monotonic() + 1
     sent = 0
     targets = [*trial.job.processes("-m scripts."), *trial.job.ranks().values()]
@@ -202,7 +202,7 @@ def storm(trial: Trial) -> str:
 
 
 def preempt_in_checkpoint(trial: Trial) -> str:
-    """TERM comes while a checkpoint is being written, and KILL for all a moment later."""
+    """Send TERM while a checkpoint is being written, and KILL to all processes a moment later."""
     folder = trial.run_dir / "checkpoints"
     expect(trial.job.wait_for(lambda: any(folder.glob("*.tmp")), CATCH_S), NOT_CAUGHT)
     trial.planted = time.monotonic()
@@ -214,19 +214,19 @@ def preempt_in_checkpoint(trial: Trial) -> str:
 
 
 def kill_in_save(trial: Trial) -> str:
-    """A rank is killed once its shard file is begun, before a marker makes the files of all ranks a checkpoint."""
+    """Kill a rank that has begun its shard file, before the marker that makes all ranks' files a checkpoint."""
     folder = trial.run_dir / "checkpoints"
     rank, process = trial.pick_rank()
 
     def unfinished() -> str:
-        """Return the checkpoint of which there is this rank's file and no marker yet."""
+        """Return the checkpoint that has this rank's file, but no marker yet."""
         newest = max((path.stem for path in folder.glob("step-*.pt")), default="")
         begun = max((path.name[:14] for path in folder.glob(f"step-*-{rank:05d}-*.shard")), default="")
         return begun if begun > newest else ""
 
     while trial.job.wait_for(lambda: bool(unfinished()), CATCH_S):
         send(process, signal.SIGSTOP)
-        time.sleep(0.5)  # where this rank was done, the marker comes now
+        time.sleep(0.5)  # if this rank was done, the marker comes now
         if name := unfinished():
             trial.planted = time.monotonic()
             send(process, signal.SIGKILL)
@@ -236,9 +236,9 @@ def kill_in_save(trial: Trial) -> str:
 
 
 def two_at_once(trial: Trial) -> str:
-    """Two faults at once, of those that need no network."""
+    """Plant two faults at once, of those that need no network."""
     drawn = trial.chance.sample(("kill-rank", "kill-agent", "stop-rank", "usr1-storm"), 2)
-    # A storm lasts a second, in which the job may end: what comes after it would come too late.
+    # A storm comes last: the job may end within the second that it takes.
     drawn.sort(key=lambda name: name == "usr1-storm")
     return ", ".join(f"{name} {FAULTS[name].plant(trial)}" for name in drawn)
 

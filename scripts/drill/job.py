@@ -19,11 +19,11 @@ import psutil
 from scripts.launch.command import ROOT
 
 MARK = "DRILL_JOB"
-"""A variable that each process of a job inherits: one that has lost its parents still has it."""
+"""A variable that each process of a job inherits, which also identifies orphans."""
 
 
 class Steps:
-    """The steps that a run logs, and when each was first seen."""
+    """The steps that a run logs, and when each one was first seen."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "metrics.jsonl"
@@ -40,13 +40,13 @@ class Steps:
             time.sleep(0.01)
 
     def last(self) -> int:
-        """Return the newest whole line's step, 0 for none."""
+        """Return the step of the newest complete line, or 0 if there is none."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
                 lines = file.read().split(b"\n")[:-1]
             return int(json.loads(lines[-1])["step"]) if lines else 0
-        except (OSError, ValueError):  # not there yet, or being replaced
+        except (OSError, ValueError):  # the file does not exist yet, or is being replaced
             return 0
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class Steps:
         self._thread.join()
 
     def first_after(self, moment: float, above: int = -1) -> float | None:
-        """Return when a step above the given one was first seen after a moment."""
+        """Return when a step larger than `above` was first seen after a moment, or None."""
         return next((seen for seen, step in self.seen if seen > moment and step > above), None)
 
     def longest_pause(self, since: float) -> float:
@@ -65,7 +65,7 @@ class Steps:
 
 
 class Job:
-    """What `make run` starts, in a session of its own, with what it prints in a file."""
+    """A job as `make run` starts it, in its own session and with its output in a file."""
 
     def __init__(self, recipe: str, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.recipe, self.mark, self.log = recipe, uuid.uuid4().hex, log
@@ -83,11 +83,11 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What this job and those before it in the same file have printed."""
+        """The output of this job and of earlier ones with the same log file."""
         return self.log.read_text(errors="replace")
 
     def processes(self, text: str = "", **variables: str) -> list[psutil.Process]:
-        """Return the job's processes that run with the text in their command line and these variables."""
+        """Return the job's running processes with this text in their command line and these variables."""
         wanted, found = {MARK: self.mark, **variables}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -97,11 +97,11 @@ class Job:
         return found
 
     def of_node(self, node: int, text: str = "") -> list[psutil.Process]:
-        """Return a node's processes with the text in their command line."""
+        """Return a node's processes with this text in their command line."""
         return self.processes(text, NODE_RANK=str(node))
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Return the ranks that run, by their numbers."""
+        """Return the processes of the running ranks, by rank."""
         found = {}
         for process in self.processes(f"-m recipes.{self.recipe}.train"):
             with contextlib.suppress(psutil.Error):
@@ -109,7 +109,7 @@ class Job:
         return found
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for a condition while the job runs; return whether it came to hold."""
+        """Wait for a condition while the job runs; return whether it holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -118,13 +118,13 @@ class Job:
         return True
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the job's exit status, None at the bound."""
+        """Wait for the job's end; return its exit status, or None after timeout_s."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
         return self.process.returncode
 
     def left_over(self, within_s: float = 3.0) -> list[str]:
-        """Return the command lines of the processes that are left a while after the end, and kill them."""
+        """Kill the processes that still run within_s after the job's end, and return their command lines."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -136,7 +136,7 @@ class Job:
         return names
 
     def kill(self) -> None:
-        """Kill everything at once, as a power cut does."""
+        """Kill all processes at once, as a power cut does."""
         self.process.kill()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):

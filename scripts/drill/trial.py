@@ -35,23 +35,23 @@ INTERVAL = 20
 """Steps between two checkpoints."""
 
 NOTICE_S = 15.0
-"""A fault that ends the job has to end it on every node within this."""
+"""A fault that ends the job has to end it on every node within this time."""
 
 ELASTIC_NOTICE_S, ELASTIC_STEP_S = 10.0, 30.0
-"""An elastic job has to notice a fault within the first, and to have done a new step within the second."""
+"""An elastic job has to notice a fault within the first time, and to do a new step within the second."""
 
 START_S = 300.0
-"""How long a job may take to begin, and an undisturbed rest of it to end."""
+"""Time limit for a job to begin, and for the undisturbed rest of a job to end."""
 
 TROUBLE = (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError, psutil.Error)
 
 RESTARTS = 3
-"""How often a job may be started again after one fault."""
+"""Number of times that a job may be restarted after one fault."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all trials of a drill share."""
+    """The settings that all trials of a drill share."""
 
     nodes: int
     seed: int
@@ -60,7 +60,7 @@ class Setting:
     network: Network | None
 
     def launch(self, fault: Fault, run: Path, log: Path, *more: str, is_elastic: bool = False, **env: str) -> Job:
-        """Start a fault's job, with gentle steps, so that rounding does not grow with them."""
+        """Start a fault's job, with a low learning rate, so that rounding errors do not grow with the steps."""
         words = ["--nodes", str(self.nodes), "--nproc-per-node", "1"]
         if self.network:
             words += ["--networks", self.network.option()]
@@ -79,19 +79,19 @@ class Setting:
 
 @dataclass
 class Figures:
-    """What a trial gives: a row of the table, an object of the JSON."""
+    """The figures of a trial: a row of the table, and an object in the JSON file."""
 
     fault: str
     victim: str = ""
     at_step: int = 0
     noticed_s: float | None = None
-    """From the fault to the end of the job on all nodes, or of the round; None where it rides the fault out."""
+    """From the fault to the end of the job on all nodes, or of the round; None if the job continues through it."""
     training_again_s: float | None = None
-    """From the fault to the next new step; where it rides the fault out, the longest pause between two steps."""
+    """From the fault to the next new step; if the job continues through it, the longest pause between steps."""
     steps_lost: int | None = None
-    """Done, and to be done again."""
+    """Steps that were done and have to be done again."""
     weights: str = ""
-    """equal: bit for bit those of the undisturbed run; else the largest relative difference of a loss."""
+    """equal: bit for bit as in the undisturbed run; else the largest relative difference of a loss."""
     left_over: list[str] = field(default_factory=list)
     starts: int = 0
     world_sizes: list[int] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Trial:
         return self.chance.randrange(self.setting.nodes)
 
     def pick_rank(self) -> tuple[int, psutil.Process]:
-        """Draw a rank, the nearest one where it has ended."""
+        """Draw a rank and return it with its process; if it has ended, take the nearest running one."""
         drawn, running = self.chance.randrange(self.setting.nodes), self.job.ranks()
         expect(running, "not planted: all ranks had ended")
         rank = min(running, key=lambda rank: abs(rank - drawn))
@@ -143,7 +143,7 @@ class Trial:
         self.figures.starts += 1
 
     def run(self) -> Figures:
-        """Run the trial to its end; nothing of it is left then."""
+        """Run the trial to its end, and stop and undo everything that it started; return its figures."""
         if self.is_small_disk:
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(self.runs_dir)], check=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -156,7 +156,7 @@ class Trial:
             except NotSurvivedError as error:
                 self.figures.failure = str(error)
             except TROUBLE as error:
-                # A record or checkpoint that cannot be read, say: the faults after this one are still planted.
+                # For example an unreadable record or checkpoint: the remaining faults are still planted.
                 self.figures.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             finally:
                 self.job.kill()
@@ -165,12 +165,12 @@ class Trial:
         return self.figures
 
     def repair(self) -> None:
-        """Undo what the fault has done to the machine."""
+        """Undo the fault's effects on the machine."""
         while self.repairs:
             self.repairs.pop()()
 
     def tidy(self) -> None:
-        """Delete the record of a trial that went well."""
+        """Unmount the small disk, and delete the folder of a trial that went well."""
         if self.is_small_disk:
             subprocess.run(["umount", "--lazy", str(self.runs_dir)], check=True)
         if not self.figures.failure:
@@ -185,7 +185,7 @@ class Trial:
         self._compare()
 
     def _plant(self) -> None:
-        """Let the job come to a drawn step, and plant the fault."""
+        """Wait until the job reaches a random step, and plant the fault."""
         step = self.chance.randrange(2 * INTERVAL + 1, self.setting.steps // 2)
         has_come = self.job.wait_for(lambda: self.steps.last() >= step, START_S)
         expect(has_come, f"the job did not come to step {step} (status {self.job.process.poll()})")
@@ -194,14 +194,14 @@ class Trial:
         self.figures.victim = self.fault.plant(self)
 
     def _ride(self) -> int:
-        """See a job to its end that the fault does not interrupt; return its exit status."""
+        """Wait for the end of a job that the fault does not interrupt; return its exit status."""
         self._end_well()
         self.figures.training_again_s = self.steps.longest_pause(self.planted)
         self.figures.steps_lost = 0
         return 0
 
     def _go_on(self) -> int:
-        """See an elastic job through its next round to its end; return its exit status."""
+        """Wait for an elastic job's next round and for its end; return its exit status."""
         figures = self.figures
         is_noticed = lambda: self.job.text.count("elastic: ") > self.lines_before  # noqa: E731
         noticed = f"the loss was not noticed within {ELASTIC_NOTICE_S:.0f} s"
@@ -220,7 +220,7 @@ class Trial:
         return 0
 
     def _end(self) -> int:
-        """See a job to its end that the fault interrupts; return its exit status."""
+        """Wait for the end of a job that the fault interrupts; return its exit status."""
         status = self._end_within(NOTICE_S, "the job")
         self.figures.noticed_s = time.monotonic() - self.planted
         is_error = self.fault.then == ERROR and self.figures.fault != "two"
@@ -230,7 +230,7 @@ class Trial:
         return status
 
     def _restart(self) -> int:
-        """Start the job again, as a scheduler would, and see it to its end; return its exit status."""
+        """Restart the job as a scheduler would, and wait for its end; return its exit status."""
         before, again = self.steps.last(), time.monotonic()
         self.repair()
         self.launch("--resume", "auto")
@@ -244,7 +244,7 @@ class Trial:
         return status
 
     def _end_well(self) -> None:
-        """Wait for the end of a job that goes on."""
+        """Wait for the end of a job that continues, which has to have status 0."""
         status = self._end_within(START_S, "the job")
         expect(status == 0, f"ended with status {status}, and should have gone on")
 
@@ -258,7 +258,7 @@ class Trial:
 
     @property
     def launches(self) -> list[dict[str, Any]]:
-        """The record's entry of each launch so far."""
+        """The record's entries of all launches so far."""
         with contextlib.suppress(OSError, ValueError):
             launches: list[dict[str, Any]] = json.loads((self.run_dir / "config.json").read_text())["launches"]
             return launches
@@ -271,7 +271,7 @@ class Trial:
         expect(lost <= bound, f"{lost} steps lost, more than {bound}")
 
     def _compare(self) -> None:
-        """Hold the run against the undisturbed one."""
+        """Compare the run with the undisturbed one."""
         self.figures.world_sizes = [launch["world_size"] for launch in self.launches]
         ours, theirs = read_losses(self.run_dir), read_losses(self.reference)
         difference = largest_difference(ours, theirs)
@@ -282,13 +282,13 @@ class Trial:
 
 
 def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> float:
-    """Return the largest relative difference of a loss, infinity where a step is missing."""
+    """Return the largest relative difference of a loss, or infinity if a step is missing."""
     return max(differences(ours, theirs).values()) if ours.keys() == theirs.keys() else float("inf")
 
 
 def equal_weights(run: Path, other: Path) -> bool:
-    """Whether two runs' newest checkpoints hold the same model and optimizer, bit for bit."""
-    import torch  # a second or two, which a refusal must not cost
+    """Return whether two runs' newest checkpoints have the same position, model and optimizer, bit for bit."""
+    import torch  # takes a second or two, which a refusal need not wait for
 
     from recipes.common.checkpoint.reading import read_checkpoint
     from recipes.common.checkpoint.shard_files import read_whole

@@ -2,11 +2,11 @@
 
     make plan RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
     make plan RECIPE=ddp MODEL=resnet50 NODES=64 FABRIC=tcp-100 ARGS="--compute-ms 120 --grad-compression fp16"
-    make plan CHECK=1                                 hold predictions to real runs on this machine, as root
-    make plan CHECK=mlperf                            hold predictions to published runs of 64 and 2,528 GPUs
+    make plan CHECK=1                                 compare predictions with real runs on this machine, as root
+    make plan CHECK=mlperf                            compare them with published runs of 64 and 2,528 GPUs
 
 Takes its own options and those of the recipe, which mean the same here. Prints a table over node counts; writes
-runs/plan-001/: plan.json, table.md, plan.png. docs/plan.md says how it computes, and how far to believe it.
+runs/plan-001/: plan.json, table.md, plan.png. docs/plan.md says how it computes, and how accurate it is.
 Exit status 0; 2: bad usage.
 """
 
@@ -44,10 +44,10 @@ from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_li
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
 
 RECIPES = ("single", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor")
-"""Those whose exchange of gradients is known; spawn's and apex's is DDP's."""
+"""Recipes whose gradient exchange the plan knows; spawn and apex exchange as ddp does."""
 
 UNKNOWN = ("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel", "sync_batchnorm")
-"""Options of theirs that the plan knows too little of."""
+"""Options of these recipes whose savings and costs the plan does not know."""
 
 LINEAR_LIMIT = 8192
 """The global batch up to which ResNet-50 on ImageNet keeps its accuracy by linear scaling with warm-up (Goyal et
@@ -75,7 +75,7 @@ PANELS = {
     "What of it counts": {"efficiency": "scaling efficiency", "useful_share": "useful share of the time"},
     "The whole job": {"hours": "hours", "cost": "cost"},
 }
-"""Of the picture: by title, the figures of a row that are drawn, with their names."""
+"""Panels of the picture: for each title, the figures of a row that are drawn, with their labels."""
 
 Row = dict[str, Any]
 
@@ -110,11 +110,11 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
         ("--output", Path, None, "DIR", "output folder (runs/plan-001)"),
     ],
 }
-"""By group: flag, type, default, what stands for the value, help."""
+"""By group: flag, type, default, metavar, help."""
 
 
 def refuse(*cases: tuple[Any, str]) -> None:
-    """Raise UserError with the text of the first case that holds."""
+    """Raise UserError with the text of the first case that is wrong."""
     for is_wrong, text in cases:
         if is_wrong:
             raise UserError(text)
@@ -148,19 +148,19 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         words = ["--data", "imagefolder", *words]
     try:
         options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)
-    except UserError as error:  # it knows the recipe's options alone
+    except UserError as error:  # its hint covers only the recipe's options
         unknown = re.match(r"unknown option ([^;]+)", str(error))
         if unknown and (hint := nearest(unknown[1], parser.flags(), cutoff=0.7)):
             raise UserError(f"unknown option {unknown[1]}{hint}; --help lists all") from None
         raise
-    if getattr(options, "opt_level", "O0") != "O0":  # apex's, which says it in place of --amp
+    if getattr(options, "opt_level", "O0") != "O0":  # apex has this option instead of --amp
         options = replace(options, amp="fp16")
     check_layout(args, method_of(args, options), options)
     return args, options
 
 
 def check_layout(args: Namespace, method: model.Method, options: Options) -> None:
-    """Raise UserError where GPUs make up no replicas, or where the plan does not know an option."""
+    """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
     size, replicas, gpus, ranks = method.tensor_parallel, method.replicas, args.gpus, args.nodes * args.gpus
     whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
@@ -175,7 +175,7 @@ def check_layout(args: Namespace, method: model.Method, options: Options) -> Non
 
 
 def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
-    """Return a cluster of so many nodes."""
+    """Return a cluster of this many nodes."""
     link = node_link(args.fabric, args.gpus) if args.fabric else model.Link(0.0, 0.0)
     alpha_s = link.alpha_s if args.alpha_us is None else args.alpha_us * 1e-6
     rate = args.gbit * 1e9 / 8 if args.gbit else link.bytes_per_s
@@ -183,15 +183,15 @@ def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
 
 
 def method_of(args: Namespace, options: Options) -> model.Method:
-    """Return how the recipe exchanges gradients under its options."""
-    is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex's: the model itself, and so its gradients
+    """Return how the recipe exchanges gradients with its options."""
+    is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex: the model and its gradients
     compression = "fp16" if is_half else getattr(options, "compression", "none")
     known: dict[str, Any] = {"grad_compression": compression} | vars(args) | vars(options)
     return model.Method(**{one.name: known[one.name] for one in fields(model.Method) if one.name in known})
 
 
 def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[model.Compute, str]:
-    """Return what a rank computes in a step of --local-batch-size, and how that is known."""
+    """Return a rank's computing time in a step of --local-batch-size, and where it is from, as text."""
     if args.compute_ms:
         compute = model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3)
         return compute, f"given: --compute-ms {args.compute_ms:g}"
@@ -200,7 +200,7 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
         compute = measure_compute(options, kind, args.local_batch_size, device)
         return compute, f"measured here: {place_of(device).device}"
     peaks = GPUS[args.gpu_type].tflops
-    # Without --amp, torch computes convolutions in TF32 where the GPU has it, and the rest with --tf32 alone.
+    # Without --amp, torch computes convolutions in TF32 if the GPU has it, and the rest only with --tf32.
     share = workload.convolution_share if options.tf32 is None else float(options.tf32)
     share = share if options.amp == "none" else 1.0
     tflops = 1 / (share / peaks[options.amp] + (1 - share) / peaks["fp32"])
@@ -212,10 +212,10 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
 def plan_row(
     nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: model.Compute
 ) -> Row | None:
-    """Return the figures of one number of nodes; None if a rank would be in no replica, or without a sample."""
+    """Return the figures of one number of nodes; None if the replicas, the batch or the data do not fit it."""
     cluster, method = cluster_of(args, nodes), method_of(args, options)
     ranks, shards = cluster.ranks, method.shards(cluster.ranks)
-    parts = ranks // method.tensor_parallel  # the ranks of tensor's replicas have the same samples
+    parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
     if ranks % method.tensor_parallel or ranks % method.replicas or (shards % args.gpus and args.gpus % shards):
         return None
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
@@ -224,8 +224,8 @@ def plan_row(
     except UserError:
         return None
     group = options.batchnorm_group or 1
-    local = group * math.ceil(global_batch / group / parts)  # the largest share is what all wait for
-    # Each rank steps the optimizer on what it holds of the state.
+    local = group * math.ceil(global_batch / group / parts)  # all ranks wait for the largest share
+    # Each rank runs the optimizer on its own part of the state.
     compute = replace(compute, optimizer_s=compute.optimizer_s / (ranks if method.zero else shards))
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
@@ -261,7 +261,7 @@ def plan_row(
 def failure_figures(
     args: Namespace, options: Options, workload: Workload, cluster: model.Cluster, step_s: float, epoch_s: float
 ) -> dict[str, float]:
-    """Return what a checkpoint takes of the time and of rank 0's memory, and what failures leave of the time."""
+    """Return the time and rank 0's memory that checkpoints take, and the useful share of time with failures."""
     method, is_sharded = method_of(args, options), options.sharded_checkpoints
     entire = workload.whole or workload
     whole, messages = entire.checkpoint_bytes(options), entire.tensors(options)
@@ -275,14 +275,14 @@ def failure_figures(
     once_s, more_s = (model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
     gather_s = once_s + (messages - 1) * more_s if gathered else 0.0
     rate = args.checkpoint_gb_s * 1e9
-    write_s = own * (group.gpus if is_sharded else 1) / rate  # its nodes side by side
-    # An asynchronous one holds training up while it is copied; until it is on the disk, a failure loses one more.
+    write_s = own * (group.gpus if is_sharded else 1) / rate  # nodes write in parallel
+    # An asynchronous one blocks training while it is copied. Until it is written, a failure also loses that time.
     copied, later_s = (own, write_s) if options.async_checkpoints else (0.0, 0.0)
     cost_s = gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s)
-    # Rank 0 reads all, to check it. Then each rank reads its part, or gets it of what rank 0 broadcasts.
+    # Rank 0 reads the whole checkpoint to check it. Then each rank reads its part, or rank 0 broadcasts.
     spread_s = write_s if is_sharded else model.all_reduce(whole, cluster, "ring", part=0.5).seconds
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
-    # The recipes write one at each epoch's end, too. The next one waits until the one before it is written.
+    # The recipes also write one at the end of each epoch. Each one waits until the one before it is written.
     due_s = options.checkpoint_every * step_s or max(model.daly_interval_s(cost_s, mtbf_s), later_s)
     interval_s = min(due_s, epoch_s)
     cost_s += max(0.0, later_s - interval_s)
@@ -300,7 +300,7 @@ def failure_figures(
 
 
 def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
-    """Return what to make of the global batch and the learning rate at the largest number of nodes."""
+    """Return advice on the global batch and the learning rate at the largest number of nodes."""
     batch = row["global_batch_size"]
     epoch_steps = kind.num_samples // batch
     texts = [
@@ -319,7 +319,7 @@ def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
 
 
 def memory_line(rows: Sequence[Row], args: Namespace) -> str:
-    """Return the memory of a GPU at the largest number of nodes, and where it does not fit, in words."""
+    """Return a line on a GPU's memory at the largest number of nodes, and the numbers where it does not fit."""
     last, room, fits = rows[-1], GPUS[args.gpu_type].memory_gb, ""
     if not (args.compute_ms or args.measure):
         fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
@@ -336,7 +336,7 @@ def memory_line(rows: Sequence[Row], args: Namespace) -> str:
 
 
 def checkpoint_line(row: Row, options: Options) -> str:
-    """Return what a checkpoint takes in words."""
+    """Return a line on a checkpoint's size and times."""
     whole, own, held = (row[f"checkpoint_{name}bytes"] / 1e6 for name in ("", "file_", "host_"))
     waits_s, write_s, restore_s = (row[f"checkpoint_{name}_s"] for name in ("cost", "write", "restore"))
     text = (
@@ -347,7 +347,7 @@ def checkpoint_line(row: Row, options: Options) -> str:
 
 
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the plan, the lines that tell it, and where it shall go; raises UserError."""
+    """Return the plan, the lines that describe it, and the folder of --output; raises UserError."""
     args, options = parse_args(argv)
     kind = kind_of(options, args.num_classes, args.samples)
     if (args.images_per_s or args.storage_gb_s) and not kind.sample_bytes:
@@ -394,7 +394,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw step time, efficiency and cost over the number of nodes."""
+    """Plot step time, efficiency and cost over the number of nodes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4), layout="constrained")
@@ -412,7 +412,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    """Plan, print, write."""
+    """Make the plan, write its files and print it."""
     plan, lines, folder = make_plan(argv)
     folder, text = folder or next_folder("plan"), table(COLUMNS, plan["rows"])
     with as_user_error("write", folder):

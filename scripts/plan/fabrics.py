@@ -4,9 +4,9 @@ alpha of RDMA and within a node: the latency of a hop of NCCL's ring with the Si
 src/graph/tuning.cc, 2.20 and later: 14.0 us network, 5.7 us PCI, 3.4 us NVLink). alpha of TCP: 50 us, an
 assumption (a hop of a small all-reduce over gloo took 60 to 70 us between two processes on shared cores). EFA: 30
 us, an assumption between the two.
-Rates are the makers': NDR, HDR and EDR InfiniBand, EFA of p4d (400 Gbit/s) and p5 (3,200 Gbit/s) instances.
-The share of it that arrives: 1,448 bytes of each 1,538 on a wire with packets of 1,500 bytes for TCP; 0.9 for
-RDMA is an assumption.
+Rates are the vendors': NDR, HDR and EDR InfiniBand, EFA of p4d (400 Gbit/s) and p5 (3,200 Gbit/s) instances.
+The usable share of a rate: for TCP, 1,448 of each 1,538 bytes on the wire, with packets of 1,500 bytes; for RDMA,
+0.9, an assumption.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ FABRICS = {
     **{f"roce-{gbit}": (14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},  # RDMA over Ethernet
     **{f"tcp-{gbit}": (50.0, gbit, False, TCP_SHARE) for gbit in (100, 25, 10, 1)},
 }
-"""Between nodes: a hop's latency in us, a port's Gbit/s each way, whether each GPU has a port of its own (else a
-node has one), and the share of the rate that arrives."""
+"""Between nodes: a hop's latency in us, a port's Gbit/s in each direction, whether each GPU has its own port (else
+a node has one), and the usable share of the rate."""
 
 CONTROL_ALPHA_US = 50.0
-"""A hop of the vote on stopping, which goes over TCP by gloo on every fabric."""
+"""Latency of a hop of the vote on stopping, which uses gloo over TCP on every fabric."""
 
 INTRA = {
     "nvlink": Link(3.4e-6, 450e9),
@@ -44,9 +44,9 @@ INTRA = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by NVIDIA's data sheet: dense TFLOP/s with fp32 accumulation, and memory."""
+    """A GPU's data sheet by NVIDIA: dense TFLOP/s with fp32 accumulation, and memory."""
 
-    tflops: dict[str, float]  # by --amp; none is TF32 where there is one, fp32 what computes without it
+    tflops: dict[str, float]  # by --amp; "none" is TF32 if the GPU has it, "fp32" is without TF32
     memory_gb: float
 
 
@@ -60,6 +60,6 @@ GPUS = {
 
 
 def node_link(fabric: str, gpus: int) -> Link:
-    """Return the link of a node: all its ports together."""
+    """Return the link of a node, with all its ports together."""
     alpha_us, gbit, per_gpu, share = FABRICS[fabric]
     return Link(alpha_us * 1e-6, (gpus if per_gpu else 1) * gbit * 1e9 / 8 * share)

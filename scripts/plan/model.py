@@ -1,10 +1,10 @@
 """What a step, a failure and a job cost at any size: arithmetic alone, without torch, clock or network.
 
-The network is Hockney's: a message of n bytes takes alpha + n / bandwidth. All-reduces on top of it are those of
-Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521 (ring), Sanders, Speck and Traeff
-2009, https://doi.org/10.1016/j.parco.2009.09.001 (two binary trees), with hops within and between nodes counted as
-NCCL's src/graph/tuning.cc does. Checkpoints: Young 1974, https://doi.org/10.1145/361147.361115, and Daly 2006,
-https://doi.org/10.1016/j.future.2004.11.016. docs/plan.md says what all this leaves out.
+The network follows Hockney's model: a message of n bytes takes alpha + n / bandwidth. All-reduces are those of
+Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521 (ring), and Sanders, Speck and Traeff
+2009, https://doi.org/10.1016/j.parco.2009.09.001 (two binary trees); hops within and between nodes are counted as
+in NCCL's src/graph/tuning.cc. Checkpoints: Young 1974, https://doi.org/10.1145/361147.361115, and Daly 2006,
+https://doi.org/10.1016/j.future.2004.11.016. docs/plan.md says what this leaves out.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import NamedTuple
 from recipes.common.process.signals import vote_interval
 
 FUSION_BYTES = 128 * 2**20
-"""Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): what has come up meanwhile travels together, up to this."""
+"""Horovod's fusion buffer (HOROVOD_FUSION_THRESHOLD): gradients that are ready are sent together, up to this."""
 
 CYCLE_S = 0.001
-"""Horovod's HOROVOD_CYCLE_TIME: how often it looks for gradients."""
+"""Horovod's HOROVOD_CYCLE_TIME: the interval at which it looks for gradients."""
 
 BLOCK_BYTES = 25 * 2**20
-"""What fsdp gathers at once is taken to be as large as DDP's buckets."""
+"""Size of the blocks that fsdp gathers, assumed to equal DDP's buckets."""
 
 FORWARD_SHARE = 1 / 3
-"""Of forward and backward: backward computes the gradients of inputs and weights, twice forward's arithmetic."""
+"""Forward's share of a pass: backward computes gradients of inputs and of weights, twice forward's arithmetic."""
 
 # ---- the network
 
 
 @dataclass(frozen=True)
 class Link:
-    """Hockney's two numbers, each way: what a message costs, and what its bytes cost."""
+    """Hockney's two numbers, in each direction: the latency of a message, and the rate of its bytes."""
 
     alpha_s: float
     bytes_per_s: float
@@ -42,14 +42,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs."""
+    """A cluster of identical nodes with identical GPUs."""
 
     nodes: int
-    gpus: int  # of a node; each has a rank
+    gpus: int  # per node, one rank each
     network: Link  # between nodes: all ports of a node together
-    intra: Link | None = None  # from one GPU of a node to the next; None: they reach each other as other nodes'
-    loaded: Link | None = None  # between nodes while ranks compute, where the same cores also move the bytes
-    groups: int = 1  # of such ranks on the same nodes, which share their network
+    intra: Link | None = None  # from one GPU of a node to the next; None: as between nodes
+    loaded: Link | None = None  # between nodes while ranks compute, if the same cores also move the bytes
+    groups: int = 1  # groups of such ranks on the same nodes, which share the network
 
     @property
     def ranks(self) -> int:
@@ -57,7 +57,7 @@ class Cluster:
         return self.nodes * self.gpus
 
     def split(self, size: int) -> tuple[Cluster, Cluster]:
-        """Return a group of `size` neighbouring ranks, and the ranks that have the same place in each group."""
+        """Return a group of `size` neighbouring ranks, and the group of those with the same place in each one."""
         gpus = min(self.gpus, size)
         nodes = max(1, size // gpus)
         shared = replace(self.network, bytes_per_s=self.network.bytes_per_s / gpus)
@@ -66,35 +66,35 @@ class Cluster:
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
-    """Return what a rank sends in a ring all-reduce: 2 (p-1)/p of the bytes."""
+    """Return the bytes that a rank sends in a ring all-reduce: 2 (p-1)/p of nbytes."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 class Exchange(NamedTuple):
-    """An exchange by itself: its time, and the bytes that a node sends to others, the busiest if they differ."""
+    """An exchange without overlap: its time, and the bytes that a node sends to others (the average of a tree)."""
 
     seconds: float
     sent_bytes: float
 
 
 def add_up(exchanges: Sequence[Exchange]) -> Exchange:
-    """Return exchanges one after another as one."""
+    """Return the sum of exchanges that follow one another."""
     return Exchange(sum(one.seconds for one in exchanges), sum(one.sent_bytes for one in exchanges))
 
 
 def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: float = 1.0) -> Exchange:
-    """Return an all-reduce by ring, tree or auto; an all-gather or a reduce-scatter is half of one.
+    """Return a part of an all-reduce by ring, tree or auto; an all-gather or a reduce-scatter is half of one.
 
-    ring: one through all GPUs, node by node; it enters and leaves each node once.
-    tree: up and down two binary trees of nodes, a chain of GPUs in each; each half of the bytes goes through its
+    ring: a ring through all GPUs, node by node, which enters and leaves each node once.
+    tree: up and down two binary trees of nodes, with a chain of GPUs in each node. Each half of the bytes uses its
     own tree, so that all links are busy.
-    auto: the faster of ring and tree, which NCCL takes.
+    auto: the faster of ring and tree, which is what NCCL chooses.
     """
     if algorithm == "auto":
         return min(all_reduce(nbytes, cluster, name, part) for name in ("ring", "tree"))
     sent = cluster.groups * ring_bytes(nbytes, cluster.ranks if algorithm == "ring" else cluster.nodes)
-    sent *= cluster.nodes > 1  # of the tree an average over nodes
-    if not cluster.intra:  # each GPU is a node of its own
+    sent *= cluster.nodes > 1  # for the tree, the average over nodes
+    if not cluster.intra:  # each GPU counts as a node
         rate = cluster.network.bytes_per_s / cluster.gpus
         cluster = replace(cluster, nodes=cluster.ranks, gpus=1, network=Link(cluster.network.alpha_s, rate))
     nodes, gpus, network, intra = cluster.nodes, cluster.gpus, cluster.network, cluster.intra or cluster.network
@@ -106,7 +106,7 @@ def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: f
     return Exchange(part * seconds, part * sent)
 
 
-# ---- what travels
+# ---- messages
 
 
 @dataclass(frozen=True)
@@ -114,33 +114,33 @@ class Gradient:
     """One parameter's gradient."""
 
     shape: tuple[int, ...]
-    ready: float  # the share of backward after which it is there
+    ready: float  # the share of backward after which it is ready
     itemsize: int = 4
 
     @property
     def numel(self) -> int:
-        """Its numbers."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its bytes as it is computed."""
+        """Bytes before any compression."""
         return self.numel * self.itemsize
 
 
 class Message(NamedTuple):
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
-    ready: float  # the share of backward after which the last of them is there
-    nbytes: float  # what is exchanged, compressed if they are
+    ready: float  # the share of backward after which the last of them is ready
+    nbytes: float  # after compression
 
 
 def ddp_messages(
     gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float | None = None, factor: float = 1.0
 ) -> list[Message]:
-    """Return what DDP exchanges: buckets, filled in the order in which gradients come, closed once they are full.
+    """Return DDP's buckets, which are filled in the order in which gradients are ready and closed once full.
 
-    The first one may have a size of its own. Half precision has the factor 0.5.
+    The first bucket may have its own size. `factor` is 0.5 for half precision.
     """
     buckets: list[list[Gradient]] = [[]]
     for gradient in gradients:
@@ -156,23 +156,23 @@ def ddp_messages(
 
 @dataclass(frozen=True)
 class Compute:
-    """What a rank computes in a step, in seconds, without any exchange."""
+    """The computing time of a rank in a step, in seconds, without any exchange."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float = 0.0
-    load: float = 0.0  # the share of the device that an exchange under way takes from it: cores that both need
-    fixed_share: float = 0.0  # of forward and backward: what fewer samples do not shorten, latencies of kernels
+    load: float = 0.0  # the share of the device that an exchange takes meanwhile: cores that both need
+    fixed_share: float = 0.0  # of forward and backward: not shortened by fewer samples, such as kernel latencies
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def scaled(self, factor: float, passes: int = 1) -> Compute:
-        """Return that of `factor` times as many samples in so many accumulated passes.
+        """Return the computing time of `factor` times as many samples, in this many accumulated passes.
 
-        Each pass has the fixed part; the optimizer depends on neither.
+        Each pass has the fixed part; the optimizer's time does not change.
         """
         fixed = passes * self.fixed_share
         share = fixed + factor * (1 - self.fixed_share)
@@ -182,7 +182,7 @@ class Compute:
 
 
 def split_compute(seconds: float, fixed_s: float = 0.0) -> Compute:
-    """Return forward and backward of a time that is known as a whole, fixed_s of it the same for any samples."""
+    """Split a known total time into forward and backward; fixed_s of it is the same for any number of samples."""
     return Compute(seconds * FORWARD_SHARE, seconds * (1 - FORWARD_SHARE), fixed_share=fixed_s / seconds)
 
 
@@ -195,18 +195,18 @@ def exchanges_end_s(
 ) -> float:
     """Return when backward and all exchanges of a step are done; exchanges follow one another.
 
-    Messages come in the order in which they can begin; cost() is the time of an exchange of so many bytes, and
-    loaded_cost() that while backward goes on, where it is another. What has come up meanwhile goes together, up to
-    fuse_bytes; 0: each message by itself.
+    Messages are in the order in which they can begin. cost(nbytes) is the time of an exchange, loaded_cost(nbytes)
+    its time during backward, if that differs. Messages that have become ready meanwhile are sent together, up to
+    fuse_bytes; 0: each message is sent alone.
     """
-    now, work, backward_s = compute.forward_s, 0.0, compute.backward_s  # the time, and backward's seconds done
+    now, work, backward_s = compute.forward_s, 0.0, compute.backward_s  # work: seconds of backward done
     waiting = [(message.ready * backward_s, message.nbytes) for message in messages]
     while waiting:
         ready_s, nbytes = waiting.pop(0)
         now, work = now + max(0.0, ready_s - work), max(ready_s, work)
         while waiting and waiting[0][0] <= work + 1e-12 and nbytes + waiting[0][1] <= fuse_bytes:
             nbytes += waiting.pop(0)[1]
-        # As much of the exchange as backward lasts, and then the rest of it.
+        # First the part of the exchange that runs beside backward, then the rest.
         loaded_s = (loaded_cost or cost)(nbytes)
         beside_s = min(loaded_s, (backward_s - work) / (1 - compute.load))
         now, work = now + beside_s, work + beside_s * (1 - compute.load)
@@ -216,10 +216,10 @@ def exchanges_end_s(
 
 @dataclass(frozen=True)
 class Method:
-    """How a recipe shares out the model and exchanges gradients; what follows `sums` are its options."""
+    """How a recipe distributes the model and exchanges gradients; the fields after `sums` are its options."""
 
     recipe: str
-    sums: tuple[float, ...] = ()  # bytes of the all-reduces that tensor's layers wait for, the first half forward
+    sums: tuple[float, ...] = ()  # bytes of the all-reduces that tensor's layers wait for, forward's half first
     device: str = "auto"
     amp: str = "none"
     accumulate_steps: int = 1
@@ -232,29 +232,29 @@ class Method:
 
     @property
     def algorithm(self) -> str:
-        """Of all-reduces: gloo's, or the one that NCCL chooses."""
+        """The algorithm of all-reduces: gloo's ring, or the one that NCCL chooses."""
         return "ring" if self.device == "cpu" else "auto"
 
     @property
     def bucket_bytes(self) -> tuple[float, float | None]:
-        """What fills a bucket, and the first one where that is another: as the recipes' wrap() has it."""
+        """Bytes that fill a bucket, and the first one if that differs, as in the recipes' wrap()."""
         cap_mb = self.bucket_cap_mb or (4 if self.device == "cpu" and self.recipe in ("ddp", "spawn") else None)
         return (cap_mb or 25) * 2**20, None if cap_mb or self.recipe == "tensor" else 2**20
 
     def shards(self, ranks: int) -> int:
-        """Return the ranks that fsdp cuts each parameter over; of others, each holds whole ones."""
+        """Return over how many ranks fsdp shards each parameter; 1 for the other recipes."""
         return ranks // self.replicas if self.recipe == "fsdp" else 1
 
 
 @dataclass(frozen=True)
 class Step:
-    """The times and bytes of a step of a rank."""
+    """The times and bytes of a rank's step."""
 
     step_s: float
     compute_s: float
-    exchange_s: float  # all exchanges, were nothing computed meanwhile
-    exposed_s: float  # what the exchanges add to computing
-    sent_bytes_per_node: float  # to other nodes; the busiest node's, where they differ
+    exchange_s: float  # all exchanges, without any overlap
+    exposed_s: float  # what the exchanges add to the computing time
+    sent_bytes_per_node: float  # to other nodes
     limit: str  # compute, exchange, vote or input: what to improve first
 
 
@@ -266,13 +266,13 @@ def step(
     control_alpha_s: float = 0.0,
     input_s: float = 0.0,
 ) -> Step:
-    """Return a step's times and bytes, of gradients in the order in which backward yields them.
+    """Return a step's times and bytes; gradients are in the order in which backward yields them.
 
-    Beside backward, the vote on stopping goes around a ring of all ranks, a hop in control_alpha_s. Beside all,
-    a step's samples are read and decoded in input_s.
+    During backward, the vote on stopping goes around a ring of all ranks, each hop in control_alpha_s. During the
+    whole step, samples are read and decoded in input_s.
     """
     end_s, exchanges = _exchange(gradients, compute, cluster, method)
-    if method.zero:  # each rank hands out its share of the new weights
+    if method.zero:  # each rank broadcasts its share of the new weights
         exchanges.append(all_reduce(sum(one.nbytes for one in gradients), cluster, "ring", part=0.5))
         end_s += exchanges[-1].seconds
     exchange_s, sent = add_up(exchanges)
@@ -292,24 +292,24 @@ def step(
 def _exchange(
     gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
 ) -> tuple[float, list[Exchange]]:
-    """Return when a recipe's exchanges are done, and each by itself."""
+    """Return when a recipe's exchanges are done, and each exchange without overlap."""
     computed_s = compute.forward_s + compute.backward_s
     if cluster.ranks == 1:
         return computed_s, []
     if method.recipe == "fsdp":
         return _by_shards(gradients, compute, cluster, method)
-    # Of tensor, layers wait for sums within a replica; beside backward, replicas do what other recipes' ranks do.
+    # Layers of tensor wait for sums within a replica. Its replicas exchange gradients as other recipes' ranks do.
     within, across = cluster.split(method.tensor_parallel)
     sums = [all_reduce(nbytes, within, method.algorithm) for nbytes in method.sums]
     forward_s, backward_s = (add_up(half).seconds for half in (sums[: len(sums) // 2], sums[len(sums) // 2 :]))
-    # Of accumulated passes, gradients travel beside the last one's backward.
+    # With accumulated passes, gradients are exchanged during the last one's backward.
     last_s = (compute.backward_s + backward_s) / method.accumulate_steps
     before_s = computed_s + forward_s + backward_s - last_s
     busy = replace(compute, forward_s=before_s, backward_s=last_s)
     factor = 0.5 if method.grad_compression in ("fp16", "bf16") else 1.0
     lag_s = fuse_bytes = 0.0
     sent = messages = ddp_messages(gradients, *method.bucket_bytes, factor)
-    if method.recipe == "horovod":  # sends what has come up since it last looked
+    if method.recipe == "horovod":  # sends what has become ready since its last cycle
         lag_s, fuse_bytes = CYCLE_S, FUSION_BYTES
         sent, messages = (ddp_messages(gradients, cap, factor=factor) for cap in (FUSION_BYTES, 0))
     exchanges = [all_reduce(message.nbytes, across, method.algorithm) for message in sent]
@@ -324,16 +324,17 @@ def _exchange(
 def _by_shards(
     gradients: Sequence[Gradient], compute: Compute, cluster: Cluster, method: Method
 ) -> tuple[float, list[Exchange]]:
-    """Return the same for fsdp: it gathers a block's weights in each pass, and scatters gradients after the last.
+    """Return the same for fsdp: it gathers weights by block in each pass, and scatters gradients in the last.
 
-    The next block's weights arrive while one computes; the first block's are waited for, and the last's gradients.
+    Weights of the next block arrive while a block computes. The first block's weights and the last gradients have
+    nothing to overlap with.
     """
     within, across = cluster.split(method.shards(cluster.ranks))
     sizes, passes = [one.nbytes for one in ddp_messages(gradients, BLOCK_BYTES)], method.accumulate_steps
-    # Of the fp32 weights' bytes: autocast's are half as long; gloo's reduce-scatter is an all-reduce.
+    # Parts of an all-reduce of the fp32 weights: bf16 halves a gather; gloo's reduce-scatter is a full all-reduce.
     parts = 0.25 if method.amp == "bf16" else 0.5, 1.0 if method.device == "cpu" else 0.5
     gathers, scatters = ([all_reduce(size, within, "ring", part) for size in sizes] for part in parts)
-    # Each shard's gradients are averaged with those of its copies, all shards of a node at once.
+    # The copies of a shard average its gradients, all shards of a node at the same time.
     copies = all_reduce(sum(sizes) / within.ranks, across, method.algorithm)
     again = gathers if method.reshard_after_forward else []
     forward_s = max(compute.forward_s, passes * add_up(gathers).seconds)
@@ -348,7 +349,7 @@ def _by_shards(
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """Return the time of work between checkpoints that loses least: Daly's higher-order estimate."""
+    """Return the working time between checkpoints that loses least: Daly's higher-order estimate."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     x = cost_s / (2 * mtbf_s)
@@ -356,12 +357,12 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def useful_share(interval_s: float, cost_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Return the expected share of the time that goes into steps that count.
+    """Return the expected share of the time that is spent on steps that count.
 
-    Failures are exponential with mean mtbf_s, in work, checkpoints and restarts alike. An interval and its
-    checkpoint then take MTBF exp(restart / MTBF) (exp((interval + cost) / MTBF) - 1) in the mean: Daly 2006.
+    Times between failures are exponential with mean mtbf_s, in work, checkpoints and restarts alike. An interval
+    and its checkpoint then take MTBF exp(restart / MTBF) (exp((interval + cost) / MTBF) - 1) on average (Daly).
     """
     exponent = restart_s / mtbf_s, (interval_s + cost_s) / mtbf_s
     if sum(exponent) > 700:
-        return 0.0  # exp() would not fit a float: no interval is ever done
+        return 0.0  # exp() would overflow: no interval is ever completed
     return interval_s / (mtbf_s * math.exp(exponent[0]) * math.expm1(exponent[1]))

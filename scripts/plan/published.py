@@ -3,11 +3,11 @@
     make plan CHECK=mlperf
 
 The submissions are NVIDIA's on Eos (eos_ngc24.04_mxnet, eos_n8 and eos_n316 in github.com/mlcommons/
-training_results_v4.0): their images/s, and the batch of a GPU in their configurations. Gradients travel as fp16
-after backward (HOROVOD_NUM_GROUPS 1), over NVLink and InfiniBand NDR as fabrics.py has them.
+training_results_v4.0): their images/s, and the batch of a GPU in their configurations. Gradients are exchanged in
+fp16 after backward (HOROVOD_NUM_GROUPS 1), over NVLink and InfiniBand NDR with the numbers of fabrics.py.
 
-Two predictions. One knows the run of 8 GPUs alone, and takes a step to shrink with the batch; kernels do not. The
-other also knows the run of 64, which tells what of a step is fixed. docs/plan.md has the table.
+There are two predictions. One uses only the run of 8 GPUs and assumes that a step shrinks with the batch, although
+kernels do not. The other also uses the run of 64, which shows a step's fixed part. docs/plan.md has the table.
 Exit status 0; 2: bad usage.
 """
 
@@ -21,7 +21,7 @@ from scripts.plan.fabrics import INTRA, node_link
 from scripts.plan.model import Cluster, all_reduce, split_compute
 
 RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
-"""Runs on nodes of 8 GPUs: their number, the batch of a GPU, and images/s of a GPU."""
+"""Runs on nodes of 8 GPUs: number of GPUs, batch per GPU, and images/s per GPU."""
 
 COLUMNS = (
     Column("GPUs", "gpus", "{:,}"),
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def exchange_s(gpus: int) -> float:
-    """Return the plan's time to exchange the gradients of ResNet-50's 25,557,032 parameters in fp16."""
+    """Predict the time to exchange the gradients of ResNet-50's 25,557,032 parameters in fp16."""
     return all_reduce(2 * 25_557_032, Cluster(gpus // 8, 8, node_link("ib-400", 8), INTRA["nvlink"])).seconds
 
 
@@ -47,7 +47,7 @@ def fixed_s() -> float:
 
 
 def rows() -> list[dict[str, float | None]]:
-    """Return the table: each run, and what predictions from the first run and from the first two make of it."""
+    """Return the table: each run, with its predictions from the first run and from the first two."""
     first_gpus, first_batch, first_rate = RUNS[0]
     compute_s = first_batch / first_rate - exchange_s(first_gpus)
     found: list[dict[str, float | None]] = [dict(zip(("gpus", "batch", "rate"), run, strict=True)) for run in RUNS]

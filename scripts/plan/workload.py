@@ -30,7 +30,7 @@ from recipes.tensor.plans import parallelize
 from scripts.plan.model import BLOCK_BYTES, Compute, Gradient, Method
 
 SAMPLES = 2
-"""A batch of one has no statistics for batch norm."""
+"""Samples of the counted pass: batch norm has no statistics in a batch of one."""
 
 KNOWN = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifar10": (3, 32, 10, 50_000)}
 """Channels, image size, classes and training samples."""
@@ -38,15 +38,15 @@ KNOWN = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifa
 
 @dataclass(frozen=True)
 class Kind:
-    """A data set, as far as a plan needs it."""
+    """What a plan needs to know about a data set."""
 
-    data: Data  # of images without the samples
+    data: Data  # for images, without the samples
     num_samples: int
-    sample_bytes: int  # of one as it is read in a step; 0: samples lie on the device
+    sample_bytes: int  # of a sample that is read in a step; 0: samples are on the device
 
 
 def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind:
-    """Return what --data has: of folders and shards of images ImageNet's numbers, unless given."""
+    """Return the Kind of --data; folders and shards of images have ImageNet's numbers, unless they are given."""
     if args.data == "text" or is_reference(args.data):
         data = load_data(args, torch.device("cpu"), print)
         sample_bytes = data.input.zeros(1).nbytes if isinstance(data.train, LoadedSplit) else 0
@@ -54,7 +54,7 @@ def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind
     count = args.num_samples if args.data == "synthetic" else 1_281_167
     found = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
     channels, image_size, classes, count = found
-    sample_bytes = 110_000 if args.data in ("imagefolder", "shards") else 0  # of a picture of ImageNet, about
+    sample_bytes = 110_000 if args.data in ("imagefolder", "shards") else 0  # about one image of ImageNet
     nothing = cast(Any, None)
     data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
     return Kind(replace(data, task=Classification()), samples or count, sample_bytes)
@@ -62,28 +62,28 @@ def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, as a plan sees it."""
+    """What a plan needs to know about a model."""
 
     gradients: tuple[Gradient, ...]  # in the order in which backward yields them
-    buffer_bytes: int  # and of weights that are not trained
+    buffer_bytes: int  # including weights that are not trained
     flops_per_sample: float  # forward and backward
-    convolution_share: float  # of the arithmetic
+    convolution_share: float  # of the operations
     activation_bytes_per_sample: float  # what forward keeps for backward, in fp32
-    sums_bytes_per_sample: tuple[float, ...] = ()  # of tensor's all-reduces, in fp32; half of them are forward's
-    whole: Workload | None = None  # of tensor: the model of which this is a rank's part
+    sums_bytes_per_sample: tuple[float, ...] = ()  # of tensor's all-reduces, in fp32; forward's half first
+    whole: Workload | None = None  # for tensor: the model that this is a rank's part of
 
     @property
     def parameters(self) -> int:
-        """Their number."""
+        """Number of trained parameters."""
         return sum(gradient.numel for gradient in self.gradients)
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the trained parameters."""
         return sum(gradient.nbytes for gradient in self.gradients)
 
     def tensors(self, args: Options) -> int:
-        """Return the number of tensors that fsdp gathers: the weights, and as many of each moment."""
+        """Return the number of tensors that fsdp gathers: the weights, and the same number of each moment."""
         return len(self.gradients) * (1 + (2 if args.optimizer == "adamw" else bool(args.momentum)))
 
     def state_bytes(self, args: Options) -> int:
@@ -93,7 +93,7 @@ class Workload:
         return self.parameter_bytes if args.momentum else 0
 
     def checkpoint_bytes(self, args: Options, shards: int = 1) -> int:
-        """Return the bytes of weights, buffers and optimizer; in shards, of the rows of rank 0."""
+        """Return the bytes of weights, buffers and optimizer state; with shards, those of rank 0's rows."""
         shapes = [(-(-one.shape[0] // shards), *one.shape[1:]) if one.shape else () for one in self.gradients]
         own = [replace(one, shape=shape) for one, shape in zip(self.gradients, shapes, strict=True)]
         part = replace(self, gradients=tuple(own))
@@ -102,7 +102,7 @@ class Workload:
     def sums_bytes(self, method: Method, local_batch_size: float) -> tuple[float, ...]:
         """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's.
 
-        Autocast makes forward's activations half as long, and leaves the gradients of layers' inputs in fp32.
+        Autocast halves forward's activations, and leaves the gradients of layers' inputs in fp32.
         """
         passes, middle = method.accumulate_steps, len(self.sums_bytes_per_sample) // 2
         half = 1.0 if method.amp == "none" else 0.5
@@ -110,28 +110,28 @@ class Workload:
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
     def memory_bytes(self, args: Options, method: Method, local_batch_size: float, ranks: int) -> dict[str, float]:
-        """Return an estimate of a rank's memory by what takes it, without the libraries' own.
+        """Estimate a rank's memory by purpose, without the libraries' own.
 
-        Under --amp, half of the activations' bytes, and a half-precision copy of the weights.
+        --amp halves the activations' bytes and adds a half-precision copy of the weights.
         """
         whole, shards, passes = self.parameter_bytes, method.shards(ranks), method.accumulate_steps
         half, summed_by = 1.0 if method.amp == "none" else 0.5, ranks // method.tensor_parallel
-        # Of fsdp, gathered: two blocks, taken to be as large as DDP's buckets, or all.
+        # fsdp gathers two blocks, assumed to be as large as DDP's buckets, or all of them.
         gathered = min(whole, 2 * BLOCK_BYTES) if method.reshard_after_forward else whole
         return {
             "weights": whole / shards + self.buffer_bytes,
-            "gradients": whole / (shards if passes == 1 else 1),  # accumulated ones stay whole until the last pass
+            "gradients": whole / (shards if passes == 1 else 1),  # accumulated: whole until the last pass
             "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
             "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
-            # The buckets of tensor, beside the gradients.
+            # tensor's buckets, in addition to the gradients.
             "gradient_sums": whole if method.recipe == "tensor" and summed_by > 1 else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
         }
 
 
 class Sums(TorchDispatchMode):
-    """Notes the bytes of all-reduces within a pass, and lets a rank's part of what is split count alone."""
+    """Records the bytes of all-reduces in a pass, and makes only a rank's own part of split tensors count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Sums(TorchDispatchMode):
 
 
 def look_at(args: Options, kind: Kind) -> Workload:
-    """Return the workload of --model, of tensor that of a rank: passes in which nothing is computed or sent.
+    """Return the workload of --model (for tensor, a rank's), from passes in which nothing is computed or sent.
 
     Raises:
         UserError: the model cannot be split over --tensor-parallel ranks.
@@ -159,28 +159,28 @@ def look_at(args: Options, kind: Kind) -> Workload:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         parallelize(model, args.model, DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("tp",)))
-        count_pass(model, kind.data)  # in the first one, torch also computes the shapes of all that is split
+        count_pass(model, kind.data)  # the first pass also computes the shapes of split tensors: do not count it
         return replace(count_pass(model, kind.data), whole=whole)
     finally:
         dist.destroy_process_group()
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return what a rank holds of a tensor."""
+    """Return a rank's own part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def count_pass(model: nn.Module, data: Data) -> Workload:
-    """Return what a forward and a backward pass on the meta device amount to."""
+    """Count a forward and a backward pass on the meta device."""
     inputs, targets = data.input.zeros(SAMPLES, "meta"), data.target.zeros(SAMPLES, "meta")
     own = {own_part(parameter).untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    done: dict[Tensor, int] = {}  # the arithmetic after which a gradient is there, in the order of backward
+    done: dict[Tensor, int] = {}  # operations until a gradient is ready, in the order of backward
 
     def keep(tensor: Tensor) -> Tensor:
         part = own_part(tensor)
-        kept[part.untyped_storage()._cdata] = part  # held, so that the key stays its own
+        kept[part.untyped_storage()._cdata] = part  # held, so that its key is not reused
         return tensor
 
     def note(parameter: Tensor) -> None:
@@ -198,7 +198,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
     flops = counter.get_total_flops()
     backward, ops = max(1, flops - forward), counter.get_flop_counts().get("Global", {})
     for parameter in trained:
-        done.setdefault(parameter, flops)  # one that is not used
+        done.setdefault(parameter, flops)  # unused parameters
     return Workload(
         tuple(Gradient(own_part(x).shape, (at - forward) / backward, x.element_size()) for x, at in done.items()),
         sum(x.nbytes for x in (*model.buffers(), *model.parameters()) if x not in done),
@@ -210,9 +210,9 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
 
 
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
-    """Return a step of one process on random numbers, without data or exchange.
+    """Return a function that does a step of one process on random numbers, without data or exchange.
 
-    It returns the seconds of forward, backward and optimizer.
+    The function returns the seconds of forward, backward and optimizer.
     """
     model = build_model(args, kind.data).to(device).train()
     optimizer = build_optimizer(args, model.parameters())
@@ -247,7 +247,7 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
     """Return the median times of a few steps of one process on this device, on random numbers.
 
-    Steps of half as many samples tell what does not depend on their number.
+    Steps with half as many samples show which part does not depend on the number of samples.
     """
 
     def measure(samples: int) -> Compute:
@@ -255,7 +255,7 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
         do_step, end = timed_step(args, kind, samples, device), time.perf_counter() + 10
         while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
             times.append(do_step())
-        return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # caches warm up
+        return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
     whole, less = measure(local_batch_size), local_batch_size // 2
     if less < SAMPLES:

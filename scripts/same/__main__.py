@@ -3,8 +3,8 @@
     make same SCRIPT=train.py ARGS="--batch-size {local_batch}" GLOBAL_BATCH=48
     python -m scripts.same train.py --global-batch 48 -- --batch-size {local_batch}
 
-ARGS may have {local_batch}, {global_batch}, {world_size}, {run_dir}, a folder of the run's own, and {resume}.
-docs/same.md has what is compared. Exit status 0: the same to rounding; 1: it differs; 2: bad usage.
+ARGS may have {local_batch}, {global_batch}, {world_size}, {run_dir} (a folder of the run's own) and {resume}.
+docs/same.md lists what is compared. Exit status 0: the same to rounding; 1: it differs; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from scripts.same.ranks import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
 STOP_SHARE = 0.6
-"""The share of its steps after which a run is killed, to be resumed."""
+"""Share of a run's steps after which it is killed, to be resumed."""
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:
-    """Return the options; what follows -- is the script's. Raises UserError."""
+    """Return the options; words after -- are the script's. Raises UserError."""
     parser = CommandParser("python -m scripts.same", (__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("script", nargs="?", default="", metavar="SCRIPT", help="a file, or a module's dotted name")
@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def check_words(args: Namespace) -> None:
-    """Raise UserError where SCRIPT is no file or module, LOSS no pattern with a group, or LAUNCH no command."""
+    """Raise UserError if SCRIPT is no file or module, LOSS no pattern with a group, or LAUNCH no command."""
     if not args.script:
         raise UserError("SCRIPT is empty; name the script: make same SCRIPT=train.py")
     is_module = re.fullmatch(r"[\w.]+", args.script) and not args.script.endswith(".py")
@@ -79,7 +79,7 @@ def check_words(args: Namespace) -> None:
 
 
 def check_sizes(args: Namespace) -> None:
-    """Raise UserError where world sizes, batches and placeholders do not make a set of runs."""
+    """Raise UserError if world sizes, batches and placeholders are invalid or do not combine; set args.sizes."""
     sizes = args.world_sizes.split()
     if not all(size.isdigit() and 1 <= int(size) <= 64 for size in sizes):
         raise UserError(f"WORLD_SIZES {args.world_sizes!r}: expected numbers from 1 to 64, such as '1 2 3'")
@@ -100,7 +100,7 @@ def check_sizes(args: Namespace) -> None:
 
 @dataclass
 class Session:
-    """The runs of one script, each in a folder of its own, and what they show."""
+    """The runs of one script, each in its own folder, and what they show."""
 
     args: Namespace
     folder: Path
@@ -108,15 +108,15 @@ class Session:
     runs: list[Run] = field(default_factory=list)
     """The run at each world size."""
     findings: list[tuple[int, Finding]] = field(default_factory=list)
-    """What differs, and at how many processes."""
+    """Each difference, with the number of processes."""
     largest: float = 0.0
-    """The largest relative difference of a gradient that was accepted."""
+    """The largest relative difference of a gradient from that of one process."""
     measured: float = 0.0
-    """That of the control run."""
+    """The same of the control run."""
     is_resumed: bool = False
 
     def run(self, world_size: int, run_dir: str = "", **variables: str) -> Run:
-        """Run the script to its end, by default with a new {run_dir}; return what it recorded."""
+        """Run the script to its end, with a new {run_dir} unless one is given; return what it recorded."""
         number = next(self.numbers)
         own = self.folder / (run_dir or f"files{number}")
         own.mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ class Session:
         return compare.load(folder, world_size, statuses, self.args.loss)
 
     def examine(self) -> None:
-        """Run the script at every world size, and stopped and resumed, and compare. Raises UserError."""
+        """Run the script at every world size, and resume it if asked for; compare the runs. Raises UserError."""
         args = self.args
         first = self.run(1)
         if failure := first.failure():
@@ -160,7 +160,7 @@ class Session:
             self.examine_resume()
 
     def examine_resume(self) -> None:
-        """Kill a run at the smallest world size above 1, resume it, and compare what it then does."""
+        """Kill a run at the smallest world size above 1 (or at 1 if it is alone), resume it and compare."""
         whole = self.runs[min(1, len(self.runs) - 1)]
         if whole.failure() or not whole.steps:
             return
@@ -173,7 +173,7 @@ class Session:
             self.findings.append((whole.world_size, found))
 
     def table(self) -> list[str]:
-        """Return a line for each run: its steps, and the first and last value of what it prints."""
+        """Return a line for each run: its steps, and the first and last value of each printed series."""
         lines = ["processes  steps  printed"]
         for run in self.runs:
             parts = [f"{s.name} {s.values[0]:.4g} to {s.values[-1]:.4g}" for s in run.series.values()]
@@ -181,7 +181,7 @@ class Session:
         return lines
 
     def verdict(self) -> list[str]:
-        """Return what was found, the notes last."""
+        """Return the lines of the verdict, notes last."""
         lines = []
         if not self.is_different:
             is_partial = any(found.cause in ("uncontrolled", "chaotic") for _, found in self.findings)
@@ -203,7 +203,7 @@ class Session:
 
     @property
     def is_different(self) -> bool:
-        """Whether a finding is more than a note."""
+        """Whether any finding is more than a note."""
         return any(found.cause not in NOTES for _, found in self.findings)
 
 

@@ -10,12 +10,12 @@ SAMPLER = "torch.utils.data.DistributedSampler"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why training differs, or may."""
+    """A reason why training differs, or may differ."""
 
     summary: str
     fix: str
     doc: str = ""
-    """An object, also below https://docs.pytorch.org/docs/stable/generated/, and what its documentation says."""
+    """An object, also below https://docs.pytorch.org/docs/stable/generated/, and a quote of its documentation."""
 
 
 CAUSES = {
@@ -190,4 +190,4 @@ NOTES = {
         "no fix is needed",
     ),
 }
-"""Training is right all the same."""
+"""What is worth knowing although training is correct."""

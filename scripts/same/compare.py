@@ -1,7 +1,7 @@
 """Compare recorded runs of a script at several world sizes, and name what differs and why.
 
-Reads what scripts/same/observe.py has recorded; runs nothing. A difference counts where it exceeds what rounding
-does, which a control run measures: the script at one process once more, with its sums in another order.
+Reads what scripts/same/observe.py has recorded; runs nothing. A difference counts if it exceeds the effect of
+rounding, which a control run measures: the script at one process again, with its sums in another order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from scripts.same.printed import Series, read_series
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FLOOR_SHARE = 0.03
-"""A difference below this times the root of the precision always counts as rounding: 1e-5 in fp32."""
+"""A difference below this times the square root of the precision always counts as rounding: 1e-5 in fp32."""
 
 SAFETY = 30.0
-"""By how much a difference has to exceed the control run's largest so far."""
+"""Factor by which a difference has to exceed the control run's largest one up to that step."""
 
 CHAOTIC = 1 / SAFETY
-"""From this relative difference of the control run on, one as large as the gradient itself would be rounding."""
+"""At this relative difference of the control run, even one as large as the gradient would count as rounding."""
 
 RESUMED_SHARE = 1e-4
-"""A relative difference that a resumed run may have from one that was not stopped."""
+"""Relative difference that is allowed between a resumed run and one that was not stopped."""
 
 SKETCHES = ("weights", "final", "after")
 
@@ -42,7 +42,7 @@ Step = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that differs: a key of CAUSES or NOTES, and the step and the quantity where it was seen first."""
+    """Something that differs: a key of CAUSES or NOTES, and the step and quantity where it was first seen."""
 
     cause: str
     what: str
@@ -50,23 +50,23 @@ class Finding:
 
 @dataclass
 class Run:
-    """What the ranks of a run have recorded and printed."""
+    """What the ranks of a run recorded and printed."""
 
     world_size: int
     statuses: Sequence[int | None]
     events: list[list[dict[str, Any]]]
-    """Those of each rank."""
+    """For each rank, its recorded events."""
     series: dict[str, Series] = field(default_factory=dict)
     error: str = ""
     """The last line of a failed rank's standard error."""
 
     def of(self, event: str) -> list[list[dict[str, Any]]]:
-        """Return each rank's events of a kind."""
+        """Return each rank's events of one kind."""
         return [[line for line in lines if line["event"] == event] for lines in self.events]
 
     @cached_property
     def steps(self) -> list[list[Step]]:
-        """The optimizer steps that every rank has done, each as a list of the ranks' records."""
+        """The optimizer steps that every rank has done, each as the list of the ranks' records."""
         return [list(records) for records in zip(*self.of("step"), strict=False)]
 
     def rows(self, i: int) -> Counter[str]:
@@ -74,7 +74,7 @@ class Run:
         return Counter(row for record in self.steps[i] for row in record["rows"])
 
     def batches(self, rank: int) -> dict[int, list[list[int]]]:
-        """Return the training batches that a rank has drawn from loaders, by loader iteration."""
+        """Return the training batches that a rank has drawn from its loaders, by loader iteration."""
         trained = {records[0]["iteration"] for records in self.steps}
         found: dict[int, list[list[int]]] = {}
         for event in self.of("batch")[rank]:
@@ -83,7 +83,7 @@ class Run:
         return found
 
     def joint_batches(self) -> dict[int, list[list[int]]]:
-        """Return the training batches of all ranks together, by loader iteration."""
+        """Return the training batches, joined over all ranks, by loader iteration."""
         ranks = [self.batches(rank) for rank in range(len(self.events))]
         joint = {}
         for iteration in ranks[0]:
@@ -92,7 +92,7 @@ class Run:
         return joint
 
     def failure(self) -> Finding | None:
-        """Return why the run did not end well, None where it did."""
+        """Return why the run failed, or None if it succeeded."""
         if all(status == 0 for status in self.statuses):
             return None
         where = f"after step {len(self.steps)}"
@@ -104,7 +104,7 @@ class Run:
 
 
 def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern: str = "") -> Run:
-    """Return what a run has left in its folder; `pattern` finds the losses, "" by their usual names."""
+    """Return the run recorded in a folder; `pattern` finds the losses ("": those with the usual names)."""
     run = Run(world_size, statuses, [])
     for rank in range(world_size):
         whole, _, _ = read(folder / f"rank{rank}.jsonl").rpartition("\n")  # a rank may have been killed
@@ -120,18 +120,18 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
 
 
 def read(path: Path) -> str:
-    """Return the text of a file, "" where there is none."""
+    """Return the text of a file, or "" if it does not exist."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def parse_event(line: str) -> dict[str, Any]:
-    """Return an event, with its sketches as arrays, (61,)."""
+    """Return an event, with its sketches as arrays of shape (61,)."""
     event: dict[str, Any] = json.loads(line)
     return event | {name: np.array(event[name]) for name in SKETCHES if event.get(name)}
 
 
 def difference(a: Vector, b: Vector) -> float:
-    """Return the difference of two sketches relative to the second; inf where only one of them is finite."""
+    """Return the difference of two sketches relative to the second; inf if only one of them is finite."""
     finite = np.isfinite(a)
     if not np.array_equal(finite, np.isfinite(b)):
         return math.inf
@@ -141,41 +141,41 @@ def difference(a: Vector, b: Vector) -> float:
 
 
 def spread(records: Sequence[Step], name: str) -> float:
-    """Return the largest difference of a sketch between ranks."""
+    """Return the largest difference of a sketch between any rank and the first."""
     return max(difference(record[name], records[0][name]) for record in records)
 
 
 def update(record: Step) -> Vector:
-    """Return the change of the weights in a step, (61,)."""
+    """Return the change of the weights in a step, a sketch of shape (61,)."""
     return np.subtract(record["after"], record["weights"])
 
 
 def factor_between(a: Vector, b: Vector) -> float:
-    """Return c such that a = c b, 0 where no c fits."""
+    """Return c such that a = c b, or 0 if no c fits."""
     c = float(a @ b / (b @ b)) if np.any(b) else 0.0
     return c if math.isfinite(c) and c and difference(a, c * b) < 1e-3 else 0.0
 
 
 def name_factor(c: float, world_size: int) -> str:
-    """Return "2 times" or "1/2 of", and whether that is the square of the world size."""
+    """Return a factor as "2 times" or "1/2 of", and mention it if it is the square of the world size."""
     name = " (the square of the number of processes)" if math.isclose(c, world_size**2, rel_tol=0.01) else ""
     return f"1/{1 / c:.4g} of" if c < 1 else f"{c:.4g} times{name}"
 
 
 def pair_steps(run: Run, reference: Run, start: int = 0) -> list[tuple[Step, Step]]:
-    """Return rank 0's records of the steps that both runs have done, from a step of the reference on."""
+    """Return rank 0's records of the steps that both runs have done, from step `start` of the reference on."""
     return [(ours[0], theirs[0]) for ours, theirs in zip(run.steps, reference.steps[start:], strict=False)]
 
 
 def largest_difference(run: Run, reference: Run) -> float:
-    """Return the largest relative difference of a gradient from one process's."""
+    """Return the largest relative difference of a gradient from that of one process."""
     if not is_replicated(run, reference):
         return 0.0
     return max(difference(ours["final"], theirs["final"]) for ours, theirs in pair_steps(run, reference))
 
 
 class Rounding:
-    """What rounding does to a script at one process: the largest relative difference up to each step."""
+    """The effect of rounding on a script at one process: the largest relative difference up to each step."""
 
     def __init__(self, first: Run, control: Run) -> None:
         used = {records[0]["low_precision"] for records in first.steps} or {"float32"}
@@ -190,24 +190,24 @@ class Rounding:
             self.printed[name] = running_max(0.0 if math.isinf(excess) else excess for excess in excesses)
 
     def limit(self, measured: Sequence[float], i: int, scale: float = 1.0) -> float:
-        """Return the largest difference that step or value i of this scale may have."""
+        """Return the largest difference that rounding explains for step or value i, whose magnitude is `scale`."""
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
 
 
 def running_max(values: Iterable[float]) -> list[float]:
-    """Return the largest value so far, for each value."""
+    """Return the largest value so far at each position."""
     return list(accumulate(values, max))
 
 
 def is_replicated(run: Run, first: Run) -> bool:
-    """Whether every rank holds the whole model, as one process does, and torch's optimizers step it."""
+    """Return whether every rank holds the whole model, as one process does, and torch's optimizers step it."""
     if not run.steps or not first.steps or len(run.events) != run.world_size:
         return False
     return {record["shapes"] for record in run.steps[0]} == {record["shapes"] for record in first.steps[0]}
 
 
 def step_name(record: Step, i: int) -> str:
-    """Return how a step is called in the verdict, counted from 1."""
+    """Return a step's name in the verdict, counted from 1."""
     return f"step {i + 1}" + (f" (optimizer {record['optimizer'] + 1})" if record["optimizer"] else "")
 
 
@@ -215,7 +215,7 @@ def step_name(record: Step, i: int) -> str:
 
 
 def check_ranks(run: Run) -> Iterator[Finding]:
-    """Yield what is wrong between the ranks of a run, whatever other runs do."""
+    """Yield what differs between the ranks of one run, without a look at other runs."""
     if (apart := spread(run.steps[0], "weights")) > 1e-12:
         yield Finding("no-broadcast", f"step 1, weights: differ between ranks by {apart:.1e}")
     for i, records in enumerate(run.steps):
@@ -232,18 +232,18 @@ def check_ranks(run: Run) -> Iterator[Finding]:
 
 
 def why_not_synchronised(run: Run, i: int) -> str:
-    """Return the cause of gradients that differ between ranks at step i."""
+    """Return why gradients differ between ranks at step i."""
     records, first = run.steps[i], run.steps[i][0]
     if first["unsynced_forwards"]:
         return "no-sync-always"
-    if not first["synced_forwards"]:  # of DistributedDataParallel
+    if not first["synced_forwards"]:  # counts passes through DistributedDataParallel
         return "around-ddp" if run.of("wrapped")[0] else "not-synchronised"
     is_unused = any(record["missing"] != first["missing"] for record in records)
     return "unused-parameters" if is_unused else "not-synchronised"
 
 
 def check_seeds(run: Run) -> Finding | None:
-    """Return whether ranks draw the same random numbers for different samples."""
+    """Return a finding if ranks draw the same random numbers for different samples."""
     drawn = [{e["worker"]: e["states"] for e in reversed(lines)} for lines in run.of("augmentation")]
     for worker, states in drawn[0].items():
         if same := [kind for kind in states if all(o.get(worker, {}).get(kind) == states[kind] for o in drawn)]:
@@ -261,7 +261,7 @@ def check_seeds(run: Run) -> Finding | None:
 
 
 def check_order(run: Run, first: Run) -> Finding | None:
-    """Return whether an epoch repeats the order of the one before, by its sampler or unlike at one process."""
+    """Return a finding if an epoch repeats an order and the sampler repeats an epoch, or one process does not."""
     epoch = repeated_epoch(run)
     shuffled = Counter((event["sampler"], event["epoch"]) for event in run.of("shuffled")[0])
     if epoch and (max(shuffled.values(), default=0) > 1 or not repeated_epoch(first)):
@@ -270,7 +270,7 @@ def check_order(run: Run, first: Run) -> Finding | None:
 
 
 def repeated_epoch(run: Run) -> int:
-    """Return the first epoch, from 2, that repeats the order of 8 samples or more, unsorted; 0 for none."""
+    """Return the first epoch that repeats the unsorted order of 8 or more samples of the one before; 0 if none."""
     orders = [[*chain(*batches)] for batches in run.batches(0).values()]
     found = (i for i, (a, b) in enumerate(pairwise(orders), 2) if len(a) >= 8 and a == b and a != sorted(a))
     return next(found, 0)
@@ -280,7 +280,7 @@ def repeated_epoch(run: Run) -> int:
 
 
 def other_samples(run: Run, reference: Run) -> int | None:
-    """Return the first step whose samples are not the reference's, 0 where only the number of steps is not."""
+    """Return the first step with other samples than the reference, 0 if only the number of steps differs."""
     for i in range(min(len(run.steps), len(reference.steps))):
         if run.rows(i) != reference.rows(i):
             return i
@@ -288,15 +288,15 @@ def other_samples(run: Run, reference: Run) -> int | None:
 
 
 def needs_replay(run: Run, first: Run) -> bool:
-    """Whether one process has to be run again with the batches of a run, and can be."""
+    """Return whether one process has to, and can, be run again with the batches of this run."""
     if run.failure() or not is_replicated(run, first) or not run.batches(0):
         return False
     sizes = [{event["size"] for event in one.of("batch")[0]} for one in (run, first)]
-    return sizes[0] == sizes[1] and other_samples(run, first) is not None  # else ranks have data sets of their own
+    return sizes[0] == sizes[1] and other_samples(run, first) is not None  # else each rank has its own data set
 
 
 def check_shards(run: Run, first: Run) -> Finding | None:
-    """Return what is wrong with how samples are divided over ranks."""
+    """Return what is wrong with the division of samples over ranks, or None."""
     i = other_samples(run, first)
     if i is None:
         return None
@@ -314,7 +314,7 @@ def check_shards(run: Run, first: Run) -> Finding | None:
 
 
 def is_cut(first: Run) -> bool:
-    """Whether a run ends in the middle of its first epoch, where another order leaves out other samples."""
+    """Return whether a run ends within its first epoch, so that another order would leave out other samples."""
     sizes = {event["iteration"]: event["size"] for event in first.of("batch")[0]}
     iterations = {records[0]["iteration"] for records in first.steps}
     drawn = sum(first.rows(i).total() for i in range(len(first.steps)))
@@ -322,7 +322,7 @@ def is_cut(first: Run) -> bool:
 
 
 def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | None:
-    """Return the first step and quantity in which training differs from one process's on the same samples."""
+    """Return the first step and quantity that differ from those of one process on the same samples, or None."""
     if len(run.steps) != len(reference.steps):
         return Finding("other-steps", f"{len(run.steps)} optimizer steps, {len(reference.steps)} at 1 process")
     for i, (record, expected) in enumerate(pair_steps(run, reference)):
@@ -343,7 +343,7 @@ def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | No
 
 
 def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
-    """Return why the gradient of step i, the same on all ranks, is not that of one process."""
+    """Return why the gradient of step i, which is equal on all ranks, differs from that of one process."""
     records, expected = run.steps[i], reference.steps[i][0]
     final, where = records[0]["final"], step_name(records[0], i)
     c = factor_between(final, expected["final"])
@@ -366,13 +366,13 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
 
 
 def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> Iterator[Finding]:
-    """Yield what is printed otherwise than at one process.
+    """Yield the printed series that differ from those of one process.
 
     Args:
         run: the run of several ranks.
-        first: that of one process.
-        rounding: what rounding does.
-        is_proven: whether the gradients are known to be those of one process: then what is printed is at fault.
+        first: the run of one process.
+        rounding: the effect of rounding.
+        is_proven: whether the gradients are known to equal those of one process, so that the printing is at fault.
     """
     for name, series in first.series.items():
         other = run.series.get(name, Series(name))
@@ -389,7 +389,7 @@ def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> 
 
 
 def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
-    """Return why a series is printed otherwise, where training is the same."""
+    """Return why a printed series differs although training is the same."""
     ratios = [value / right for value, right in zip(other.values, series.values, strict=True) if right]
     if not all(map(math.isfinite, ratios)):
         return "unknown"
@@ -402,7 +402,7 @@ def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
 
 
 def explain_evaluation(run: Run, first: Run) -> str:
-    """Return why an evaluation differs, by the samples that ranks evaluate and what they exchange."""
+    """Return why an evaluation differs, judging by the samples that ranks evaluate and their collectives."""
     by_rank, (whole, *_) = run.of("evaluation"), first.of("evaluation")
     if not whole or not by_rank[0]:
         return "unknown"
@@ -416,13 +416,13 @@ def explain_evaluation(run: Run, first: Run) -> str:
 
 
 def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> list[Finding]:
-    """Return all that a run at several processes does otherwise than one process.
+    """Return all differences between a run of several processes and one process.
 
     Args:
         run: the run of several ranks.
-        first: that of one process.
-        replay: one process that has drawn the batches of `run`, where its own were others.
-        rounding: what rounding does at one process.
+        first: the run of one process.
+        replay: a run of one process with the batches of `run`, if its own batches were different.
+        rounding: the effect of rounding at one process.
     """
     if failure := run.failure():
         return [failure]
@@ -459,7 +459,7 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
 
 
 def check_resumed(resumed: Run, whole: Run) -> Finding | None:
-    """Return what a resumed run does otherwise than the run that was not stopped."""
+    """Return the first difference between a resumed run and the run that was not stopped, or None."""
     if failure := resumed.failure():
         return failure
     if not resumed.steps:
@@ -490,7 +490,7 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
 
 
 def check_last_evaluation(resumed: Run, whole: Run) -> Finding | None:
-    """Return whether a resumed run that has trained the same ends with another evaluation."""
+    """Return a finding if a resumed run that has trained the same ends with a different evaluation."""
     for name, series in whole.series.items():
         other = resumed.series.get(name)
         if other and series.is_evaluation:

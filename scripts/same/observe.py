@@ -2,12 +2,12 @@
 
     SAME_FOLDER=/tmp/trace torchrun --nproc-per-node=2 -m scripts.same.observe train.py --batch-size 24
 
-`make same` starts it in each process. The script needs no change. A line of rank0.jsonl is an event: an optimizer
-step with the samples that went into it, gradients and weights, or an evaluation.
-Tensors are recorded as sketches: sums over 61 interleaved parts, which are linear, so that a factor stays one.
+`make same` starts it in each process. The script needs no change. Each line of rank0.jsonl is an event, such as an
+optimizer step with its samples, gradients and weights, or an evaluation. Tensors are recorded as sketches: sums
+over 61 interleaved parts. Sketches are linear, so a factor between tensors is also one between their sketches.
 
 Randomness that may differ between world sizes is removed: dropout is off, and the global random generators are
-seeded by the sample's index while a data set returns it.
+seeded by a sample's index while the data set returns it.
 
 Variables: SAME_FOLDER, where to write; SAME_CONTROL=1 reverses each training batch (without a DataLoader: rounds
 gradients differently) to measure rounding; SAME_REPLAY, a JSON file with the batches to draw, by loader iteration;
@@ -44,10 +44,10 @@ SKETCH_SIZE = 61
 Function = Callable[..., Any]
 
 MAX_FEATURES = 4096
-"""Elements of a sample that its fingerprint reads, evenly spread."""
+"""A fingerprint reads evenly spaced elements of a sample, fewer than twice this many."""
 
 RANDOM_SAMPLES = 64
-"""Samples of which a process checks whether they draw random numbers, until one does: checking takes 2 ms."""
+"""Number of samples that a process checks for drawing random numbers, until one does: a check takes 2 ms."""
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_gather_object"),
@@ -58,7 +58,7 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """Return the sums over every 61st element of a tensor of any shape, (61,) float64 on the CPU."""
+    """Return the sums over every 61st element of a tensor of any shape: (61,), float64, on the CPU."""
     flat = tensor.detach()
     if flat.layout != torch.strided:
         flat = flat.to_dense()
@@ -71,13 +71,13 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def sketch_all(tensors: Iterable[Tensor | None]) -> list[float]:
-    """Return the sum of the sketches of tensors, each shifted by its place; None counts as zero."""
+    """Return the sum of the sketches of tensors, each rotated according to its position; None counts as zero."""
     sketches = [sketch(tensor).roll(7 * i) for i, tensor in enumerate(tensors) if tensor is not None]
     return sum(sketches, torch.zeros(SKETCH_SIZE)).tolist()
 
 
 def fingerprints(batch: Tensor) -> list[str]:
-    """Return a fingerprint of the content of each sample along the first dimension."""
+    """Return a fingerprint of each sample's content; samples are along the first dimension."""
     rows = batch.detach().flatten(1) if batch.dim() > 1 else batch.detach().unsqueeze(1)
     rows = rows[:, :: max(1, rows.shape[1] // MAX_FEATURES)].double()
     places = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -102,14 +102,14 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to the states that random_states() returned."""
+    """Restore the states that random_states() returned."""
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
 
 
 def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
-    """Return a checksum of each generator's state, by default of the present ones."""
+    """Return a checksum of each generator's state (default: the current states)."""
     return {name: zlib.crc32(pickle.dumps(state)) for name, state in (states or random_states()).items()}
 
 
@@ -117,13 +117,13 @@ class Observer:
     """What this process has done since the last optimizer step, and the file where steps are recorded."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        # Workers of a DataLoader inherit the descriptor: lines appended to it stay whole.
+        # Workers of a DataLoader inherit the descriptor; O_APPEND keeps their lines whole.
         self.file = os.open(folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.is_control = bool(os.environ.get("SAME_CONTROL"))
         replay = os.environ.get("SAME_REPLAY")
         self.replay: dict[str, list[list[int]]] = json.loads(Path(replay).read_text()) if replay else {}
         self.stop_after = int(os.environ.get("SAME_STOP_AFTER", "0"))
-        self.stepping: list[Optimizer] = []  # one that wraps another comes first
+        self.stepping: list[Optimizer] = []  # if one wraps another, the outer one comes first
         self.optimizers: list[Optimizer] = []
         self.steps = self.call_depth = 0
         self.iterations, self.iteration = 0, -1
@@ -134,7 +134,7 @@ class Observer:
         self.start_evaluation()
 
     def start_step(self) -> None:
-        """Forget what went into the last step."""
+        """Reset what is recorded for a step."""
         self.model: int | None = None
         self.rows: list[str] = []
         self.synced_forwards = self.unsynced_forwards = 0
@@ -142,19 +142,19 @@ class Observer:
         self.pending: dict[str, Any] = {}
 
     def start_evaluation(self) -> None:
-        """Forget the last evaluation."""
+        """Reset what is recorded for an evaluation."""
         self.evaluation_model: int | None = None
         self.evaluated: list[str] = []
         self.collectives = 0
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event."""
+        """Append an event to the file."""
         os.write(self.file, (json.dumps({"event": event, **fields}) + "\n").encode())
 
     # Optimizers
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Record gradients and weights; where step() is given a closure, once the closure has computed them."""
+        """Capture gradients and weights, or, if step() has a closure, make the closure capture them."""
         self.stepping.append(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -169,12 +169,12 @@ class Observer:
         return (optimizer, observed, *args[2:]), {name: kwargs[name] for name in kwargs if name != "closure"}
 
     def parameters(self) -> list[Tensor]:
-        """Return the parameters of the optimizer that steps, the outer one where one wraps another."""
+        """Return the parameters of the optimizer that steps (of the outer one if one wraps another)."""
         found = [parameter for group in self.stepping[0].param_groups for parameter in group["params"]]
         return [getattr(parameter, "_local_tensor", parameter) for parameter in found]  # a DTensor's own shard
 
     def capture(self) -> None:
-        """Keep what the step is made of; an inner optimizer sees later, exchanged gradients, and wins."""
+        """Keep what the step uses; a later call, by an inner optimizer with exchanged gradients, replaces it."""
         parameters = self.parameters()
         gradients = [parameter.grad for parameter in parameters]
         if self.is_control and self.iteration < 0:
@@ -191,13 +191,13 @@ class Observer:
         }
 
     def low_precision(self, parameter: Tensor) -> str:
-        """Return the lowest precision in use: TF32, autocast's, or that of the parameters."""
+        """Return the lowest precision in use: TF32, autocast's or the parameters'."""
         if parameter.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             return "tf32"
         return str(self.autocast or parameter.dtype).removeprefix("torch.")
 
     def round_differently(self, gradients: list[Tensor | None]) -> None:
-        """Change gradients by about one rounding of their tensor's scale."""
+        """Change gradients by about one rounding error at the scale of their tensor."""
         generator = torch.Generator().manual_seed(self.steps)
         for gradient in gradients:
             if gradient is not None:
@@ -206,7 +206,7 @@ class Observer:
                 gradient.detach().add_(noise * scale * torch.finfo(gradient.dtype).eps)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Write the step once the outer optimizer has finished it."""
+        """Write the step's event once the outer optimizer has finished."""
         if len(self.stepping) == 1:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
@@ -233,7 +233,7 @@ class Observer:
     # Models
 
     def call(self, original: Function, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a module; note the samples that an outermost one with parameters is given."""
+        """Call a module; if it is an outermost one with parameters, note the samples that it receives."""
         if torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
         if isinstance(module, nn.RNNBase) and module.dropout:
@@ -252,11 +252,11 @@ class Observer:
             self.call_depth -= 1
 
     def see_batch(self, module: nn.Module, arguments: Any) -> None:
-        """Note the samples of a batch, as training's or evaluation's, of the first module that each calls."""
+        """Note a batch's samples for training or evaluation, only for the first module that each of them calls."""
         batch = first_tensor(arguments)
         if batch is None or batch.requires_grad:
             return
-        # A wrapper's own flag may be out of date.
+        # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
             self.evaluation_model = self.evaluation_model or id(module)
             if id(module) == self.evaluation_model:
@@ -281,24 +281,24 @@ class Observer:
         self.start_evaluation()
 
     def wrap(self, original: Function, *args: Any, **kwargs: Any) -> None:
-        """Note that a model is wrapped in DistributedDataParallel."""
+        """Record that a model is wrapped in DistributedDataParallel."""
         self.write("wrapped")
         original(*args, **kwargs)
 
     def count_collective(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Count a collective, and run it."""
+        """Count a collective and run it."""
         self.collectives += 1
         return original(*args, **kwargs)
 
     def drop_nothing(
         self, original: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Return the input, in place of dropout."""
+        """Return the input without dropout."""
         self.uses_dropout = self.uses_dropout or (training and p > 0)
         return input
 
     def attend(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Return attention without dropout."""
+        """Compute attention without dropout."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
         self.uses_dropout = self.uses_dropout or given.get("dropout_p", 0.0) > 0
@@ -313,25 +313,25 @@ class Observer:
         return original(sampler)
 
     def draw_batches(self, original: Function, loader: DataLoader[Any]) -> Any:
-        """Return a loader's batch sampler, with its batches recorded."""
+        """Return a loader's batch sampler, wrapped to record its batches if the data set is map-style."""
         sampler = original(loader)
         if loader._dataset_kind != dataloader._DatasetKind.Map or not loader._auto_collation:
             return sampler
         return Batches(sampler, self, len(loader.dataset))  # type: ignore[arg-type]
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
-        """Return a loader's next batch; note the state of the random generators after it."""
+        """Return a loader's next batch and note the state of the random generators after it."""
         batch = original(iterator)
         self.random = checksums()
         return batch
 
     def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
-        """Let what reads a map-style data set give each sample the random numbers of its index."""
+        """Make the fetcher of a map-style data set seed the random generators by each sample's index."""
         original(fetcher, SeededSamples(dataset, self), *args)
 
 
 class Batches:
-    """A loader's batch sampler that records the batches it draws, or draws given ones."""
+    """A loader's batch sampler that records the batches it draws, or that replays given ones."""
 
     def __init__(self, sampler: Any, observer: Observer, size: int) -> None:
         self.sampler, self.observer, self.size = sampler, observer, size
@@ -355,13 +355,13 @@ class Batches:
 
 
 class SeededSamples:
-    """A map-style data set whose samples are drawn with the global generators seeded by their index."""
+    """A map-style data set that seeds the global generators by a sample's index before it returns the sample."""
 
     def __init__(self, dataset: Any, observer: Observer) -> None:
         self.dataset, self.observer = dataset, observer
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample, and leave the generators as they were; record the first that draws from them."""
+        """Return a sample and restore the generators; record the first sample that draws from them."""
         states = random_states()
         seed = zlib.crc32(repr(index).encode())
         torch.default_generator.manual_seed(seed)
@@ -381,7 +381,7 @@ class SeededSamples:
 
 
 def patch(owner: Any, name: str, replacement: Function) -> None:
-    """Replace a function by replacement(original, ...)."""
+    """Replace the function owner.name by replacement(original, ...)."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -392,7 +392,7 @@ def patch(owner: Any, name: str, replacement: Function) -> None:
 
 
 def install(observer: Observer) -> None:
-    """Put the hooks in place, for the rest of this process."""
+    """Install the hooks for the rest of this process."""
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
     patch(nn.Module, "__call__", observer.call)
@@ -412,7 +412,7 @@ def install(observer: Observer) -> None:
 
 
 def run_script(script: str, argv: list[str]) -> None:
-    """Run a file, or a module by its dotted name, as python does, and record it."""
+    """Run a file, or a module by its dotted name, as `python` does, and record it."""
     names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
     rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     observer = Observer(Path(os.environ["SAME_FOLDER"]), int(rank))

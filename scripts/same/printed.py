@@ -25,14 +25,14 @@ EVALUATION = re.compile(r"(?:^|[^a-z])(test|val|valid|validation|eval|evaluation
 
 @dataclass
 class Series:
-    """The values of a metric in the order in which they are printed."""
+    """The values of a metric in the order in which they were printed."""
 
     name: str
     values: list[float] = field(default_factory=list)
     decimals: int = 0
-    """The most of a value, after the point: 3 of 2.303, 9 of 1.00e-07."""
+    """The largest number of decimals of a value: 3 in 2.303, 9 in 1.00e-07."""
     digits: int = 1
-    """The most of a value that count: 4 of 2.303, 3 of 1.00e-07."""
+    """The largest number of significant digits of a value: 4 in 2.303, 3 in 1.00e-07."""
 
     @property
     def is_evaluation(self) -> bool:
@@ -40,7 +40,7 @@ class Series:
         return bool(EVALUATION.search(self.name))
 
     def add(self, text: str) -> None:
-        """Add a number as it is printed; raises ValueError for anything else."""
+        """Add a printed number; raises ValueError if the text is not a number."""
         self.values.append(float(text))
         if math.isfinite(self.values[-1]):
             mantissa, _, exponent = text.lower().partition("e")
@@ -48,30 +48,30 @@ class Series:
             self.digits = max(self.digits, len(re.sub(r"\D", "", mantissa).lstrip("0")))
 
     def unit(self, value: float, other: Series) -> float:
-        """Return one unit of the last digit to which a value is printed, here or in the other series.
+        """Return one unit of a value's last printed digit, by the precision of this and the other series.
 
-        Trailing zeros may be left out (1 and 0.9375 by print()): the series' longest numbers say how exact it is.
+        Trailing zeros may be missing (print() gives 1 and 0.9375), so the longest numbers show the precision.
         """
         exponent = math.floor(math.log10(abs(value))) if value and math.isfinite(value) else -400
         by_digits = exponent + 1 - max(self.digits, other.digits)
         return float(10.0 ** max(-max(self.decimals, other.decimals), by_digits, -300))
 
     def excess(self, value: float, right: float, other: Series) -> float:
-        """Return by how much the other series' value differs from this one's, besides a unit of its last digit.
+        """Return how far the other series' value is from this one's (right), less a unit of the last digit.
 
-        It is inf where only one of them is finite, and 0 where both are the same infinity, or no number.
+        It is 0 if both are the same infinity or both NaN, and inf if they differ and one of them is not finite.
         """
         if math.isfinite(value) and math.isfinite(right):
             return abs(value - right) - 1.01 * self.unit(right, other)
         return 0.0 if str(value) == str(right) else math.inf
 
     def excesses(self, other: Series) -> list[float]:
-        """Return the excess of each value that both series have."""
+        """Return the excess of each pair of values that both series have."""
         return [self.excess(*pair, other) for pair in zip(other.values, self.values, strict=False)]
 
 
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:
-    """Return the metrics of a text's lines by name; raises UserError where the pattern finds what is no number."""
+    """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers."""
     found: dict[str, Series] = {}
     for line in re.split(r"[\r\n]+", text):
         for name, value in read_line(line, pattern):
@@ -86,7 +86,7 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
 
 
 def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and numbers of a line: a JSON object's, else those that the pattern finds or usual names."""
+    """Yield the names and numbers in a line: of a JSON object, else by the pattern, else by the usual names."""
     if line.lstrip().startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
             metrics = json.loads(line)
@@ -110,7 +110,7 @@ def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
 
 
 def full_name(name: str, context: str = "") -> str:
-    """Return a metric's name in lower case, with test_ where only its context says that it is an evaluation's."""
+    """Return a metric's name in lower case, with test_ in front if only its context marks it as an evaluation."""
     name = re.sub(r"[\s/-]+", "_", name.lower())
     is_marked = EVALUATION.search(name) or "train" in name
     return f"test_{name}" if EVALUATION.search(context) and not is_marked else name

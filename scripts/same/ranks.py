@@ -18,7 +18,7 @@ from scripts.launch.command import ROOT
 from scripts.launch.local import LOOPBACK, free_port, visible_gpus
 
 FAILURE_GRACE_S = 10.0
-"""How long the other ranks may run once one has failed: they may say why."""
+"""How long the other ranks may continue after one has failed: their output may say why."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
@@ -26,15 +26,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 def run(
     words: Sequence[str], launcher: str, world_size: int, folder: Path, timeout_s: float, **variables: str
 ) -> list[int | None]:
-    """Run a script to its end; return each rank's status, negative for a signal, None where it hung.
+    """Run a script to its end; return each rank's exit status, negative for a signal, None if it hung.
 
     Args:
         words: the script and its arguments.
-        launcher: the command before `-m scripts.same.observe`, which alone has a status; "" for a fork server.
-        world_size: how many ranks.
-        folder: where the ranks record what they do; it is created.
-        timeout_s: the end of a job that hangs.
-        variables: of the observer.
+        launcher: the command before `-m scripts.same.observe`; the only status is then its own. "": a fork server.
+        world_size: number of ranks.
+        folder: folder in which the ranks record what they do; it is created.
+        timeout_s: time after which a job counts as hung.
+        variables: environment variables of the observer.
     """
     folder.mkdir(parents=True)
     env = {
@@ -47,7 +47,7 @@ def run(
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         **variables,
     }
-    if len(visible_gpus()) < world_size:  # each rank needs one of its own
+    if len(visible_gpus()) < world_size:  # each rank needs its own GPU
         env["CUDA_VISIBLE_DEVICES"] = ""
     if launcher:
         return [
@@ -60,9 +60,9 @@ def run(
 
 
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
-    """Be a rank: set its variables, send what it prints to files, and run the script."""
+    """Act as a rank: set its variables, redirect its output to files, and run the script."""
     end_with_parent()
-    multiprocessing.set_start_method(None, force=True)  # the script's workers: torch's default, not this server's
+    multiprocessing.set_start_method(None, force=True)  # the script's workers use torch's default method
     folder = Path(env["SAME_FOLDER"])
     report = str(folder / f"rank{rank}.report")
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), SAME_REPORT=report)
@@ -79,7 +79,7 @@ def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
 
 
 def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: float) -> list[int | None]:
-    """Wait for all ranks; kill those that outlive the bound (None), or a failed one by FAILURE_GRACE_S."""
+    """Wait for all ranks; kill those that exceed timeout_s (None) or outlive a failed one by FAILURE_GRACE_S."""
     deadline = time.monotonic() + timeout_s
     has_failed = False
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: fl
 
 
 def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> int | None:
-    """Run a launcher to its end; return its status, None where it hung."""
+    """Run a launcher to its end; return its exit status, or None if it hung."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:

@@ -2,7 +2,7 @@
 
     python -m tests.doctor.nodes FOLDER
 
-examine() calls it with what each node is to run. The networks are those of scripts/lab/network.py; each node's
+examine() calls it with the script of each node. The networks are those of scripts/lab/network.py; each node's
 process also has its own UTS and mount namespace. It needs root and iproute2.
 """
 
@@ -20,7 +20,7 @@ from scripts.lab import network as lab
 
 @dataclass
 class Report:
-    """What the doctor has said on all nodes."""
+    """The doctor's exit status and output on each node, and the JSON report."""
 
     statuses: dict[int, int]
     outputs: dict[int, str]
@@ -28,23 +28,23 @@ class Report:
 
     @property
     def findings(self):
-        """Return the lines of node 0's findings."""
+        """Return the lines of node 0's output that are findings."""
         return [line for line in self.outputs[0].splitlines() if line.startswith(("error: ", "warning: "))]
 
     def rules(self):
-        """Return the rules that found something, with the nodes that they name."""
+        """Return the rule of each finding, with the nodes that it names."""
         return sorted((finding["rule"], *finding["nodes"]) for finding in self.content["findings"])
 
 
 def examine(
     nodes, *options, planted=None, network="", without_name=(), absent=(), env=None, wait_s=5, timeout_s=60
 ):
-    """Run the doctor on so many nodes; return its Report.
+    """Run the doctor on this many nodes; return its Report.
 
-    planted: by node, lines of bash that run on it before its doctor. network: lines that run once all networks are
-    there. without_name: nodes that no other knows by name. absent: nodes that are never started.
+    planted: by node, lines of bash that run on it before its doctor. network: lines that run once all networks
+    exist. without_name: nodes whose name is missing in /etc/hosts. absent: nodes that are never started.
     """
-    # Not above: what runs inside needs no torch.
+    # Imported here, because main() inside the namespaces needs no torch.
     from tests.conftest import need_namespaces
     from tests.support import Command
 
@@ -85,7 +85,7 @@ def examine(
 
 
 def main(name):
-    """Start the nodes in networks of their own, and print their statuses."""
+    """Start the nodes, each in its own network, and print their exit statuses."""
     lab.enter("tests.doctor.nodes", [name])
     os.chdir(name)
     plan = json.loads(Path("plan.json").read_text())

@@ -95,7 +95,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
 
 @pytest.fixture
 def stranger():
-    """Return a node's place in a job whose node 0 is something else, and what that has received."""
+    """Return the place of node 1 in a job where another program acts as node 0, and what that has received."""
     received = []
 
     def pretend():
@@ -162,7 +162,7 @@ def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
     one, other = socket.socketpair()
     met = meeting.Meeting("word", 2, lambda order: {"time": 0.0}, channels={1: meeting.Channel(one)})
-    other.sendall(b'{"time"')  # a part of an answer is none
+    other.sendall(b'{"time"')  # a partial answer does not count
     assert met.ask_all({"do": "facts"}, 0.5) == {0: {"time": 0.0}}
     assert met.lost == {1: ("facts", "no answer within 0 s")}
     assert met.channels == {}

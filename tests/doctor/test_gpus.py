@@ -32,7 +32,7 @@ NVIDIA_SMI = {
 
 @pytest.fixture
 def check(tmp_path):
-    """Return a function: check a node with this nvidia-smi and an Xid so long ago; return status and lines."""
+    """Return a function that checks a node with a given nvidia-smi and Xid, and returns status and output."""
 
     def run(*options, smi="healthy", xid=None, ago_s=60.0):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{NVIDIA_SMI[smi]}\n")
@@ -50,7 +50,7 @@ def check(tmp_path):
 
 @pytest.mark.parametrize("smi", ["healthy", "without ECC", "hot"])
 def test_a_node_that_works_has_no_line(check, smi):
-    """Nor has one that is hot or whose memory is in use: that is another job's doing."""
+    """A hot GPU, or one whose memory is in use, is not reported either: another job may be the cause."""
     assert check(smi=smi) == (0, "")
 
 
@@ -85,7 +85,7 @@ def test_a_broken_gpu_is_a_line_with_its_remedy(check, planted, status, said):
 
 
 def test_what_was_before_does_not_count(check):
-    # Seconds: a machine that has just been started has no events of ten minutes ago.
+    # Seconds, because a machine that has just started cannot have events that are ten minutes old.
     assert check("--since-s", "40", xid=79, ago_s=45.0) == (0, "")
     assert check("--since-s", "40", xid=79, ago_s=5.0)[0] == 1
 

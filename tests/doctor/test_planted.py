@@ -1,7 +1,7 @@
 """Faults planted for real, on nodes with networks of their own: the doctor names each, the node, and the remedy.
 
-What cannot be planted here (GPUs, their ECC errors and heat, a driver) is in test_rules.py, on facts. The clock is
-shifted for the doctor's own process by a sitecustomize: CLOCK_REALTIME is the machine's and has no namespace.
+Faults that cannot be planted here (GPUs, their ECC errors and heat, a driver) are in test_rules.py, on facts. A
+sitecustomize shifts the clock of the doctor's own process: CLOCK_REALTIME is the machine's and has no namespace.
 """
 
 import re
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 def site(code):
-    """Return bash that lets every Python on the node run some lines before all else."""
+    """Return bash that makes every Python on the node run these lines first."""
     return f"mkdir py && cat >py/sitecustomize.py <<'END'\n{textwrap.dedent(code)}\nEND\nexport PYTHONPATH=$PWD/py"
 
 
 def line_about(report, words):
-    """Return the only finding with the words."""
+    """Return the only finding that contains these words."""
     (line,) = [line for line in report.findings if words in line]
     return line
 
@@ -37,7 +37,7 @@ def test_healthy_nodes():
 
 @pytest.fixture(scope="module")
 def many():
-    """Plant ten faults at once: none hides another."""
+    """Plant ten faults at once, none of which hides another."""
     rdma = "mkdir -p sys/class/infiniband/mlx5_0 && export SYSFS=$PWD/sys && ulimit -l 64"
     clock = site("import time\nreal = time.time\ntime.time = lambda: real() + 30")
     return examine(
@@ -84,7 +84,7 @@ def test_many_faults_are_all_there_is(many):
     assert set(many.statuses.values()) == {1}
     found = [
         rule for rule in many.rules() if rule[0] != "shared_folder"
-    ]  # node 2's folder is none of the others', too
+    ]  # node 2's folder is not the others' either
     assert found == [
         ("clocks", 2),
         ("disks", 1),
@@ -116,7 +116,7 @@ def test_no_route_between_two_nodes():
 
 
 def test_a_path_that_loses_large_packets():
-    """Every interface says 1500; a port of the bridge between them carries 900."""
+    """All interfaces have MTU 1500, but a port of the bridge between them carries only 900 bytes."""
     report = examine(3, "--quick", network="ip link set v2 mtu 900")
     assert report.rules() == [("ports", 2, 0, 1)]
     line = line_about(report, "small packets pass and large ones do not")
@@ -169,7 +169,7 @@ WRONG_SUM = """
 
 
 def test_a_narrow_link_and_a_wrong_sum():
-    """Both in one go, since this one needs torch: node 2 sends and gets 200 Mbit/s."""
+    """Test both in one run, because they need torch: node 2 sends and receives at 200 Mbit/s."""
     narrow = "root tbf rate 200mbit burst 128kbit latency 50ms"
     report = examine(
         3,

@@ -1,6 +1,6 @@
 """The rules on facts: what each finds, what it leaves alone, and that every finding is one line with its remedy.
 
-GPUs, drivers, ECC errors, heat and a torch that breaks are planted here only: no machine has such faults to give.
+Faults of GPUs and drivers, ECC errors, heat and a broken torch are planted only here: no test machine has them.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ GPU = {
 
 
 def facts(rank, gpus=0):
-    """Return what a healthy node knows of itself."""
+    """Return the facts of a healthy node."""
     device = {"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}
     cuda = [{"device": f"cuda:{i}", "name": "NVIDIA H100", "is_right": True, "tflops": 700.0} for i in range(gpus)]
     return {
@@ -115,7 +115,7 @@ def slow_link(case):
 
 
 def set_in(*path, value):
-    """Return a fault: a value of the facts of node 1."""
+    """Return a fault that sets a value in the facts of node 1."""
 
     def plant(case):
         place = case.facts[1]
@@ -279,7 +279,7 @@ FULL_SPEED = {"name": SXM, "tflops": 700.0, "to_device_gb_s": 54.0, "from_device
 
 
 def fleet(nodes=2, **slow):
-    """Return healthy nodes of two H100 each, with rails of 400 Gbit/s; all have the slow values alike."""
+    """Return healthy nodes of two H100 each, with rails of 400 Gbit/s; the slow values apply to all GPUs."""
     case = healthy(nodes, gpus=2)
     for rank, one in case.facts.items():
         one["rdma_gbit_s"] = {"mlx5_0": 400.0, "mlx5_1": 400.0}
@@ -339,7 +339,7 @@ UNIFORM_FAULTS = {
         lambda: planted(lambda case: set_ranks(case, network="Socket")),
         "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP",
     ),
-    "transport, site": (  # site.env's FABRIC, which no variable of the doctor's has
+    "transport, site": (  # FABRIC is set in site.env, not in the doctor's environment
         lambda: planted(
             lambda case: (
                 set_ranks(case, network="Socket"),
@@ -376,7 +376,7 @@ def planted(plant):
 
 @pytest.mark.parametrize("name", UNIFORM_FAULTS)
 def test_a_fault_that_all_nodes_share_is_below_a_floor(name):
-    """On two nodes, where nothing is slower than its like."""
+    """On two nodes, where no device or link is slower than others of its kind."""
     make, words = UNIFORM_FAULTS[name]
     findings = judge(make())
     assert {finding.rule for finding in findings} == {name.split(",")[0]}
@@ -413,7 +413,7 @@ KMSG = """6,1000,5000000;NVRM: loading NVIDIA UNIX Open Kernel Module
 
 
 def test_the_kernels_log_of_the_last_day_is_read(monkeypatch):
-    """What a program's own mistake causes, and what is older, is left out."""
+    """Older events, and those that a bug in a program causes, are left out."""
     assert kernel_log.parse(KMSG, uptime_s=100_000) == [
         {"device": "PCI:0000:3b:00", "xid": 79, "count": 2},
         {"device": "memory", "xid": 0, "count": 1},
@@ -493,7 +493,7 @@ def test_many_slow_links_are_a_few_lines():
 
 
 def test_a_device_that_fails_after_its_product_was_right_is_a_finding():
-    """When it is timed, say: that product is the first to load it."""
+    """For example when it is timed: the timed products are the first ones that load it."""
     case = healthy(gpus=2)
     case.facts[1]["torch"]["devices"][1].update(error="CUDA error: an illegal memory access", tflops=None)
     (finding,) = judge(case)
@@ -543,7 +543,7 @@ def test_the_kernels_log_is_read_on_where_lines_were_overwritten(monkeypatch, tm
 
 
 def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_path):
-    at_once = threading.Barrier(2)  # which two parts pass only together
+    at_once = threading.Barrier(2)  # two parts pass it only if they run in parallel
     monkeypatch.setattr(node, "PART_TIMEOUT_S", 5)
     monkeypatch.setattr(node, "network", lambda *_: {}["eth9"])
     monkeypatch.setattr(node, "code_digest", lambda: at_once.wait(4))
@@ -556,7 +556,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_pat
 
 
 def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
-    """Its code may be another: then no key of its answer is sure."""
+    """Its code may be of another revision, so its answer may lack any key."""
     one, other = socket.socketpair()
     head = meeting.Meeting("word", 2, lambda order: {"facts": 1}, channels={1: meeting.Channel(one)})
     follower = meeting.Channel(other)
@@ -606,14 +606,14 @@ def test_without_rdma_little_locked_memory_is_enough():
     [(1.4, 0.5, False), (1.6, 0.5, True), (-1.4, 0.5, False), (-1.6, 0.5, True), (0.6, 0.5, False)],
 )
 def test_a_clock_is_wrong_only_beyond_the_uncertainty(offset_s, error_s, is_found):
-    """What may be up to error_s less than it seems has to differ by more than 1 s even then."""
+    """The offset may be up to error_s smaller than measured, and has to exceed 1 s even then."""
     case = healthy(nodes=2)
     case.clocks = {0: (0.0, 0.0), 1: (offset_s, error_s)}
     assert [finding.rule for finding in judge(case)] == ["clocks"] * is_found
 
 
 def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch):
-    """Node 1 is 30 s ahead; its answer takes 0.2 s and is given half way."""
+    """Node 1 is 30 s ahead; its answer takes 0.2 s, and its clock is read at half that time."""
     now = [1000.0]
     monkeypatch.setattr(meeting.time, "time", lambda: now[0])
     one, other = socket.socketpair()
@@ -623,7 +623,7 @@ def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch)
 
     def answer(message):
         now[0] += 0.1
-        send({**message, "time": message["time"] + 30.1})  # read before half of the way
+        send({**message, "time": message["time"] + 30.1})  # its time is from before these 0.1 s
 
     def take(timeout_s):
         message = receive(timeout_s)

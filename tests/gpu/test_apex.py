@@ -34,7 +34,7 @@ def single(tmp_path_factory):
 def test_levels_follow_single(single, tmp_path, backend, level):
     require_backend(backend)
     run = train("apex", tmp_path, 1, "--opt-level", level, "--amp-backend", backend, *STEPS)
-    # 15 roundings lie between an image and its logits (see the CPU's tests); O3 rounds each of 20 updates too.
+    # There are 15 roundings between an image and its logits (see the CPU tests). O3 also rounds all 20 updates.
     roundings = {"O0": 0, "O1": 15, "O2": 15, "O3": 15 + 20}[level]
     assert losses(run) == pytest.approx(losses(single), rel=max(1e-5, roundings * U))
     assert all(t.dtype == torch.float32 for t in weights(run).values() if t.is_floating_point())

@@ -1,6 +1,6 @@
 """What only GPUs show: NCCL, mixed precision in hardware, batch norm over all ranks, compiled models.
 
-make test ARGS=tests/gpu            skips what the machine cannot run
+make test ARGS=tests/gpu            skips tests that the machine cannot run
 REQUIRE=gpu make test ARGS=tests/gpu
 """
 
@@ -47,7 +47,7 @@ def assert_same_run(run, single, tolerance):
 
 @pytest.mark.parametrize("argv", [(), ("--accumulate-steps", "3"), ("--no-channels-last",), ("--zero",)], ids=str)
 def test_one_gpu_equals_the_cpu(tmp_path, argv):
-    """Convolutions on tensor cores round to TF32 unless told otherwise: 11 bits, as fp16, and 60 steps of it."""
+    """Convolutions on tensor cores round to TF32 by default: 11 bits, as fp16, over 60 steps."""
     run = train("ddp", tmp_path, 1, *STEPS, *argv)
     single = train("single", tmp_path, 1, *STEPS)
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
@@ -72,7 +72,7 @@ def test_two_nodes_share_the_gpus_out(tmp_path, two_gpus):
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_mixed_precision_stays_close(tmp_path, kind):
-    """A pass rounds about 10 times, and K steps do so independently: see tests/parallel/test_ddp.py."""
+    """A pass rounds about 10 times, independently in each of K steps: see tests/parallel/test_ddp.py."""
     unit = {"fp16": 2**-11, "bf16": 2**-8}[kind]
     run = train("ddp", tmp_path, 1, *STEPS, "--amp", kind)
     single = train("single", tmp_path, 1, *STEPS)
@@ -87,7 +87,7 @@ def test_resume_is_exact(tmp_path):
     job = Ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out", interrupt=when)
     assert job.wait().statuses == [0]
     run = train("ddp", tmp_path, 1, *argv, "--resume", "auto")
-    ours, theirs = ({**newest_checkpoint(each), "timed": None} for each in (run, whole))  # but for the clock
+    ours, theirs = ({**newest_checkpoint(each), "timed": None} for each in (run, whole))  # all but the clock
     assert is_equal(ours, theirs)
     assert losses(run) == losses(whole)
 
@@ -99,7 +99,7 @@ def test_a_gpu_run_goes_on_on_the_cpu(tmp_path):
 
 
 def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
-    """Statistics of the whole batch, on every rank: those that the one-process run has."""
+    """On every rank, the statistics are those of the whole batch, as in the one-process run."""
     argv = (*STEPS, "--model", "resnet18", "--max-steps", "10", "--lr", "0.01")
     run = train("ddp", tmp_path, 2, *argv, "--sync-batchnorm")
     single = train("single", tmp_path, 1, *argv)
@@ -123,7 +123,7 @@ def test_more_processes_than_gpus_is_refused(tmp_path):
 
 
 def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
-    """24 bits in place of 11, and sums in another order: 60 steps amplify that by less than a thousand."""
+    """24 bits instead of 11, and sums in another order: 60 steps amplify the error by less than a thousand."""
     run = train("single", tmp_path, 1, *STEPS, "--no-tf32")
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
     assert_same_run(run, cpu, 1000 * 2**-24)
@@ -133,7 +133,7 @@ def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
 
 
 def test_permanently_bad_gradients_end_an_fp16_run(tmp_path):
-    """Read where a loss is logged: 2^16 is below 1 after 17 steps."""
+    """The loss scale is read when a loss is logged: it falls from 2^16 to below 1 in 17 steps."""
     words = words_for(tmp_path, "run", *STEPS, "--amp", "fp16")
     fault = Interrupt(signal.SIGCONT, 0, None, "gradient")
     outcome = Ranks("ddp", words, 1, tmp_path / "out", interrupt=fault).wait()

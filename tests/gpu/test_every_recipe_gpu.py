@@ -1,6 +1,6 @@
 """Every recipe and every minimal.py on a GPU has the curve of single on a CPU; so have two ranks that share it.
 
-NCCL refuses two ranks on one GPU: there, ranks exchange over gloo. All but NCCL is what runs on two GPUs.
+NCCL refuses two ranks on one GPU, so they exchange over gloo. Everything but NCCL is as on two GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support import Ranks, accuracies, losses, train, words_for
 
 STEPS = ("--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
 FP32 = 1000 * 2**-24
-"""24 bits, and sums in another order on a GPU: 60 steps amplify that by less than a thousand."""
+"""24 bits, and sums in another order on a GPU: 60 steps amplify the error by less than a thousand."""
 TF32 = 60**0.5 * 2**-10
 """Convolutions on tensor cores round to 11 bits, independently in each of 60 steps."""
 
@@ -30,35 +30,35 @@ ALONE = {
     "pipeline": ("--stages", "1"),
     "tensor": ("--tensor-parallel", "1"),
 }
-"""The options of each recipe on one GPU, for full precision."""
+"""The options of each recipe on one GPU, in full precision."""
 
 SHARED = {
     **{name: ALONE[name] for name in ("ddp", "spawn", "apex", "fsdp", "scratch")},
     "pipeline": ("--stages", "2", "--num-microbatches", "2"),
     "tensor": ("--tensor-parallel", "2"),
 }
-"""The same with two ranks. Horovod exchanges between GPUs by NCCL alone."""
+"""The same with two ranks. Horovod is missing: between GPUs it exchanges only over NCCL."""
 
 VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 
 
 @dataclass
 class ThroughHost:
-    """A message to or from a GPU that gloo, which sends from the host's memory alone, has under way."""
+    """A message to or from a GPU that gloo is transferring through the host's memory, the only one it can use."""
 
     work: dist.Work
     host: torch.Tensor
     received: torch.Tensor | None
 
     def wait(self) -> None:
-        """Wait for it; a received one is then on the GPU."""
+        """Wait for the message; if it is a received one, copy it to the GPU."""
         self.work.wait()
         if self.received is not None:
             self.received.detach().copy_(self.host)
 
 
 def exchange(operations: list[dist.P2POp]) -> list[ThroughHost]:
-    """Begin what dist.batch_isend_irecv() would, through copies on the host."""
+    """Start the same operations as dist.batch_isend_irecv(), through copies on the host."""
     works = []
     for each in operations:
         host = each.tensor.detach().to("cpu", copy=True)
@@ -68,7 +68,7 @@ def exchange(operations: list[dist.P2POp]) -> list[ThroughHost]:
 
 
 def share_a_gpu(device: str = "cuda:0") -> None:
-    """Let this rank use the first GPU, whichever its number, and exchange over gloo."""
+    """Make this rank use the first GPU, whatever its local_rank, and exchange over gloo."""
     from recipes.common.world import world
 
     connect = dist.init_process_group
@@ -92,7 +92,7 @@ def cpu(tmp_path_factory):
 def assert_same_run(run, cpu):
     assert len(losses(run)) == 60
     assert losses(run) == pytest.approx(losses(cpu), rel=FP32)
-    assert accuracies(run) == pytest.approx(accuracies(cpu), abs=0.003)  # of 360 images, one
+    assert accuracies(run) == pytest.approx(accuracies(cpu), abs=0.003)  # one of 360 images
 
 
 def need_own_library(recipe):
