@@ -158,11 +158,10 @@ def listening_address(master_addr: str, name_timeout_s: int) -> str:
 
 def interface_matches(wanted: str, name: str) -> bool:
     """Return whether NCCL's list of interfaces has a name: prefixes, exact names after =, all others after ^."""
-    if wanted.startswith("^"):
-        return not any(name.startswith(prefix.lstrip("=")) for prefix in wanted[1:].split(","))
-    if wanted.startswith("="):
-        return name in wanted[1:].split(",")
-    return any(name.startswith(prefix) for prefix in wanted.split(",") if prefix)
+    excludes, wanted = wanted.startswith("^"), wanted.removeprefix("^")
+    names = [part for part in wanted.removeprefix("=").split(",") if part]
+    is_listed = name in names if wanted.startswith("=") else any(name.startswith(prefix) for prefix in names)
+    return is_listed != excludes
 
 
 def limits() -> Facts:

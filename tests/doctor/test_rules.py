@@ -673,6 +673,8 @@ def test_facts_are_not_changed_by_the_rules():
         ("^docker", "docker0", False),
         ("^docker,lo", "eth0", True),
         ("ib0", "eth0", False),
+        ("^=eth1", "eth10", True),
+        ("^=eth1,lo", "lo", False),
     ],
 )
 def test_ncclss_list_of_interfaces(wanted, name, fits):
