@@ -34,12 +34,12 @@ HEAD = """# Evidence
 
 Each row is a claim of one of these pages, word by word. "Shown by" names the tests or the command that check it;
 to repeat them, run `make test-all ARGS=FILE` or that command. "Result" is what they gave when they last ran, at
-the commit and on the date of the row, on the machine of that letter ([machines](#machines)). "Recorded in" is an
-earlier measurement that a file keeps, with the commit that added the file. "Not run": nobody has run it, or no
-record was kept.
+the commit and on the date of the row, on the machine that the letter in column "on" stands for
+([machines](#machines)). "Recorded in" is an earlier measurement that a file keeps, with the commit that added the
+file. "Not run": nobody has run it, or no record was kept.
 
 `make evidence` runs all that this machine can and writes this page from [claims.toml](claims.toml) and
-[evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` renews some rows.
+[evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` reruns some rows.
 """
 
 
