@@ -90,7 +90,7 @@ bench: ## Measure speed against the limits and the peers
 report: ## Render the figures of bench: docs/benchmarks/README.md and the table in README.md
 
 evidence: ## Run what shows the claims of these pages, and write docs/evidence.md
-#: CLAIMS="one-curve exact-evaluation" renews some; ARGS go to pytest
+#: CLAIMS="one-curve exact-evaluation" runs some; ARGS go to pytest
 #: REPORT=report.xml: results of make test-all ARGS=--junit-xml=report.xml
 
 ##@ Images

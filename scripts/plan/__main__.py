@@ -279,8 +279,9 @@ def failure_figures(
     # An asynchronous one blocks training while it is copied. Until it is written, a failure also loses that time.
     copied, later_s = (own, write_s) if options.async_checkpoints else (0.0, 0.0)
     cost_s = gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s)
-    # Rank 0 reads the whole checkpoint to check it. Then each rank reads its part, or rank 0 broadcasts.
-    spread_s = write_s if is_sharded else model.all_reduce(whole, cluster, "ring", part=0.5).seconds
+    # Rank 0 reads the checkpoint and broadcasts it. Of shards, each rank reads a share to check it, then its part.
+    restore_s = whole / rate + model.all_reduce(whole, cluster, "ring", part=0.5).seconds
+    restore_s = 2 * write_s if is_sharded else restore_s
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
     # The recipes also write one at the end of each epoch. Each one waits until the one before it is written.
     due_s = options.checkpoint_every * step_s or max(model.daly_interval_s(cost_s, mtbf_s), later_s)
@@ -293,7 +294,7 @@ def failure_figures(
         "checkpoint_host_bytes": copied + gathered,
         "checkpoint_cost_s": cost_s,
         "checkpoint_write_s": write_s,
-        "checkpoint_restore_s": whole / rate + spread_s,
+        "checkpoint_restore_s": restore_s,
         "interval_s": interval_s,
         "useful_share": model.useful_share(interval_s, cost_s, mtbf_s, args.restart_s + later_s),
     }
