@@ -61,7 +61,8 @@ class TorchAmp:
             from recipes.common.models.batchnorm import sync_batch_norm
 
             model = sync_batch_norm(model, args, world)
-        # AMP: the optimizer updates `model` and checkpoints hold it; `working` computes. Under O2 the two differ.
+        # AMP: the optimizer updates `model`, and checkpoints hold it; `working` computes. Only under O2 do they
+        # differ.
         self.model = self.working = model
         if self.level == "O2":
             self.working = half_copy(model, self.half)

@@ -31,7 +31,7 @@ def options(argv: Sequence[str] | None = None) -> Options:
 
 
 class Autocast(nn.Module):
-    """The model with its mixed-precision context inside."""
+    """The model, run in its own mixed-precision context."""
 
     def __init__(self, model: nn.Module, args: Options, device: torch.device) -> None:
         super().__init__()

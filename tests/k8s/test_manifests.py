@@ -457,7 +457,7 @@ def need_kubectl():
     ],
 )
 def test_kubectl_reads_strings_as_strings(words):
-    """kubectl's YAML reads more words as numbers than PyYAML, such as 1e-3; the API server wants strings."""
+    """kubectl reads more words as numbers than PyYAML, such as 1e-3; the API server refuses one for a string."""
     data = {f"k{number}": word for number, word in enumerate(words.split())}
     document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
     assert yaml.safe_load(to_text([document])) == document

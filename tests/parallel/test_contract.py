@@ -582,7 +582,7 @@ def stopped(tmp_path_factory):
 @each
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(stopped, train, recipe):
     path, outcome = stopped(recipe.name)
-    assert newest_checkpoint(path)["position"]["step"] == last_step(path) == 13  # the step under way is done
+    assert newest_checkpoint(path)["position"]["step"] == last_step(path) == 13  # the running step was completed
     assert f"wrote {path}/checkpoints/step-000000013.pt\n" in outcome.outputs[0]
     assert not any(outcome.outputs[1:])
     assert losses(path) == pytest.approx(losses(train("single", 1, *LONG))[:13], rel=1e-5)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 GENTLE += ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
-"""At this rate, a difference in the last bit does not grow for hundreds of steps (at 0.002, some seeds' does).
+"""At this rate, a difference in the last bit does not grow for hundreds of steps (at 0.002 it may).
 
 A step sleeps 0.1 s, which leaves the cores free, unless SLOW_UNTIL names an existing file.
 """

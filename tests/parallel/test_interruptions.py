@@ -293,7 +293,7 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
     [("ddp", ()), ("ddp", ("--zero",)), ("fsdp", ()), ("tensor", ()), ("pipeline", ()), ("scratch", ())],
 )
 def test_a_resume_applies_the_optimizers_options(uninterrupted, tmp_path, recipe, argv):
-    """They apply on each rank, sharded or not: the weights equal those of a one-process run that resumes so."""
+    """They apply on each rank, sharded or not: the weights equal a one-process run's that resumes with them."""
     begun = uninterrupted("single", 1, "--max-steps", "10")
     changed = ("--resume", str(begun), *WORDS, "--max-steps", "14", "--momentum", "0.3", "--weight-decay", "0.5")
     expected = train("single", tmp_path, 1, *changed)
@@ -344,7 +344,7 @@ def has_handler(pid, number):
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "delay_s"), [(2, 0.0), (1, 0.5), (1, 1.2), (2, 2.5)])
 def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
-    """While the launcher, the agents or the ranks still import."""
+    """The signal comes while the launcher, the agents or the ranks are still importing."""
     job = local("ddp", nodes, 1, *words_for(tmp_path, "early", *ENDLESS))
     wait_until(lambda: has_handler(job.process.pid, signal.SIGTERM), 20, "the launcher's own handlers")
     time.sleep(delay_s)

@@ -77,7 +77,7 @@ def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, wor
 
 
 def test_all_ranks_keep_equal_weights_after_a_skip(tmp_path):
-    """DDP does not compare weights: a rank that stepped alone would go on with different ones."""
+    """DDP does not compare weights: a rank that stepped alone would go on with different weights."""
     outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--on-nonfinite", "skip")
     assert set(outcome.statuses) == {0}, outcome.text
     _, single = spoilt("single", tmp_path, 1, "loss", [0], "--on-nonfinite", "skip", name="single")
