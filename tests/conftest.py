@@ -19,16 +19,16 @@ LIGHT = str(Path(__file__).parent / "light")
 if LIGHT not in os.environ.get("PYTHONPATH", ""):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [LIGHT, os.environ.get("PYTHONPATH")]))
 
-# Several jobs share the cores: a thread or rank that waits leaves its core to others, and mpirun binds none.
+# Several jobs share the cores: threads and ranks that wait must yield their core, and mpirun must bind none.
 for name, value in (
     ("GOMP_SPINCOUNT", "1000"),
-    ("OPENBLAS_NUM_THREADS", "1"),  # its threads spin from the import of NumPy on
+    ("OPENBLAS_NUM_THREADS", "1"),  # its threads spin as soon as NumPy is imported
     ("OMPI_MCA_mpi_yield_when_idle", "1"),
     ("OMPI_MCA_hwloc_base_binding_policy", "none"),
 ):
     os.environ.setdefault(name, value)
 
-# What imports torch is imported where it is used: the process that only shares out the tests needs none.
+# Modules that import torch are imported where they are used: the process that only distributes tests needs none.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has passed in an earlier run with the same --once, and share out the rest."""
+    """Leave out the tests that passed in an earlier run with the same --once, and distribute the rest."""
     once = config.getoption("once")
     if once and once.exists():
         passed = set(once.read_text().splitlines())
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Note for --once what has passed, to its end."""
+    """Add to the file of --once the tests that have passed, their teardown included."""
     once = config.getoption("once")
     if once and not hasattr(config, "workerinput"):
         ids = {
@@ -61,12 +61,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def share_out(items: list[pytest.Item]) -> None:
-    """Let each worker begin with its share of the slow tests, a file's on one worker, first of those of clusters.
+    """Sort the tests so that each worker begins with its share of the slow ones, each file's on one worker.
 
-    Of the others, files of few tests come first: theirs are the longest. One of a cluster counts as five.
+    Files of tests/cluster come first; each of their tests counts as five. Other files with few tests come next:
+    their tests are the longest.
 
-    --dist worksteal cuts the list into a piece for each worker, and one that has no more takes the end of
-    another's: quick tests there fill the gaps, and nobody waits for a long one that has begun last.
+    --dist worksteal cuts the list into a piece for each worker, and a worker that runs out takes the end of
+    another piece. Quick tests there fill the gaps, and nobody waits for a long test that began last.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -95,20 +96,20 @@ def share_out(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Start the fork server that all workers share, unless they run functions and documents alone."""
+    """Start the fork server that all workers share, unless they run only tests/unit."""
     if not all(name.startswith("tests/unit/") for name in ids):
         fork_server.start(node.workerinput["testrunuid"])
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _shared_fork_server():
-    """Let this worker fork its ranks from it."""
+    """Make this worker fork its ranks from the shared server."""
     fork_server.join(os.environ.get("PYTEST_XDIST_TESTRUNUID", ""))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Say in a report (--junit-xml) what was tested, where, and to which end: `make evidence` reads it."""
+    """Record in a report (--junit-xml) what was tested, where, and the exit status: `make evidence` reads it."""
     for plugin in session.config.pluginmanager.get_plugins():
         if hasattr(plugin, "add_global_property"):
             from scripts.bench import evidence
@@ -119,7 +120,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_is_left():
-    """End what a failed or timed-out test leaves behind, so that it disturbs no other."""
+    """End the processes that a failed or timed-out test leaves behind, so that they disturb no other test."""
     yield
     from tests import support
 
@@ -128,23 +129,23 @@ def no_process_is_left():
 
 @pytest.fixture(autouse=True)
 def nothing_is_inherited():
-    """Take back what recipes and launchers set in this process and later tests and programs would inherit."""
+    """Undo what recipes and launchers set in this process, so that later tests and programs do not inherit it."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     yield
-    gc.unfreeze()  # exit_status() has left out of collections what earlier tests made
-    os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its launcher is another
+    gc.unfreeze()  # exit_status() has frozen the objects of earlier tests
+    os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its parent is another process
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def slow(*cases: object) -> list[Any]:
-    """Return cases of a parametrised test that `make test-all` alone runs."""
+    """Return cases of a parametrised test that only `make test-all` runs."""
     words = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*each, marks=pytest.mark.slow) for each in words]
 
 
 def require(name: str, available: object, reason: str, remedy: str) -> None:
-    """Skip the test where something is not available, or fail it if REQUIRE=NAME,... says that it has to be."""
+    """Skip the test if something is not available, or fail it if REQUIRE=NAME,... requires it."""
     if available:
         return
     message = f"needs {name}: {reason}; {remedy}"
@@ -154,17 +155,17 @@ def require(name: str, available: object, reason: str, remedy: str) -> None:
 
 
 def need_horovod() -> None:
-    """Skip the test where Horovod is not built."""
+    """Skip the test if Horovod is not built."""
     require("horovod", importlib.util.find_spec("horovod"), "Horovod is not built", "run `make horovod`")
 
 
 def need_mpi() -> None:
-    """Skip the test where there is no MPI; mpi4py is among the recipes' packages."""
+    """Skip the test if there is no MPI; mpi4py is among the recipes' packages."""
     require("mpi", shutil.which("mpirun"), "there is no mpirun", "as root: apt-get install openmpi-bin")
 
 
 def need_horovod_with_mpi() -> None:
-    """Skip the test where Horovod was built without MPI, or there is none to run it."""
+    """Skip the test if Horovod is not built with MPI, or there is no mpirun."""
     need_horovod()
     need_mpi()
     import horovod.torch as hvd
@@ -174,7 +175,7 @@ def need_horovod_with_mpi() -> None:
 
 
 def need_namespaces(*tools: str) -> None:
-    """Skip the test where there can be no nodes with networks of their own, or a tool for them is missing."""
+    """Skip the test if nodes cannot have their own network namespaces, or a tool for them is missing."""
     require("netns", not network.why_not(), network.why_not(), "run `make test-all` as root")
     packages = {"iptables": "iptables", "tc": "iproute2"}
     for tool in tools:
@@ -183,7 +184,7 @@ def need_namespaces(*tools: str) -> None:
 
 
 def need_gpus(count: int = 1) -> None:
-    """Skip the test where fewer GPUs are visible."""
+    """Skip the test if fewer GPUs are visible."""
     import torch
 
     found = torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """One fork server for all of pytest's workers: importing torch and the recipes takes each of them 10 s of a core.
 
-The process that shares out the tests starts it and writes down its address; it ends with that process. A worker
-joins it. Where there are no workers, multiprocessing starts one for the first rank.
+The process that distributes the tests starts the server and writes its address to a file; the server ends with
+that process. Workers join it. Without workers, multiprocessing starts a server for the first rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _note(run: str) -> Path:
 
 
 def start(run: str) -> None:
-    """Start it for the workers of a run of pytest, if it has not been started yet."""
+    """Start the server for the workers of a pytest run, if it has not been started yet."""
     if _server._forkserver_pid is None:
         forkserver.ensure_running()
         key = getattr(_server, "_forkserver_authkey", None) or b""  # from Python 3.14 on
@@ -33,7 +33,7 @@ def start(run: str) -> None:
 
 
 def join(run: str) -> None:
-    """Let this process fork its ranks from the server of a run of pytest, if there is one."""
+    """Make this process fork its ranks from the server of a pytest run, if there is one."""
     if run and _note(run).exists():
         address, key = _note(run).read_text().splitlines()
         _server._forkserver_address, _server._forkserver_authkey = address, bytes.fromhex(key)

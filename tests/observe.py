@@ -33,9 +33,9 @@ class NormNet(nn.Sequential):
 def smooth_resnet18(own: data.Data) -> nn.Module:
     """Return torchvision's resnet18 for small images, with SiLU in place of ReLU.
 
-    A ReLU's slope jumps at 0: of runs that round differently, some inputs are now and then on either side of it.
+    A ReLU's slope jumps at 0: in runs that round differently, an input is now and then on different sides of it.
     """
-    from torchvision.models import resnet18  # over a second: paid only by those who use it
+    from torchvision.models import resnet18  # the import takes over a second
 
     model = resnet18(num_classes=own.num_classes)
     model.conv1, model.maxpool = nn.Conv2d(own.input.shape[0], 64, 3, padding=1, bias=False), nn.Identity()
@@ -45,7 +45,7 @@ def smooth_resnet18(own: data.Data) -> nn.Module:
 
 
 def some_digits(args: Any) -> Any:
-    """Return as many digits as --num-samples says, and an eighth of that for the test."""
+    """Return --num-samples digits for training, and an eighth of that number for the test."""
     splits = all_digits(args)
     counts = (args.num_samples, max(1, args.num_samples // 8))
     return tuple((images[:n], labels[:n]) for (images, labels), n in zip(splits, counts, strict=True))
@@ -57,11 +57,11 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (models, "OWN_MODELS", {**models.OWN_MODELS, "norm": NormNet}),
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
 ]
-"""An object, the name of its attribute, and the value that this has in the tests."""
+"""Objects, names of their attributes, and the values that these have in the tests."""
 
 
 def compute_in_double() -> None:
-    """Let ddp compute in float64, where rounding hides nothing: losses are logged in float32."""
+    """Make ddp compute in float64, where rounding hides nothing; losses are logged in float32."""
     build_model, read_batches = loop.build_model, loop.read_batches
     changes: list[tuple[Any, str, Any]] = [
         (loop, "build_model", lambda args, data: build_model(args, data).double()),
@@ -77,7 +77,7 @@ def compute_in_double() -> None:
 
 
 def sent_bytes() -> int:
-    """Return what this process has sent, or has still to send, over the TCP connections that are open now."""
+    """Return the bytes that this process has sent or queued on the TCP connections that are open now."""
     total = 0
     for path in Path("/proc/self/fd").iterdir():
         try:
@@ -85,7 +85,7 @@ def sent_bytes() -> int:
                 continue
             with socket.socket(fileno=os.dup(int(path.name))) as connection:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        except OSError:  # closed by now, or not of TCP
+        except OSError:  # closed by now, or not a TCP socket
             continue
         # struct tcp_info of linux/tcp.h: tcpi_notsent_bytes, tcpi_bytes_sent, tcpi_bytes_retrans.
         (unsent,), (sent, again) = struct.unpack_from("I", info, 144), struct.unpack_from("QQ", info, 200)
@@ -94,7 +94,7 @@ def sent_bytes() -> int:
 
 
 def observe_steps(folder: Path) -> None:
-    """Let this rank write after each step: its number, the seed of its random numbers, the bytes sent so far."""
+    """Make this rank write after each step the step's number, the random seed and the bytes sent so far."""
     for owner, name, value in CHANGES:
         setattr(owner, name, value)
     count_step = Job.count_step
@@ -109,7 +109,7 @@ def observe_steps(folder: Path) -> None:
 
 
 def sent_per_step(folder: Path, world_size: int) -> list[float]:
-    """Return the median of the bytes that each rank sends in a step."""
+    """Return, for each rank, the median number of bytes that it sends per step."""
     files = [folder / f"steps{rank}.jsonl" for rank in range(world_size)]
     counts = [[json.loads(line)["sent_bytes"] for line in file.read_text().splitlines()] for file in files]
     return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]

@@ -16,8 +16,8 @@ def run_page(recipe: str, argv: list[str]) -> None:
     """Do what `python recipes/RECIPE/minimal.py ARGV` does."""
     path = ROOT / "recipes" / recipe / "minimal.py"
     sys.argv = [str(path), *argv]
-    sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself takes GPUs only
-    # By fork: new interpreters import torch for 10 s of a core. test_your_own.py starts the page as a user does.
+    sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself needs a GPU
+    # Fork: a new interpreter would import torch, 10 s of a core. test_your_own.py starts the page as a user does.
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     status = 0
     try:

@@ -27,4 +27,4 @@ digits = data._digits(None)
 data._digits = lambda args: digits  # before tests.observe takes it for the original
 importlib.import_module("tests.observe")
 
-gc.freeze()  # a rank's collector need not walk, and copy, what its parent has loaded
+gc.freeze()  # a rank's garbage collector then does not walk, and so copy, the objects of its parent

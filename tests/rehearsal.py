@@ -1,8 +1,8 @@
 """The ddp recipe's own code as rank 0 of a thousand and more, in one process, and what of it grows.
 
-torch's fake process group stands in for the network: collectives return at once, and what other ranks would send
-is this rank's own. Everything else is recipes/ddp/train.py as it is. The samples of a rank are the same at each
-world size, so that the collectives of a step have to be the same too. Each world size gets a process of its own.
+torch's fake process group replaces the network: collectives return at once, with this rank's data in place of
+other ranks'. Everything else is recipes/ddp/train.py, unchanged. A rank's batch has the same size at each world
+size, so a step's collectives have to be the same too. Each world size gets its own process.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ LOCAL_BATCH = 2
 STEPS = 8
 
 VOTE = ("allreduce", 4)
-"""The vote on stopping, which comes less often the more ranks there are."""
+"""The vote on stopping, which is less frequent with more ranks."""
 
 GPUS = 8
-"""Ranks of a node."""
+"""Ranks per node."""
 
 
 class Trace(TorchDispatchMode):
-    """Counts the collectives that are begun, whoever begins them, and the bytes of their tensors, step by step.
+    """Counts all collectives, whatever code starts them, and the bytes of their tensors, step by step.
 
-    Of an all-gather these are the bytes that arrive, of all others those that are given. What torch's fake group
-    returns for an all-reduce has no result, which DDP expects: it gets one, the tensors as they are.
+    For an all-gather these are the bytes that arrive, for all others those that are passed in. torch's fake group
+    returns no result for an all-reduce, but DDP expects one: it gets the tensors unchanged.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, int]] = Counter()
-        self.steps: list[Counter[tuple[str, int]]] = []  # what was seen by the end of each
+        self.steps: list[Counter[tuple[str, int]]] = []  # copies of `seen` at the end of each step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -73,7 +73,7 @@ class Trace(TorchDispatchMode):
         return result
 
     def a_step(self) -> Counter[tuple[str, int]]:
-        """Return the collectives of a step, those of the first and the last ones and votes left out."""
+        """Return the collectives of one step, without votes; the first and last steps do not count."""
         steps = [after - before for before, after in itertools.pairwise(self.steps[1:-1])]
         for one in steps:
             one.pop(VOTE, None)
@@ -83,7 +83,7 @@ class Trace(TorchDispatchMode):
 
 @contextlib.contextmanager
 def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
-    """Let this process be rank 0 of a world that is not there; the recipe itself stays as it is."""
+    """Make this process rank 0 of a world that does not exist; the recipe itself is unchanged."""
     own = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     environment = rank_environment(0, 1, min(GPUS, world_size)) | own
     gather, count_step, new_group = world.World.gather_objects, Job.count_step, dist.new_group
@@ -91,7 +91,7 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
 
     def fake_gather(self: world.World, own: Any) -> list[Any]:
         values = gather(self, own)
-        if isinstance(own, Place):  # each node would have told its own name
+        if isinstance(own, Place):  # in a real job, each node gives its own name
             return [replace(place, host=f"node-{i // GPUS:04d}") for i, place in enumerate(values)]
         return values
 
@@ -110,17 +110,17 @@ def stand_ins(world_size: int, trace: Trace) -> Iterator[None]:
         patch.object(dist, "PrefixStore", lambda *_: dist.HashStore()),
         patch.object(Job, "count_step", note_step),
         patch.object(Watch, "leave", Watch.close),  # no other rank ever leaves
-        # The samples of the others are evaluated by nobody.
+        # Nobody evaluates the samples of the other ranks.
         patch.object(loop, "averages", lambda totals, task, _: averages(totals, task, int(totals[0] + totals[1]))),
     ):
         yield
 
 
 def rehearse(world_size: int, extra: Sequence[str]) -> dict[str, Any]:
-    """Return what is seen of a run at a world size; a process can be rank 0 once."""
+    """Run the recipe at a world size and return the figures observed; a process can do this only once."""
     torch.set_num_threads(1)  # a LeNet's step on two images is too short for more
     trace, said = Trace(), io.StringIO()
-    # As many samples as no epoch ends within the steps, the same at 1 and 1,024.
+    # Enough samples that no epoch ends within the steps; the same number at 1 and 1,024 ranks.
     samples = (STEPS + 1) * LOCAL_BATCH * max(world_size, 1024)
     words = ["--data", "synthetic", "--image-size", "12", "--num-samples", str(samples)]
     words += ["--global-batch-size", str(LOCAL_BATCH * world_size), "--max-steps", str(STEPS), "--epochs", "100"]
@@ -144,7 +144,7 @@ def rehearse(world_size: int, extra: Sequence[str]) -> dict[str, Any]:
 
 
 def rehearse_all(world_sizes: Sequence[int], extra: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what is seen at each world size, from a process of its own."""
+    """Return rehearse() of each world size, run in its own process."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         return list(pool.map(functools.partial(rehearse, extra=extra), world_sizes, timeout=120))

@@ -1,8 +1,8 @@
 """Data for jobs that only have to be training: `--data tests.slow_data:images`. They sleep most of the time.
 
-With `--workers 0`: by default a rank's workers, too, import torch.
+Use `--workers 0`: by default a rank has workers, which import torch too.
 
-Until the file SLOW_UNTIL exists, if it names one: a job that has seen what it was to see comes to its end quickly.
+If SLOW_UNTIL names a file, they sleep only until it exists: a job that a test no longer needs then ends quickly.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 class SlowImages(torch.utils.data.Dataset):
-    """Images and classes; each takes some time without the processor."""
+    """Images and classes; reading each one sleeps for `seconds`."""
 
     def __init__(self, count, seconds):
         self.seconds = seconds

@@ -2,7 +2,7 @@
 
 Processes come from the fork server of fork_server.py, which has torch and the recipes imported: a rank starts in
 milliseconds. `run_ranks` plays the launcher: it sets the variables that torchrun would set.
-`Command` runs a command line as a user would, and knows every process that comes of it.
+`Command` runs a command line as a user would, and finds every process that it starts.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from scripts.launch.local import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-"""An end to what hangs, longer where tests share the cores. A test of a promised time names its own bound."""
+"""Bound for processes that hang, longer if tests share the cores. A test of a promised time has its own bound."""
 
 _context = multiprocessing.get_context("forkserver")
-torch.set_num_threads(1)  # threads that wait for one another by spinning would take the other workers' cores
+torch.set_num_threads(1)  # threads that spin while they wait would take the other workers' cores
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a group of ranks did."""
+    """Exit statuses and outputs of a group of ranks."""
 
     statuses: list[int]
     """Exit status of each rank, negative for a signal."""
@@ -56,9 +56,10 @@ class Outcome:
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:
-    """Wait until the condition holds; fail the test at the bound with what it is, or with what is so by then.
+    """Wait until the condition holds; after timeout_s, fail the test with `what`, which may be a function.
 
-    Asking (by a command, or all processes) may not take the cores from what is waited for: a tenth of the time.
+    Checking the condition (with a command, or over all processes) takes about a tenth of the time, so that it
+    leaves the cores to what is waited for.
     """
     deadline = time.monotonic() + timeout_s
     asked_at = time.monotonic()
@@ -71,27 +72,28 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Calla
 
 @dataclass(frozen=True)
 class Interrupt:
-    """A signal that ranks get at an exact place: sent from without, it would come at another each time."""
+    """A signal that ranks get at an exact place; from outside, it would arrive at another place each time."""
 
     number: signal.Signals
     count: int
-    """With where="step", once so many steps of the run are done; with "fsync", in the so manieth call of it.
+    """With where="step", the signal comes after this many steps of the run; with "fsync", in this call to it.
 
-    Not a signal but a fault: with "loss", the so manieth loss is nan; with "gradient", it is finite and has a nan
-    for a gradient; with "optimizer_step", that step is left out. 0: each time (but for the last).
+    The other places inject a fault instead of a signal: with "loss", this call's loss is nan; with "gradient", the
+    loss is finite but its gradient is nan; with "optimizer_step", this step is skipped. 0: every time (except with
+    "optimizer_step").
     """
     ranks: list[int] | None = None
-    """None: all."""
+    """The ranks that get it; None: all."""
     where: str = "step"
     sleep_s: float = 0.0
-    """Sleep so long in place of the signal."""
+    """If not 0, sleep this long instead of sending the signal."""
 
 
 class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
-    With file_limit_bytes, a write beyond that size of a file fails, as it does on a full disk. Each rank calls
-    setup(), if there is one, before its recipe, and has its own_argv besides argv.
+    With file_limit_bytes, a write beyond that size of a file fails, as on a full disk. Each rank calls setup(), if
+    given, before its recipe, and gets own_argv[rank] in addition to argv.
     """
 
     alive: list[Ranks] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
@@ -120,8 +122,8 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONFAULTHANDLER": "1",  # in what ranks start: wait() asks those that hang for their stacks
-            # Ranks never use CPUs unasked where there are GPUs, but too few.
+            "PYTHONFAULTHANDLER": "1",  # for processes that ranks start: wait() makes those that hang print stacks
+            # If there are GPUs, but too few, ranks refuse to use CPUs unless asked: hide the GPUs.
             **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < local_world_size else {}),
             **env,
         }
@@ -129,7 +131,7 @@ class Ranks:
         self.servers = contextlib.ExitStack()
         for rank in range(world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % local_world_size)}
-            if recipe == "horovod":  # all on one node; the ranks find each other through a server of Horovod's
+            if recipe == "horovod":  # all on one node; the ranks connect through Horovod's rendezvous server
                 node = Node(1, 0, world_size, "127.0.0.1", port, rdzv_timeout_s=60)
                 if rank == 0:
                     self.servers.enter_context(horovod_agent.rendezvous(node))
@@ -149,7 +151,7 @@ class Ranks:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for_text(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until a rank has printed the text; a process that ends first, or the bound, fails the test."""
+        """Wait until a rank has printed the text; fail the test if it ends first, or after timeout_s."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output(rank):
             alive = self.processes[rank].is_alive()
@@ -158,7 +160,7 @@ class Ranks:
             time.sleep(0.01)
 
     def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until rank 0 has logged the step; a rank that ends first, or the bound, fails the test."""
+        """Wait until rank 0 has logged the step; fail the test if a rank ends first, or after timeout_s."""
 
         def is_logged() -> bool:
             ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
@@ -168,7 +170,7 @@ class Ranks:
         wait_until(is_logged, timeout_s, f"step {step} of {run}")
 
     def kill(self) -> None:
-        """Kill what still runs."""
+        """Kill the ranks that still run."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -184,7 +186,7 @@ class Ranks:
             os.kill(pid, number)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Outcome:
-        """Wait for all ranks; one that outlives the bound is killed and fails the test."""
+        """Wait for all ranks; after timeout_s, kill those that still run and fail the test."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -201,7 +203,7 @@ class Ranks:
 
 
 def _print_stacks(pid: int | None) -> None:
-    """Let a process that hangs, and what it has started, print where; they end by it."""
+    """Make a hanging process and all that it has started print their stacks, which ends them."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         tree = [process, *process.children(recursive=True)]
@@ -211,7 +213,7 @@ def _print_stacks(pid: int | None) -> None:
 
 
 def _spoil(interrupt: Interrupt) -> None:
-    """Let a loss of the job or its gradient be nan, or an optimizer step be left out."""
+    """Patch this process so that a loss or its gradient is nan, or an optimizer step is skipped."""
     from recipes.common import job, loop
 
     owner: Any = loop if interrupt.where == "optimizer_step" else job.Job
@@ -236,7 +238,7 @@ def _spoil(interrupt: Interrupt) -> None:
 
 
 def _send_at(interrupt: Interrupt) -> None:
-    """Let this process get the signal when it comes to the place."""
+    """Patch this process so that it gets the signal when it reaches the place."""
     from recipes.common.job import Job
 
     owner, name = (Job, "count_step") if interrupt.where == "step" else (os, interrupt.where)
@@ -290,7 +292,7 @@ def _run_rank(
 def run_ranks(
     recipe: str, argv: list[str], world_size: int, folder: Path, nodes: int = 1, check: bool = True, **env: str
 ) -> Outcome:
-    """Run a recipe with world_size ranks to its end; with check, every rank must end with status 0."""
+    """Run a recipe with world_size ranks until it ends; with check, every rank must end with status 0."""
     outcome = Ranks(recipe, argv, world_size, folder, nodes, **env).wait()
     assert not check or not any(outcome.statuses), outcome.text
     return outcome
@@ -315,7 +317,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two trees of dicts, lists, tensors and plain values are the same, bit for bit."""
+    """Return whether two trees of dicts, lists, tensors and plain values are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -333,18 +335,17 @@ def last_step(run: Path) -> int:
 
 
 def losses(run: Path) -> list[float]:
-    """Return the loss of every logged step, in the order of the steps, which must be complete from 1 on."""
+    """Return the loss of every logged step; the steps must be 1, 2, 3 and so on, without gaps."""
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
 
 def assert_same_curve(run: Path, whole: Path) -> None:
-    """Hold a run whose world size changed to an undisturbed one, which may have done more steps.
+    """Compare the losses of a run whose world size changed with an undisturbed run, which may have more steps.
 
-    Other world sizes add gradients up in another order. That is a difference in the last bit, which stays one
-    until it tips an activation over the edge of a ReLU or of a maximum: then a step's loss is another in the fifth
-    digit.
+    Another world size sums gradients in another order. That changes the last bit, and no more until it tips an
+    activation over the edge of a ReLU or of a maximum: then a step's loss differs in the fifth digit.
     """
     ours = losses(run)
     differences = [abs(a - b) / abs(b) for a, b in zip(ours, losses(whole)[: len(ours)], strict=True)]
@@ -378,7 +379,7 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did."""
+    """Exit status and output of a command."""
 
     status: int
     stdout: str
@@ -391,12 +392,12 @@ class Result:
 
 
 def _heed_ctrl_c() -> None:
-    """Be as a command on a terminal: one in the background of a script would ignore Ctrl-C."""
+    """React to Ctrl-C like a command on a terminal; one in the background of a script would ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. As an orphan it stays a zombie where init, as in a container, reaps none."""
+    """Return whether a process has ended; an orphan stays a zombie if init reaps none, as in a container."""
     try:
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -404,18 +405,18 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 class Command:
-    """A command line as a user types it, and all processes that come of it, wherever they end up in the tree.
+    """A command line as a user types it, and all processes that it starts, wherever they end up in the tree.
 
-    They are known by a variable that each inherits: a process that lost its parents still has it.
+    An environment variable that each process inherits identifies them, even after their parents have ended.
     """
 
     alive: list[Command] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
 
     def __init__(self, *argv: str, cwd: Path = ROOT, file_limit_bytes: int | None = None, **env: str) -> None:
         self.mark = uuid.uuid4().hex
-        # A command that pytest itself was started by (make, a launcher) must not show through.
+        # The variables of a make that has started pytest must not reach the command.
         inherited = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
-        # Files, not pipes: a process that is left over and holds a pipe's end would hold up the test.
+        # Files, not pipes: a leftover process that holds a pipe's end would hold up the test.
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         limits = ["prlimit", f"--fsize={file_limit_bytes}"] if file_limit_bytes is not None else []
         self.alive.append(self)
@@ -454,13 +455,13 @@ class Command:
         return found
 
     def wait_for_gone(self, within_s: float) -> None:
-        """Wait until no process of this command is left; fail the test at the bound."""
+        """Wait until no process of this command is left; fail the test after within_s."""
         wait_until(
             lambda: not self.processes(), within_s, lambda: f"all processes gone: {self.processes()}\n{self.text}"
         )
 
     def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until the run has logged the step; an end before that, or the bound, fails the test."""
+        """Wait until the run has logged the step; fail the test if the command ends first, or after timeout_s."""
 
         def is_logged() -> bool:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
@@ -474,11 +475,11 @@ class Command:
         return self._read(self._out) + self._read(self._err)
 
     def _read(self, file: Any) -> str:
-        # pread leaves the offset alone, which the processes that write share.
+        # pread does not move the file offset, which the writing processes share.
         return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
     def wait(self, timeout_s: float = TIMEOUT_S, gone_within_s: float = 3.0) -> Result:
-        """Wait for the end; fail the test at the bound, or if a process is left over."""
+        """Wait until the command ends; fail the test after timeout_s, or if a process is left over."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -488,7 +489,7 @@ class Command:
         return Result(self.process.returncode, self._read(self._out), self._read(self._err))
 
     def kill(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that still run."""
         for process in [self.process, *self.processes()]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -498,12 +499,12 @@ class Command:
 
 
 def run_command(*argv: str, timeout_s: float = TIMEOUT_S, **env: str) -> Result:
-    """Run a command to its end, after which no process of it may be left."""
+    """Run a command until it ends; then no process of it may be left over."""
     return Command(*argv, **env).wait(timeout_s)
 
 
 def local(recipe: str, nodes: int, nproc_per_node: int, *options: str, **env: str) -> Command:
-    """Start what `make run RECIPE= NODES= NPROC_PER_NODE=` starts."""
+    """Start the command that `make run RECIPE= NODES= NPROC_PER_NODE=` starts."""
     counts = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node))
     return Command(sys.executable, "-m", "scripts.launch.local", recipe, *counts, "--", *options, **env)
 

@@ -2,8 +2,8 @@
 
     python -m tests.wire_ranks FOLDER
 
-as root; FOLDER/NAME/result.json then says what node 0 has sent for a step. There is one import for all recipes: to
-start each by itself would take longer than to train.
+Run it as root; FOLDER/NAME/result.json then has the bytes that node 0 sent per step. All recipes share the
+processes and their imports: starting each one by itself would take longer than training.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def main(folder, *ports):
         return
     network.enter("tests.wire_ranks", [folder])
     net = network.Network(2)
-    for node in range(2):  # a queue fills up before a link, and the kernel hands on large pieces: few headers
+    for node in range(2):  # packets queue up before the link, so the kernel sends large segments: few headers
         net.narrow(node, "1gbit", burst="256kb")
     ports = [str(free_port()) for _ in VARIANTS]
     net.run_ranks([sys.executable, "-m", "tests.wire_ranks", folder, *ports], nodes=2, threads=1, timeout_s=110)

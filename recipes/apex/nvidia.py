@@ -22,7 +22,7 @@ from recipes.common.world.world import World
 
 
 def why_not_apex(args: ApexOptions, world: World) -> str:
-    """Return what keeps this rank from using apex.amp, or "" where it can be used."""
+    """Return the reason why this rank cannot use apex.amp, or "" if it can."""
     if world.device.type != "cuda":
         return "apex.amp takes CUDA tensors only, and this run is on the CPU"
     if args.compile:
@@ -40,73 +40,73 @@ def why_not_apex(args: ApexOptions, world: World) -> str:
 
 
 class ApexAmp:
-    """The four levels by NVIDIA apex 25.05, the last that has amp: these calls are the whole of its interface."""
+    """The four levels with NVIDIA apex 25.05, the last release with amp; only this file calls apex."""
 
     def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data) -> None:
         from apex import amp, parallel
 
-        # Apex: each of its parts announces that it is deprecated; README.md says what to move to.
+        # Apex: each of its modules warns that it is deprecated; README.md names the replacements.
         warnings.filterwarnings("ignore", "apex.* is deprecated", FutureWarning)
         self.args, self.apex_amp = args, amp
         if args.sync_batchnorm:
             # Apex: batch-norm layers exchange mean and variance, 2C floats per layer and pass.
             model = parallel.convert_syncbn_model(model)
         optimizer = build_optimizer(args, model.parameters())
-        # Apex: after the model has its GPU and the optimizer its parameters, before DDP wraps the model. O1
+        # Apex: initialize() needs a model on its GPU and an optimizer with parameters, and comes before DDP. O1
         # patches torch's functions for the whole process; O2 and O3 cast the model and patch its forward.
         self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
-        # Apex: under O2 the first zero_grad() puts fp32 masters in the optimizer, which restore() has to find.
+        # Apex: under O2 the first zero_grad() puts fp32 masters into the optimizer, where restore() needs them.
         self.optimizer.zero_grad()
         keep_masters(self.model, self.optimizer, amp.master_params)
         self.scaler = ApexScaler(amp, is_dynamic=args.opt_level in ("O1", "O2"))
-        # Apex: construction broadcasts rank 0's parameters; backward averages flat buckets of 10 M gradients, of
-        # the weights' type, while it runs. delay_allreduce=True would send all of them after it, which takes
-        # longer, but works for models of which some parameters get no gradient.
+        # Apex: construction broadcasts rank 0's parameters. While backward runs, it averages flat buckets of 10 M
+        # gradients in the weights' dtype. delay_allreduce=True would send them all after backward, which takes
+        # longer but works for models in which some parameters get no gradient.
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
-        self.eval_model = self.model  # Apex: its DDP would prepare for a backward pass
+        self.eval_model = self.model  # Apex: the forward pass of its DDP prepares for a backward pass
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
         self.summary = summarise(args, "apex.amp", torch.float16, self.scaler.is_dynamic, why)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: initialize() has patched what is to be cast."""
+        """Return a context that does nothing: initialize() has already patched the functions that cast."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return the context of a pass whose gradients stay on this rank."""
+        """Return a context in which backward exchanges no gradients."""
         self.ddp.disable_allreduce()
         yield
         self.ddp.enable_allreduce()
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Add the gradients of the scaled loss to those of the step's earlier passes."""
-        # Apex: leaving the context unscales, into the fp32 masters under O2. An earlier pass must not: what DDP
-        # averages in the last pass has to be the sum of all passes.
+        """Scale the loss and accumulate its gradients."""
+        # Apex: leaving the context unscales the gradients, under O2 into the fp32 masters. Earlier passes must not
+        # unscale, because DDP averages the sum of all passes during the last one.
         with self.apex_amp.scale_loss(loss, self.optimizer, delay_unscale=not is_last) as scaled_loss:
             scaled_loss.backward()
 
     def step(self, job: Job, check: Check) -> None:
-        """Update the weights, unless a gradient has overflowed: apex has then put a no-op in place of the step."""
-        # Apex: without a dynamic loss scale (O0, O3) it looks at no gradient.
+        """Update the weights, unless a gradient has overflowed: then apex has replaced the step with a no-op."""
+        # Apex: it checks gradients only with a dynamic loss scale (O1, O2); the run's own check covers O0 and O3.
         check = (lambda gradients: True) if self.scaler.is_dynamic else check
-        no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has unscaled
+        no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has already unscaled
         optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, check)
 
 
 def keep_masters(
     model: nn.Module, optimizer: torch.optim.Optimizer, master_params: Callable[..., Iterator[Tensor]]
 ) -> None:
-    """Let the model's state_dict() give and load_state_dict() take the fp32 masters."""
+    """Make the model's state_dict() return, and its load_state_dict() fill, the fp32 masters."""
 
     def named_masters() -> Iterator[tuple[str, Tensor]]:
         names = [name for name, _ in model.named_parameters()]
         masters = zip(places_of(optimizer), master_params(optimizer), strict=True)
         return ((names[place], master) for place, master in masters)
 
-    # Apex: by itself state_dict() casts the half weights up, without the 13 bits that only the masters have, and
-    # a run that resumes from it is another run.
+    # Apex: without this hook, state_dict() casts the half weights up and loses the 13 bits that only the masters
+    # have. A run that resumes from those weights would differ from one that goes on.
     def give_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name, master in named_masters():
             state[name] = master.detach().float()
@@ -121,17 +121,17 @@ def keep_masters(
 
 
 class ApexScaler:
-    """apex's loss scale with GradScaler's interface and rule: 2^16, halved, doubled after 2000 steps."""
+    """apex's loss scale behind GradScaler's interface: 2^16, halved on overflow, doubled after 2000 steps."""
 
     def __init__(self, amp: Any, is_dynamic: bool) -> None:
         self.amp, self.is_dynamic = amp, is_dynamic
 
     def get_scale(self) -> float:
-        """Return the loss scale, 1 where there is none."""
+        """Return the loss scale, or 1 if there is none."""
         return float(self.amp.state_dict()["loss_scaler0"]["loss_scale"]) if self.is_dynamic else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what GradScaler.state_dict() would, so that checkpoints pass between the two."""
+        """Return the keys of GradScaler.state_dict(), so that either backend loads the other's checkpoints."""
         if not self.is_dynamic:
             return {}
         own = self.amp.state_dict()["loss_scaler0"]
@@ -139,7 +139,7 @@ class ApexScaler:
         return {"scale": own["loss_scale"], **rule, "_growth_tracker": own["unskipped"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a loss scale of either."""
+        """Restore the loss scale from a checkpoint of either backend."""
         if self.is_dynamic:
             own = {"loss_scale": state["scale"], "unskipped": state["_growth_tracker"]}
             self.amp.load_state_dict({"loss_scaler0": own})

@@ -33,14 +33,14 @@ class ApexOptions(Options):
     )
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         super().check()
         if self.amp != "none":
             raise UserError(f"--amp {self.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
 
 
 def summarise(args: ApexOptions, backend: str, half: torch.dtype, is_scaled: bool, why: str) -> str:
-    """Return the line that says what runs, and why."""
+    """Return the log line with the level, the backend, the precision and the reason for the backend."""
     meaning = MEANING[args.opt_level].format(half=str(half).removeprefix("torch."))
     scaling = "dynamic loss scale" if is_scaled else "no loss scale"
     return f"{args.opt_level} by {backend}: {meaning}, {scaling} ({why})"

@@ -35,14 +35,14 @@ from recipes.common.world.world import World, connected_world
 
 
 def options(argv: Sequence[str] | None = None) -> ApexOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(ApexOptions, "apex", __doc__, argv)
 
 
 def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
-    """Return the model at --opt-level, its optimizer, and gradients that are averaged over all ranks."""
+    """Prepare the model and its optimizer for --opt-level and wrap the model in DDP; call it on all ranks."""
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
-    # Apex: all ranks take the same one: gathers one short string per rank.
+    # Apex: all ranks must use the same backend: gathers one short string per rank.
     why_torch = next(filter(None, world.gather_objects(why_torch)), "")
     if args.amp_backend == "apex" and why_torch:
         fix = "it needs apex 25.05 (recipes/apex/README.md) and a GPU a process; or use --amp-backend torch"
@@ -51,7 +51,7 @@ def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
 
 
 class TorchAmp:
-    """The four levels by torch itself: autocast, GradScaler, and a second copy of the weights for O2."""
+    """The four levels with torch alone: autocast, GradScaler, and a second copy of the weights for O2."""
 
     def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data, why: str) -> None:
         self.args, self.device, self.level = args, world.device, args.opt_level
@@ -61,22 +61,22 @@ class TorchAmp:
             from recipes.common.models.batchnorm import sync_batch_norm
 
             model = sync_batch_norm(model, args, world)
-        # AMP: `model` is what the optimizer updates and the checkpoint holds, `working` what computes. They differ
-        # under O2 alone.
+        # AMP: the optimizer updates `model`, and checkpoints hold it; `working` computes. Only under O2 do they
+        # differ.
         self.model = self.working = model
         if self.level == "O2":
             self.working = half_copy(model, self.half)
-            # AMP: a checkpoint holds the masters.
+            # AMP: a checkpoint holds the masters; loading it refreshes the half copy.
             model.register_load_state_dict_post_hook(lambda module, keys: self.refresh())
         elif self.level == "O3":
             model.to(self.half).register_state_dict_post_hook(upcast)
         if self.level in ("O2", "O3"):
-            # AMP: as apex's patched forward does: images go in as half, the output comes out as fp32.
+            # AMP: like apex's patched forward: images are cast to half, the output back to fp32.
             self.working.register_forward_pre_hook(lambda module, inputs: (to_half(inputs[0], self.half),))
             self.working.register_forward_hook(lambda module, inputs, logits: logits.float())
         self.optimizer = build_optimizer(args, model.parameters())
-        # AMP: fp16 ends at 6e-8, where many gradients lie, so the loss is scaled up before backward. bfloat16 has
-        # the exponent of fp32 and needs none; O0 and O3 have none in apex either.
+        # AMP: fp16 has no numbers below 6e-8, where many gradients lie, so the loss is scaled up before backward.
+        # bfloat16 has fp32's exponent range and needs no scale; O0 and O3 have none in apex either.
         is_scaled = self.half is torch.float16 and self.level in ("O1", "O2")
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=is_scaled)
         # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
@@ -85,31 +85,31 @@ class TorchAmp:
         self.ddp = DistributedDataParallel(
             self.working,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+            **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
             gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
         )
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
-        self.eval_model = self.ddp  # DDP: without gradients it exchanges nothing, and --compile compiled it
+        self.eval_model = self.ddp  # DDP: exchanges nothing without gradients, and --compile has compiled it
         self.summary = summarise(args, "torch.amp", self.half, is_scaled, why)
 
     def autocast(self) -> torch.autocast:
-        """Return the context of forward passes: under O1 each operation picks its type from torch's lists."""
+        """Return the context for forward passes: under O1, autocast picks each operation's dtype."""
         return torch.autocast(self.device.type, dtype=self.half, enabled=self.level == "O1")
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass whose gradients stay on this rank."""
+        """Return a context in which backward exchanges no gradients."""
         return self.ddp.no_sync()
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Add the gradients of the scaled loss to those of the step's earlier passes."""
+        """Scale the loss and accumulate its gradients."""
         self.scaler.scale(loss).backward()
 
     def step(self, job: Job, check: Check) -> None:
-        """Update the weights, unless a gradient has overflowed; all ranks see the same averages and agree."""
-        # AMP: half gradients become fp32 ones of the masters, which GradScaler then unscales.
+        """Update the weights, unless a gradient has overflowed; ranks see the same averages, so they agree."""
+        # AMP: half gradients are cast to fp32 gradients of the masters, which GradScaler then unscales.
         for master, half in self.copies():
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
@@ -118,29 +118,29 @@ class TorchAmp:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the master weights to half, after a step and after a checkpoint is read."""
+        """Copy the masters into the half weights, after a step and after a checkpoint is loaded."""
         for master, half in self.copies():
             half.copy_(master)
 
     def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each master weight and its half copy (none but under O2, and none for batch norm)."""
+        """Yield each master weight with its half copy (only under O2, and not for batch norm)."""
         pairs = zip(self.model.parameters(), self.working.parameters(), strict=True)
         return ((master, half) for master, half in pairs if master is not half)
 
 
 def half_type(device: torch.device) -> torch.dtype:
-    """Return float16 for a GPU, as apex has it, and bfloat16 for a CPU, which has no fast float16."""
+    """Return float16 for a GPU, like apex, and bfloat16 for a CPU, which has no fast float16."""
     return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 def to_half(inputs: Tensor, half: torch.dtype) -> Tensor:
-    """Return images in half precision, and tokens as they are."""
+    """Cast images to half precision; return tokens, which are integers, unchanged."""
     return inputs.to(half) if inputs.is_floating_point() else inputs
 
 
 def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
-    """Return a copy of the model in half precision that has the model's own fp32 batch-norm layers in it."""
-    # AMP: batch norm sums over the batch and keeps running averages, for which half has too few digits.
+    """Return a half-precision copy of the model that shares the model's fp32 batch-norm layers."""
+    # AMP: half has too few digits for batch norm's sums over the batch and its running averages.
     working = copy.deepcopy(model).to(half)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
@@ -149,7 +149,7 @@ def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:
 
 
 def upcast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Let state_dict() give fp32, so that a checkpoint of O3 fits every other level and recipe."""
+    """Cast a state_dict() to fp32, so that a checkpoint of O3 fits every other level and recipe."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     state.update({name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()})
 
@@ -158,7 +158,7 @@ Amp = TorchAmp | ApexAmp
 
 
 def train(args: ApexOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     data, model = load_data_and_model(args, "apex", world, stop)
     with world.watch("model", computes=True):
         amp = wrap(model, args, world, data)
@@ -166,17 +166,17 @@ def train(args: ApexOptions, world: World, stop: Stop) -> None:
     job = Job(args, "apex", data, world, amp.model, amp.optimizer, scaler, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
         # DDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
         with world.watch("gradients", computes=True) if is_last else amp.no_sync():
             with amp.autocast():
                 loss = job.loss(amp.ddp(inputs), targets)
-            # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            # DDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             amp.backward(loss * world.world_size, is_last)
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:
-        """Return the model's output, such as logits (B, classes) of images."""
+        """Return the model's output, such as logits (B, classes) for images."""
         with amp.autocast():
             return amp.eval_model(inputs)
 
@@ -188,10 +188,10 @@ def train(args: ApexOptions, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
     with connected_world(args, read_ranks("apex")) as world:
         train(args, world, stop)
 

@@ -26,27 +26,27 @@ from recipes.common.world.alone import Alone, choose_devices
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(Options, "dataparallel", __doc__, argv)
 
 
 class Autocast(nn.Module):
-    """The model with its mixed-precision context inside."""
+    """The model, run in its own mixed-precision context."""
 
     def __init__(self, model: nn.Module, args: Options, device: torch.device) -> None:
         super().__init__()
         self.model, self.args, self.device = model, args, device
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the model's output, such as logits (B, classes) of images (B, C, S, S)."""
-        # DataParallel: each replica runs in a thread of its own, and a thread knows nothing of --amp: DataParallel
-        # passes on that autocast is on, but not that it means bf16.
+        """Return the model's output, such as logits (B, classes) for images (B, C, S, S)."""
+        # DataParallel: each replica runs in its own thread. DataParallel passes on to it that autocast is enabled,
+        # but not that the dtype is bf16.
         with autocast(self.args, self.device):
             return self.model(inputs)
 
 
 def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Module:
-    """Return the model as one that spreads each batch over the devices."""
+    """Wrap the model so that it splits each batch over the devices."""
     if len(devices) == 1:
         # DataParallel: with one device there is nothing to split or to copy.
         print(f"DataParallel has one device here ({devices[0]}) and degenerates to RECIPE=single", flush=True)
@@ -63,14 +63,14 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
         model.compile(mode=args.compile_mode)
     inner = Autocast(model, args, devices[0])
     if devices[0].type == "cpu":
-        return inner  # DataParallel would take all GPUs, also under --device cpu
+        return inner  # DataParallel would use all GPUs, even with --device cpu
     # DataParallel: every forward pass sends the model's parameters and buffers to each other GPU, and 1/N of the
     # batch; the logits come back. Every backward pass sends each GPU's gradients to the first, which adds them up.
     return DataParallel(inner, device_ids=devices)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say."""
+    """Train with the options in argv."""
     args = options(argv)
     stop = Stop()
     # DataParallel: one process drives every GPU that it sees; CUDA_VISIBLE_DEVICES chooses them.
@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     data, model = load_data_and_model(args, "dataparallel", alone, stop)
     parallel = wrap(model, args, devices)
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)
-    # DataParallel: the job, and with it the checkpoint, holds the plain model: any recipe can resume from it.
+    # DataParallel: the job and its checkpoints hold the plain model, so any recipe can resume from them.
     job = Job(args, "dataparallel", data, alone, model, optimizer, scaler, stop, devices)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of the step's earlier passes; return its loss."""
-        # DataParallel: the logits of all GPUs come back to the first, so that this is the global batch's loss,
-        # computed there. Nothing has to be averaged afterwards.
+        """Accumulate the gradients of one pass; return its loss."""
+        # DataParallel: the first GPU gathers the logits of all GPUs and computes the global batch's loss, so
+        # nothing has to be averaged afterwards.
         with autocast(args, alone.device):
             loss = job.loss(parallel(inputs), targets)
         scaler.scale(loss).backward()

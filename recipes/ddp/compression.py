@@ -10,21 +10,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def compress_gradients(ddp: DistributedDataParallel, how: str, powersgd_rank: int) -> None:
-    """Let the buckets of gradients cross the wire as --grad-compression says: fp16, bf16 or powersgd."""
+    """Make DDP compress its buckets of gradients; `how` is fp16, bf16 or powersgd."""
     if how == "powersgd":
-        # DDP: an n x m gradient travels as (n + m) x rank numbers; what is lost is added to the next step's.
+        # DDP: an n x m gradient travels as (n + m) x rank numbers; the error is added to the next step's gradient.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=10)
         ddp.register_comm_hook(state, one_by_one if ddp.device.type == "cpu" else powerSGD_hook.powerSGD_hook)
     else:
-        # DDP: half the bytes; the sum is formed in half precision too.
+        # DDP: half the bytes; the sum is computed in half precision too.
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
         ddp.register_comm_hook(None, hooks[how])
 
 
 # DDP: a bucket is three messages, one after another. Gloo matches messages by their order, which differs between
-# ranks while two buckets are under way: so buckets go one by one.
+# ranks while two buckets are in flight, so buckets are sent one by one.
 def one_by_one(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201 (DDP reads types)
-    """Return the exchange of a bucket by PowerSGD once it is done."""
+    """Exchange a bucket with PowerSGD, wait until that is done, and return its future."""
     exchange = powerSGD_hook.powerSGD_hook(state, bucket)
     exchange.wait()
     return exchange

@@ -46,10 +46,10 @@ class DDPOptions(Options):
     zero: bool = switch("shard the optimizer's state over the ranks (ZeRO stage 1)")
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         super().check()
         if self.grad_compression == "powersgd":
-            # What a step leaves out is added to the next gradient: once it is not finite, it stays so.
+            # Each step's error is added to the next gradient: once the error is not finite, it stays so.
             why = "--grad-compression powersgd carries a gradient that is not finite to all later steps"
             if self.amp == "fp16":
                 raise UserError(f"--amp fp16: {why}; use --amp bf16")
@@ -58,12 +58,12 @@ class DDPOptions(Options):
 
 
 def options(argv: Sequence[str] | None = None) -> DDPOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(DDPOptions, "ddp", __doc__, argv)
 
 
 def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> DistributedDataParallel:
-    """Return the model with gradients that are averaged over all ranks."""
+    """Wrap the model so that its gradients are averaged over all ranks; call it on all ranks."""
     # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
@@ -74,9 +74,9 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        **NO_BUFFER_SYNC,  # evaluate() in loop.py does it, once an epoch instead of once a step
+        **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. For NCCL, torch chooses the sizes.
+        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
         bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
@@ -91,13 +91,13 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
 
 
 def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Job, Technique]:
-    """Return the job and how it trains; call it on all ranks."""
+    """Return the job and the technique that trains it; call it on all ranks."""
     data, model = load_data_and_model(args, recipe, world, stop)
     with world.watch("model", computes=True):
         ddp = wrap(model, args, world, data)
     gather = None
     if args.zero:
-        from recipes.ddp.zero import consolidate, shard_optimizer  # 0.7 s, paid only with --zero
+        from recipes.ddp.zero import consolidate, shard_optimizer  # the import takes 0.7 s: only with --zero
 
         optimizer = shard_optimizer(args, model.parameters())
         gather = partial(consolidate, optimizer, world)
@@ -106,21 +106,21 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
     job = Job(args, recipe, data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
         # DDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
         with world.watch("gradients", computes=True) if is_last else ddp.no_sync():
             with autocast(args, world.device):
                 loss = job.loss(ddp(inputs), targets)
-            # DDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            # DDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             job.scaler.scale(loss * world.world_size).backward()
         return loss.detach()
 
-    # DDP: ddp() evaluates too: without gradients it exchanges nothing, and it is what --compile compiled.
+    # DDP: evaluation calls ddp() too: without gradients it exchanges nothing, and --compile has compiled it.
     return job, Technique(forward_backward, ddp, gather_state=gather)
 
 
 def train(args: DDPOptions, recipe: str, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     job, technique = prepare(args, recipe, world, stop)
     # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
     begin_run(job)
@@ -129,10 +129,10 @@ def train(args: DDPOptions, recipe: str, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
     with connected_world(args, read_ranks("ddp")) as world:
         train(args, "ddp", world, stop)
 

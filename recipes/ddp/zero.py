@@ -19,13 +19,13 @@ from recipes.common.world.peers import Peers
 
 def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer whose state is sharded across ranks."""
-    # DDP: each rank steps its share, then broadcasts it: the model's size crosses the wire once more.
+    # DDP: each rank updates its share of the weights, then broadcasts it: the model's bytes cross the wire again.
     make, settings = optimizer_class(args)
     return ZeroRedundancyOptimizer(parameter_groups(args, parameters), optimizer_class=make, **settings)
 
 
 def consolidate(optimizer: torch.optim.Optimizer, world: Peers) -> dict[str, Any] | None:
-    """Return the whole optimizer's state on rank 0; call it on all ranks."""
+    """Return the whole optimizer state on rank 0 and None on the others; call it on all ranks."""
     # DDP: rank 0 collects the optimizer's shards.
     with world.watch("checkpoint"):
         optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Initialise only this rank's rows of a model, with the numbers that one process draws for the whole.
 
-Parameters are made without memory (on torch's meta device). What initialises one is done to a whole tensor of its
-shape, which draws from the seed as ever; this rank's rows of it are kept and the rest is freed. Beside its shards,
-a rank holds one tensor at a time. The idea is that of torchdistX's deferred initialisation.
+Parameters are created without memory, on torch's meta device. A parameter's initialiser runs on a temporary whole
+tensor of its shape, so that it draws the usual numbers; this rank's rows are kept and the rest is freed. Besides
+its shards, a rank holds one whole tensor at a time. The idea comes from torchdistX's deferred initialisation.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Shards = dict[str, Tensor]
 
 
 class UnknownInitError(Exception):
-    """A parameter is initialised in a way of which this rank's rows alone cannot be computed."""
+    """A parameter is initialised in such a way that this rank's rows cannot be computed alone."""
 
 
 def rows(tensor: Tensor, index: int, count: int) -> Tensor:
-    """Return a copy of the rows of shard `index` of `count`, as FSDP cuts: of n rows, ceil(n / count) each."""
+    """Return a copy of the rows of shard `index` of `count`, cut as FSDP does: ceil(n / count) of n rows each."""
     parts = tensor.chunk(count)
     return parts[index].clone() if index < len(parts) else tensor.new_empty(0, *tensor.shape[1:])
 
 
 class ShardedInit(TorchDispatchMode):
-    """While a model is built, keep only a part of what its parameters are initialised with.
+    """While a model is built, keep only a part of each parameter's initial values.
 
     Args:
-        keep: returns the part of a whole parameter that is kept, in memory of its own.
+        keep: returns the part of a whole parameter to keep, in its own memory.
     """
 
     def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.keep = keep
         self.kept: dict[int, Tensor] = {}
-        """By the storage of the parameter, which is what a Parameter shares with the tensor it is made of."""
+        """The kept part by the parameter's storage, which a Parameter shares with the tensor it is made from."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation without memory, on a whole parameter, or on the rows that are kept."""
+        """Run an operation on the meta device, on a temporary whole parameter, or on the rows that are kept."""
         kwargs = kwargs or {}
-        # One of size 0 stays real: copy.deepcopy() gives it another storage.
+        # A tensor of size 0 stays real: copy.deepcopy() gives it another storage.
         if func is torch.ops.aten.empty.memory_format and math.prod(args[0]):
             return func(*args, **{**kwargs, "device": "meta", "pin_memory": False})
         target, others = (args[0], [*args[1:], *kwargs.values()]) if args else (None, [])
@@ -69,7 +69,7 @@ class ShardedInit(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def initialise(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Let a function overwrite a whole tensor of the tensor's shape; keep this rank's part of it."""
+        """Run an initialiser on a whole temporary tensor of the tensor's shape; keep this rank's part of it."""
         if not is_meta(tensor):
             return function(tensor, *args, **kwargs)
         if not is_whole(tensor):
@@ -80,7 +80,7 @@ class ShardedInit(TorchDispatchMode):
         return tensor
 
     def __enter__(self) -> ShardedInit:
-        """Start, and replace the functions of nn.init: some read the numbers that they draw."""
+        """Enter the mode, and replace the functions of nn.init: some of them read the numbers that they draw."""
         names = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
         self.functions = {name: getattr(nn.init, name) for name in names}
         for name, function in self.functions.items():
@@ -90,7 +90,7 @@ class ShardedInit(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *reason: Any) -> None:
-        """Leave nn.init as it was."""
+        """Leave the mode, and restore the functions of nn.init."""
         super().__exit__(*reason)
         self.no_checks.__exit__(*reason)
         for name, function in self.functions.items():
@@ -98,10 +98,10 @@ class ShardedInit(TorchDispatchMode):
 
 
 class NoMetaChecks(TorchFunctionMode):
-    """Raises where code asks whether a tensor is on the meta device: it would then initialise it otherwise."""
+    """Raises if code asks whether a tensor is on the meta device: it might initialise such tensors differently."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call func; raise for Tensor.is_meta of a tensor that is."""
+        """Call func; raise UnknownInitError if it reads the is_meta of a meta tensor."""
         if func == IS_META and is_meta(args[0]):
             raise UnknownInitError("is_meta")
         return func(*args, **(kwargs or {}))
@@ -114,17 +114,17 @@ OVERWRITING = (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
 
 
 def storage(tensor: Tensor) -> int:
-    """Return what identifies the memory of a tensor, also of one that has none."""
+    """Return an identifier of a tensor's storage; tensors on the meta device have one too."""
     return tensor.untyped_storage()._cdata
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory."""
+    """Return whether a tensor is on the meta device, and so has no memory."""
     return tensor.device.type == "meta"
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, in order, and no view of a part."""
+    """Return whether a tensor spans its whole storage in order, and is no view of a part."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -132,7 +132,7 @@ def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tupl
     """Return the model on the meta device, with real buffers, and this rank's rows of its parameters.
 
     Raises:
-        UnknownInitError: the model has to be built whole.
+        UnknownInitError: the rows cannot be computed alone; build the model whole.
     """
     with ShardedInit(lambda tensor: rows(tensor, index, count)) as mode:
         model = build()
@@ -140,7 +140,7 @@ def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tupl
     unknown = [name for name, buffer in model.named_buffers() if is_meta(buffer)]
     made_of_numbers: dict[Tensor, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if not is_meta(parameter):  # such as 0.02 * torch.randn(...)
+        if not is_meta(parameter):  # made from a real tensor, such as 0.02 * torch.randn(...)
             shards[name] = mode.keep(parameter.detach())
             made_of_numbers[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         elif storage(parameter) in mode.kept and is_whole(parameter):
@@ -157,7 +157,7 @@ def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tupl
 
 
 def materialise(model: nn.Module, shards: Shards, device: torch.device) -> None:
-    """Give a model that was sharded on the meta device its shards, in memory of the device."""
+    """Allocate a model that was sharded on the meta device, and copy in its shards and its real buffers."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     model.to_empty(device=device)
     for module, own in buffers:

@@ -54,15 +54,15 @@ class FSDPOptions(Options):
     cpu_offload: bool = switch("keep shards and optimizer in main memory, and step there (GPUs)")
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         super().check()
         if self.amp == "fp16":
             raise UserError("--amp fp16: its gradient scaler does not know shards; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: fsdp normalises each rank's share by itself; use --batchnorm-group")
         if self.records_graphs:
-            # Each block is compiled by itself: outside of training, its graph is taken for a new model's
-            # (pytorch#160281), which frees the output of the block before, its input.
+            # Each block is compiled separately. Outside of training, torch takes a block's graph for a new model's
+            # (pytorch#160281) and frees the output of the previous block, which is this block's input.
             what = "CUDA graphs of blocks, one after another, overwrite each other's outputs"
             raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.batchnorm_group and self.activation_checkpointing:
@@ -71,12 +71,12 @@ class FSDPOptions(Options):
 
 
 def options(argv: Sequence[str] | None = None) -> FSDPOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(FSDPOptions, "fsdp", __doc__, argv)
 
 
 def check_replicas(world_size: int, replicas: int) -> None:
-    """Raise UserError where the processes do not make up whole replicas."""
+    """Raise UserError if the number of replicas does not divide the world size."""
     if world_size % replicas:
         fix = f"start a multiple of {replicas} processes, or give --replicas 1"
         raise UserError(f"--replicas {replicas} does not divide {world_size} processes; {fix}")
@@ -91,9 +91,9 @@ def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
 
 
 def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards | None]:
-    """Return the model without memory, and this rank's rows of the weights that --seed draws for the whole.
+    """Return the model on the meta device, and this rank's rows of the weights that --seed gives the whole model.
 
-    Where the rows cannot be drawn alone, return the whole model on the CPU, and None.
+    If the rows cannot be computed alone, return the whole model on the CPU, and None.
     """
     contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
     count = world.world_size // args.replicas
@@ -101,12 +101,12 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
         check_model(copy.deepcopy(model).to("meta"), args, data)
         return model, shards
-    except Exception:  # any error that missing numbers cause; an error of the model itself comes again
+    except Exception:  # missing values can cause any error; build_model() raises the model's own errors again
         return build_model(contiguous, data), None
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a model's outermost sequences: what is gathered, used and freed together."""
+    """Yield the children of a model's outermost sequences: the units that are gathered and freed together."""
     sequences = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     for child in module.children():
         if isinstance(module, sequences) and not isinstance(child, sequences):
@@ -139,26 +139,26 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     if args.amp != "none":
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                fully_shard(module, mp_policy=full, **settings)  # fp32 statistics have fp32 weights beside them
+                fully_shard(module, mp_policy=full, **settings)  # fp32 statistics need fp32 weights
     for module in blocks(model):
         parameters = list(module.parameters())
         if isinstance(module, FSDPModule) or not parameters or max(owners[p] for p in parameters) > 1:
-            continue  # tied matrices stay in the root, where both users see them
+            continue  # tied matrices stay in the root module, where both users see them
         if args.activation_checkpointing:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if args.compile:
             module.compile(mode=args.compile_mode)
-        # FSDP: a rank keeps 1/N of the rows of each parameter. Before a block's forward, and again before its
-        # backward, an all-gather: (N-1)/N of the block's bytes per rank. After its backward a reduce-scatter of
-        # its gradients, as many. The next block's weights are on their way while this one computes.
+        # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
+        # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
+        # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
         fully_shard(module, mp_policy=policy, **settings)
-    # FSDP: what is in no block is gathered at the beginning of forward and kept to the end of backward.
-    # HSDP: between replicas, each shard's gradients are averaged: 2 (R-1)/R of 1/N of the model's bytes.
+    # FSDP: parameters in no block are gathered at the beginning of forward and kept until the end of backward.
+    # HSDP: replicas average each shard's gradients: 2 (R-1)/R of 1/N of the model's bytes per rank.
     return fully_shard(model, mp_policy=policy, **settings)
 
 
 def train(args: FSDPOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     data = load_checked_data(args, "fsdp", world, stop)
     with world.watch("model", computes=True):
         model, shards = run_on_all_ranks(lambda: build(args, data, world), world)
@@ -172,17 +172,18 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
-        # FSDP: gradients are exchanged only in the last of the accumulated passes; until then they stay whole.
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
+        # FSDP: gradients are exchanged only in the last of the accumulated passes; until then each rank keeps
+        # whole gradients.
         module.set_requires_gradient_sync(is_last)
         with world.watch("gradients", computes=True):
             loss = job.loss(model(inputs), targets)
-            # FSDP: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+            # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:
-        # FSDP: evaluation gathers weights too: all ranks run as many passes.
+        # FSDP: evaluation gathers weights too, so all ranks run the same number of passes.
         with world.watch("evaluation", computes=True):
             return model(inputs)
 
@@ -190,8 +191,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     technique = Technique(
         forward_backward, model, predict=predict, update=update, gather_state=partial(state, job)
     )
-    # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each.
-    # Of a sharded checkpoint each rank reads its own shards.
+    # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each
+    # tensor. With a sharded checkpoint, each rank reads its own shards.
     begin_run(job, partial(read_shards, model), partial(own_shards, model))
     if args.sharded_checkpoints:
         write_shards(job, world.with_own_group(args))
@@ -202,10 +203,10 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # FSDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    # FSDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
     ranks = read_ranks("fsdp")
     check_replicas(ranks.world_size, args.replicas)
     with connected_world(args, ranks) as world:

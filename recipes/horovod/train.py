@@ -35,7 +35,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "horovod":
         raise
-    hvd = None  # not built: main() says how
+    hvd = None  # not built: main() says how to build it
 
 T = TypeVar("T")
 
@@ -48,13 +48,13 @@ class HorovodOptions(Options):
 
 
 def options(argv: Sequence[str] | None = None) -> HorovodOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(HorovodOptions, "horovod", __doc__, argv)
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process's rank and device, and its collectives with the other ranks."""
 
     rank: int
     world_size: int
@@ -72,12 +72,12 @@ class World:
         return cast(T, hvd.broadcast_object(value, root_rank=0, name="object"))
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor by rank 0's; call it on all ranks."""
+        """Overwrite a contiguous tensor with rank 0's; call it on all ranks."""
         # Horovod: rank 0 sends the tensor's bytes to all others.
         hvd.broadcast_(tensor, root_rank=0, name="tensor")
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor by the sum of the ranks' tensors; call it on all ranks."""
+        """Overwrite a tensor with the sum of all ranks' tensors; call it on all ranks."""
         # Horovod: a ring all-reduce; each rank sends 2 (N-1)/N of the tensor's bytes.
         hvd.allreduce_(tensor, op=hvd.Sum, name="sum")
 
@@ -89,8 +89,8 @@ class World:
 
 
 def join_world(args: HorovodOptions) -> World:
-    """Choose this process's device; main() has connected it with the other processes."""
-    # Horovod: it tells each process who it is, whatever launched it.
+    """Choose this process's device and return its World; main() has already connected the processes."""
+    # Horovod: hvd gives each process its rank, whatever launched the process.
     ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
     device = agree_on_device(
         lambda: choose_device(args.device, ranks, has_nccl=hvd.nccl_built()),
@@ -100,12 +100,12 @@ def join_world(args: HorovodOptions) -> World:
     )
     if device.type == "cuda":
         log_nccl()
-    # Horovod: it has no store that ranks share; what each one waits for is known on its own host only.
+    # Horovod: ranks share no store, so what each one waits for is known on its own host only.
     return World(ranks.rank, ranks.world_size, device, Watch(ranks.rank, ranks.world_size, args, None))
 
 
 def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
+    """Disconnect once no rank waits for another; call it on all ranks."""
     with world.watch("teardown"):
         hvd.barrier()
     world.watch.close()
@@ -116,14 +116,14 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
         raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
-    # Horovod: it takes contiguous tensors only; --channels-last is for images and activations here.
+    # Horovod: it takes contiguous tensors only, so --channels-last applies to images and activations alone.
     model.to(memory_format=torch.contiguous_format)
-    # Horovod: rank 0's parameters go to all ranks.
+    # Horovod: rank 0 broadcasts its parameters to all ranks.
     hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
     if args.compile:
         model.compile(mode=args.compile_mode)
-    # Horovod: a hook on each parameter hands its gradient over as soon as backward has it. Gradients that are
-    # ready on all ranks are fused into one buffer and averaged (a ring: 2 (N-1)/N of its bytes per rank).
+    # Horovod: a hook on each parameter submits its gradient as soon as backward has computed it. Gradients that
+    # are ready on all ranks are fused into one buffer and averaged (a ring: 2 (N-1)/N of its bytes per rank).
     return hvd.DistributedOptimizer(
         build_optimizer(args, model.parameters()),
         named_parameters=model.named_parameters(),
@@ -135,48 +135,48 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
 
 
 def train(args: HorovodOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     data, model = load_data_and_model(args, "horovod", world, stop)
     with world.watch("model", computes=True):
         optimizer = wrap(model, args, world)
     job = Job(args, "horovod", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
         with autocast(args, world.device):
             loss = job.loss(model(inputs), targets)
-        # Horovod: the ranks' gradients are averaged, so that this factor makes it the global batch's mean.
+        # Horovod: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
         job.scaler.scale(loss * world.world_size).backward()
         if is_last:
-            # Horovod: the gradients have arrived after this; clipping needs them before the step.
+            # Horovod: waits until the gradients have arrived; clipping needs them before the step.
             with world.watch("gradients"):
                 optimizer.synchronize()
         return loss.detach()
 
     def step(job: Job, check: Check) -> None:
         """Step the optimizer if the gradients pass the check."""
-        with optimizer.skip_synchronize():  # Horovod: they have arrived
+        with optimizer.skip_synchronize():  # Horovod: the gradients have arrived
             update(job, check)
 
     # Horovod: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
-    # (hvd.broadcast_optimizer_state would do for the optimizer, but takes a step on one that has no state yet.)
+    # (hvd.broadcast_optimizer_state could send the optimizer's state, but steps an optimizer that has none yet.)
     begin_run(job)
     train_epochs(job, Technique(forward_backward, model, update=step))
     job.finish()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     if hvd is None:
         options(argv)
         raise UserError("Horovod is not built for this Python; run `make horovod`", on_every_node=True)
     try:
         args = options(argv)
-        # Horovod: bounds the wait for a rank that is alive and does not come; a dead one is noticed at once.
+        # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
         os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(args.timeout_s / 3) or 1))
         os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(args.timeout_s) or 1))
     finally:
-        # Horovod: all processes meet; only then does each know whether it is rank 0, which prints a refusal.
+        # Horovod: connects all processes. Only then does each know whether it is rank 0, which prints UserErrors.
         hvd.init()
         is_alone = hvd.size() == 1 and os.environ.get("WORLD_SIZE", "1") != "1"
         if not is_alone:

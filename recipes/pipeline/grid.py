@@ -19,7 +19,7 @@ from recipes.common.watch.bounds import bound_of_waits
 from recipes.common.world.world import World
 
 PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""Interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
+"""With interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class PipelineOptions(Options):
 
     @property
     def passes(self) -> int:
-        """Microbatches that go through a stage in a step."""
+        """Microbatches that go through a stage per step."""
         return self.accumulate_steps * self.num_microbatches
 
     @property
     def stages_in_ranks(self) -> int:
-        """Processes that a replica spans; one that is split within its process takes one."""
+        """Processes that a replica spans: 1 with --split in-process."""
         return 1 if self.split == "in-process" else self.stages
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         super().check()
         microbatches, stages = self.num_microbatches, self.stages_in_ranks
         if self.on_nonfinite != "stop":
@@ -76,7 +76,7 @@ class PipelineOptions(Options):
             raise UserError(f"--schedule interleaved: {microbatches} microbatches for {stages} stages; {fix}")
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise UserError where the processes do not make up whole replicas."""
+        """Raise UserError if the world size is not a multiple of the processes per replica."""
         stages = self.stages_in_ranks
         if world_size % stages:
             below = world_size // stages * stages
@@ -89,33 +89,33 @@ class PipelineOptions(Options):
 
 @dataclass(frozen=True)
 class Grid(World):
-    """This process among the others, at its place in the (dp, pp) mesh: rank = replica * stages + stage."""
+    """The World with this process's place in the (dp, pp) mesh: rank = replica * stages + stage."""
 
     mesh: DeviceMesh
     first_replica: dist.ProcessGroup
-    """A gloo group of replica 0, whose state a checkpoint holds."""
+    """Gloo group of replica 0's ranks, whose state a checkpoint holds."""
     replica: int
     replicas: int
-    """Copies of the model, among which DDP shares out the batch."""
+    """Copies of the model; each trains on its share of the batch."""
     stage: int
     stages: int
     """Processes that a replica spans: 1 with --split in-process."""
 
     def sync_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Give all replicas the batch-norm statistics of replica 0: each has those of its own microbatches."""
+        """Broadcast replica 0's batch-norm statistics to all replicas; each has only its own microbatches'."""
         for buffer in (buffer for module in modules for buffer in module.buffers()):
             # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
             with self.watch("evaluation"):
                 dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
-        """Overwrite a tensor of this stage by its sum over the replicas."""
+        """Overwrite a tensor of this stage with its sum over the replicas."""
         # DDP: an all-reduce within this stage's column of the mesh.
         with self.watch("statistics"):
             dist.all_reduce(tensor, group=self.mesh.get_group("dp"))
 
     def read_batches(self, target: Spec, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield the batches of a replica's shares, of which only its first stage has the inputs.
+        """Yield the batches of a replica's shares; only its first stage gets the inputs.
 
         Call it on all ranks of a replica.
         """
@@ -123,14 +123,14 @@ class Grid(World):
         nothing = ((torch.empty(len(i), 0), target.zeros(len(i))) for i in filled)
         for inputs, targets in split.batches(filled, epoch) if self.stage == 0 else nothing:
             targets = targets.to(self.device).contiguous()
-            # Pipeline: only a replica's first stage reads data; targets go to the others, a label takes 8 bytes.
+            # Pipeline: only a replica's first stage reads data; it broadcasts the targets, 8 bytes per label.
             with self.watch("labels"):
                 dist.broadcast(targets, group=self.mesh.get_group("pp"), group_src=0)
             yield inputs, targets
 
 
 def build_grid(args: PipelineOptions, world: World) -> Grid:
-    """Find this process's place among the others; call it on all ranks, with the same options."""
+    """Arrange the ranks in a grid and return this process's place; call it on all ranks with the same options."""
     stages = args.stages_in_ranks
     # Pipeline: the world is a grid of replicas x stages, with a group for each column (one stage's gradients)
     # and each row (a replica's activations).

@@ -22,20 +22,20 @@ REPEATS = 3
 """Runs of each layer when its cost is measured; the fastest counts."""
 
 State = tuple[dict[str, Any], dict[int, Any]]
-"""Weights by name, and the optimizer's state by the parameter's place in model.parameters()."""
+"""Weights by name, and optimizer state by the parameter's index in model.parameters()."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of consecutive layers, and what it hands to the next one."""
+    """A run of consecutive layers, and the shape and dtype of its output."""
 
     names: list[str]
-    """The layers, as layers() calls them."""
+    """Names of the layers, as layers() gives them."""
     num_parameters: int
     cost_share: float
-    """Of the whole model's cost; 1 / parts would be a perfect balance."""
+    """Share of the whole model's cost; 1 / parts would be a perfect balance."""
     output_shape: tuple[int, ...]
-    """Of one sample, without the batch dimension."""
+    """Shape of one sample's output, without the batch dimension."""
     output_dtype: torch.dtype
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Part:
 
 
 def check_microbatches(args: Options, num_microbatches: int, replicas: int, num_train: int) -> None:
-    """Raise UserError, with the nearest sizes that work, where a batch has no equal microbatches."""
+    """Raise UserError, with the nearest sizes that work, if the batch does not divide into equal microbatches."""
     pieces = replicas * args.accumulate_steps * num_microbatches
     shares = f"{replicas} replicas x {args.accumulate_steps} passes x {num_microbatches} microbatches"
     if args.batchnorm_group:
@@ -53,14 +53,14 @@ def check_microbatches(args: Options, num_microbatches: int, replicas: int, num_
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
-    """Return where to cut a sequence into contiguous parts so that the largest part's cost is as small as can be.
+    """Cut a sequence into contiguous parts so that the largest part's cost is as small as possible.
 
     Returns:
         parts + 1 bounds: part k is costs[bounds[k]:bounds[k + 1]], and none is empty.
     """
     assert 1 <= parts <= len(costs)
     upto = list(itertools.accumulate(costs, initial=0.0))
-    # best[end]: the smallest possible largest part of the first `end` costs in k parts, and the bounds for it.
+    # best[end]: if k parts split the first `end` costs, the smallest possible cost of the largest, and its bounds.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for k in range(1, parts + 1):
         best = {
@@ -75,14 +75,14 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
 
 
 def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample: Tensor) -> list[Part]:
-    """Cut a model into parts: by `balance`, the number of parameters or the cost measured on the sample's device.
+    """Cut a model into parts that balance the number of parameters or the time measured on the sample's device.
 
     A cut falls only before a layer that trains, so that every part has a gradient to compute and to send back;
-    frozen layers (requires_grad is False) stay with those before them. The measured cost varies from call to
-    call: one process plans, and broadcasts the parts.
+    frozen layers (requires_grad is False) stay with those before them. The measured time varies from call to
+    call, so one process plans the parts and broadcasts them.
 
     Raises:
-        UserError: the model is no sequence of layers, or has too few of them.
+        UserError: the model is not a sequence of layers, or has too few of them.
     """
     sequence = layers(model)
     sizes = [sum(p.numel() for p in module.parameters()) for _, module in sequence]
@@ -113,23 +113,23 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
 def measure(
     sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed: bool
 ) -> tuple[list[float], list[Tensor]]:
-    """Run the layers one after another: return each one's time forward and backward (if timed), and its output.
+    """Run the layers one after another; return the seconds that each took, with backward if timed, and its output.
 
-    A copy of each layer runs, alone on the device: the model neither changes nor has to fit there as a whole. The
-    outputs are on the meta device: they have a shape and a type.
+    A copy of one layer at a time runs on the device, so the model does not change and need not fit there as a
+    whole. The outputs are on the meta device: they have only a shape and a dtype.
     """
     fastest, outputs = [], []
     for module in sequence:
         layer = copy.deepcopy(module).to(sample.device).eval()  # eval: no dropout, and one sample is enough
         seconds = []
         for _ in range(REPEATS if timed else 1):
-            # Tokens have no gradient. No leaf: a layer may work in place.
+            # Tokens have no gradient. The second clone() is no leaf, so a layer may change it in place.
             given = sample.clone().requires_grad_(timed and sample.is_floating_point()).clone()
             _synchronize(sample.device)
             begin = time.perf_counter()
             with torch.set_grad_enabled(timed), autocast(args, sample.device):
                 output = layer(given)
-            if timed and output.requires_grad:  # not that of a frozen layer on tokens
+            if timed and output.requires_grad:  # false for a frozen layer on tokens
                 output.float().sum().backward()
             _synchronize(sample.device)
             seconds.append(time.perf_counter() - begin)
@@ -166,12 +166,12 @@ class PartModule(nn.Module):
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """Return a tensor in row-major order; torch 2.11 compares strides, also those of dimensions of size 1."""
+    """Return a tensor in row-major order; torch 2.11 compares strides, even those of dimensions of size 1."""
     return tensor.reshape(-1).view(tensor.shape)
 
 
 def stages_of(model: nn.Module, parts: Sequence[Part], stages: int) -> dict[nn.Parameter, set[int]]:
-    """Return the stages that have a parameter in their layers: several of a matrix that layers share."""
+    """Return, for each parameter, the stages whose layers have it: several if layers share a matrix."""
     named, owners = dict(layers(model)), {parameter: set[int]() for parameter in model.parameters()}
     for number, part in enumerate(parts):
         for parameter in (p for name in part.names for p in named[name].parameters()):
@@ -180,7 +180,7 @@ def stages_of(model: nn.Module, parts: Sequence[Part], stages: int) -> dict[nn.P
 
 
 def state_of(modules: Iterable[PartModule], optimizer: torch.optim.Optimizer) -> State:
-    """Return, on the CPU, the state of these parts and of an optimizer that has stepped no others."""
+    """Return these parts' weights, and the state of an optimizer that steps only them, on the CPU."""
     named = [pair for module in modules for pair in module.named]
     weights = {f"{name}.{key}": value for name, layer in named for key, value in layer.state_dict().items()}
     own = weights, optimizer_state(optimizer)["state"]
@@ -188,7 +188,7 @@ def state_of(modules: Iterable[PartModule], optimizer: torch.optim.Optimizer) ->
 
 
 def merge_states(states: Iterable[State], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put all stages' weights into the whole model; return the whole optimizer's state dict."""
+    """Load all stages' weights into the whole model; return the whole optimizer's state dict."""
     merged: dict[int, Any] = {}
     for weights, state in states:
         model.load_state_dict(weights, strict=False)
@@ -199,7 +199,7 @@ def merge_states(states: Iterable[State], model: nn.Module, optimizer: torch.opt
 def own_state(
     content: dict[str, Any] | None, model: nn.Module, modules: Iterable[nn.Module]
 ) -> dict[str, Any] | None:
-    """Return a checkpoint's content with the optimizer's state for the parameters of some modules alone."""
+    """Return a checkpoint's content with only the optimizer state of these modules' parameters."""
     if content is None:
         return None
     own = {parameter for module in modules for parameter in module.parameters()}

@@ -18,7 +18,7 @@ from recipes.common.parallel.buckets import NO_BUFFER_SYNC
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
-# One line reports a lost neighbour (failure.py); torch would log the whole interleaved schedule besides.
+# failure.py reports a lost neighbour in one line; torch would also log the whole interleaved schedule.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 SCHEDULES: dict[str, Any] = {
@@ -28,23 +28,23 @@ SCHEDULES: dict[str, Any] = {
 }
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""The loss of outputs and targets, scaled as its gradients need it."""
+"""Maps (outputs, targets) to the loss, scaled as scaled_loss() in train.py does."""
 
 
 def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
-    """Return a part of the model with gradients that are averaged over the replicas."""
+    """Wrap a part of the model so that its gradients are averaged over the replicas; call it on all replicas."""
     # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
     # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
     return DistributedDataParallel(
-        module,  # no device_ids: a part lies where it lies, in-process even on several devices
+        module,  # no device_ids: the part is on its device already, in-process even on several
         process_group=world.mesh.get_group("dp"),
-        **NO_BUFFER_SYNC,  # evaluate() does it, once an epoch instead of once a step
+        **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
         gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
     )
 
 
 def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, int]:
-    """Return the samples of a replica's pass in training and in evaluation: a multiple of the microbatches."""
+    """Return a replica's samples per pass in training and in evaluation, both multiples of the microbatches."""
     count, share = args.num_microbatches, math.ceil(len(data.test) / world.replicas)
     per_pass = args.global_batch_size // world.replicas // args.accumulate_steps
     return per_pass, count * math.ceil(min(EVAL_BATCH_SIZE, share) / count)
@@ -53,8 +53,8 @@ def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, in
 class RankPipeline:
     """--split ranks: this process's stage of a pipeline, driven by one of torch's schedules.
 
-    Each stage sends a microbatch's activations to the next one and its gradient to the one before. Of
-    m + p - 1 time slots a stage of p works in m: the bubble is (p - 1) / (m + p - 1) of its time.
+    Each stage sends a microbatch's activations to the next stage and their gradient to the previous one. With m
+    microbatches, each of p stages works in m of m + p - 1 time slots: the bubble is (p - 1) / (m + p - 1).
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class RankPipeline:
         self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
         batch_size, eval_batch_size = batch_sizes(args, data, world)
         self.stages, self.schedule = self.connect(batch_size, loss)
-        # Pipeline: evaluation has its own buffers, and no loss: the schedule then only runs forward.
+        # Pipeline: evaluation has its own buffers and no loss, so its schedule only runs forward.
         _, self.forward_schedule = self.connect(eval_batch_size, None)
 
     def connect(self, batch_size: int, loss: Loss | None) -> tuple[list[PipelineStage], Any]:
-        """Return this process's stages for batches of a size, and the schedule that drives them."""
+        """Return this process's stages for batches of this size, and the schedule that drives them."""
         size = batch_size // self.args.num_microbatches
 
         def like(number: int) -> Tensor:
-            """Return a tensor of the shape that crosses in front of part `number`, without memory."""
+            """Return a tensor without memory that has the shape and dtype of part `number`'s input."""
             shape, dtype = self.shapes[number]
             needs_grad = loss is not None and number > 0
             return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=needs_grad)
 
-        # Pipeline: shapes known beforehand spare the stages a first exchange of them, and a pass to find them out.
+        # Pipeline: stages that know the shapes need no extra pass to find them, and no exchange of them.
         stages = [
             PipelineStage(
                 module,
@@ -94,7 +94,7 @@ class RankPipeline:
             )
             for number, module in zip(self.numbers, self.modules, strict=True)
         ]
-        # Pipeline: the loss is divided by the global batch already; the schedule must not divide it again.
+        # Pipeline: the loss is already divided by the global batch size; the schedule must not divide it again.
         held = stages if self.args.schedule == "interleaved" else stages[0]
         make = SCHEDULES[self.args.schedule]
         return stages, make(held, self.args.num_microbatches, loss_fn=loss, scale_grads=False)
@@ -102,11 +102,11 @@ class RankPipeline:
     def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
         """Run one pass of all stages; return the loss, which is 0 on all but the last stage."""
         for stage, module, ddp in zip(self.stages, self.modules, self.ddp, strict=True):
-            # DDP: gradients are exchanged only in the last of the accumulated passes; the others go past DDP.
+            # DDP: gradients are exchanged only in the last of the accumulated passes; the others bypass DDP.
             stage.submod = ddp if exchange else module
         losses: list[Tensor] = []
-        # Pipeline: inputs go in at the first stage, activations and their gradients cross between neighbours
-        # (a microbatch's output_shape each way), and targets meet the output at the last stage.
+        # Pipeline: the first stage takes the inputs, activations and their gradients cross between neighbours (a
+        # microbatch's output_shape each way), and the last stage takes the targets.
         self.schedule.step(*self.given(inputs), target=targets, losses=losses)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
 
@@ -115,12 +115,12 @@ class RankPipeline:
         return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
 
     def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what this process hands to a schedule: the inputs on the first stage."""
+        """Return the inputs for a schedule on the first stage, and nothing on the others."""
         return (row_major(inputs),) if self.world.stage == 0 else ()
 
 
 class SplitModel(nn.Module):
-    """The parts of a model on devices of one process."""
+    """The parts of a model, on the devices of one process."""
 
     def __init__(self, parts: list[PartModule], num_microbatches: int) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class SplitModel(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map inputs on the first device to the model's output on the last."""
         outputs = []
-        # Pipeline: kernels are queued, not waited for: while one device works on a microbatch, the device before
-        # it has begun the next one.
+        # Pipeline: kernels are queued, not waited for: while one device works on a microbatch, the previous device
+        # already works on the next one.
         for data in inputs.tensor_split(self.num_microbatches):
             for part in self.parts:
                 data = part(data.to(cast(PartModule, part).device, non_blocking=True))
@@ -139,13 +139,13 @@ class SplitModel(nn.Module):
 
 
 class InProcessPipeline:
-    """--split in-process: each process has the whole model, its parts on devices of their own."""
+    """--split in-process: each process has the whole model, with each part on its own device."""
 
     def __init__(
         self, model: nn.Module, parts: list[Part], args: PipelineOptions, data: Data, world: Grid, loss: Loss
     ) -> None:
         self.world, self.loss, first = world, loss, world.device.index
-        # Pipeline: part i lies on this process's i-th device; on a CPU, which has no index, all on the same one.
+        # Pipeline: part i is on this process's i-th device; on a CPU, which has no index, all are on the same one.
         devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(len(parts))]
         self.places = [str(device) for device in devices]
         self.modules = [PartModule(model, part, args, device) for part, device in zip(parts, devices, strict=True)]

@@ -41,12 +41,12 @@ Pipeline = RankPipeline | InProcessPipeline
 
 
 def options(argv: Sequence[str] | None = None) -> PipelineOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(PipelineOptions, "pipeline", __doc__, argv)
 
 
 def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
-    """Return the parts that the model is cut into, the same on every rank; call it on all ranks."""
+    """Cut the model into parts, the same on every rank; call it on all ranks."""
     count = args.stages * (PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else 1)
     size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
     sample = data.input.zeros(size if args.balance == "cost" else 1)
@@ -55,8 +55,8 @@ def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: G
         is_first = world.rank == 0
         return partition.plan_parts(model, count, args.balance, args, sample.to(world.device)) if is_first else []
 
-    # Pipeline: two ranks never measure the same times, so rank 0 cuts for all and broadcasts the names and output
-    # shapes of the parts, some hundred bytes.
+    # Pipeline: two ranks never measure the same times, so rank 0 plans the parts for all and broadcasts their
+    # names and output shapes, some hundred bytes.
     parts = run_on_all_ranks(cut, world)
     with world.watch("model"):
         fields = world.broadcast_object([vars(part) for part in parts])
@@ -64,10 +64,10 @@ def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: G
 
 
 def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> None:
-    """Let DDP put its buckets together as they will stay, for the reason in buckets.py; call it on all ranks."""
+    """Make DDP build its final buckets before the first step, as buckets.py explains; call it on all ranks."""
     size, _ = batch_sizes(args, data, world)
     model.eval()  # the pass changes no statistics
-    # Pipeline: a step's last pass on blank inputs: activations and gradients cross as they will in training.
+    # Pipeline: runs a step's last pass on blank inputs: activations and gradients cross as in training.
     with world.watch("gradients", computes=True):
         blank = data.input.zeros(size, world.device), data.target.zeros(size, world.device)
         pipeline.forward_backward(*blank, exchange=True)
@@ -76,20 +76,20 @@ def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, 
 
 def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: Check) -> None:
     """Step the optimizer of this stage's parameters if their gradients pass the check; call it on all ranks."""
-    for parameter in (p for p, stages in owners.items() if len(stages) > 1):  # as GPT's first and last layer's
+    for parameter in (p for p, stages in owners.items() if len(stages) > 1):  # such as GPT's tied matrix
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, device=world.device)
-        # Pipeline: each stage has the part that its own layers contribute, or zeros: an all-reduce of the matrix's
-        # bytes, once a step. All owners then take the same step.
+        # Pipeline: each stage has its own layers' contribution to the gradient, or zeros: an all-reduce of the
+        # matrix's bytes, once a step. All owners then take the same step.
         with world.watch("gradients"):
             dist.all_reduce(gradient, group=world.mesh.get_group("pp"))
     own = [parameter for parameter in owners if parameter.grad is not None]
     if job.args.clip_grad_norm:
-        # Of stages that share a parameter, the first counts its gradient.
+        # If stages share a parameter, only the first of them counts its gradient.
         counted = [p.grad for p in own if p.grad is not None and min(owners[p]) == world.stage]
         squares = nn.utils.get_total_norm(counted).to(world.device).square()
-        # Pipeline: each stage knows its own gradients' norm; adds up the squares, 4 bytes a rank.
+        # Pipeline: each stage knows only its own gradients' norm: an all-reduce of the squares, 4 bytes a rank.
         with world.watch("gradients"):
             dist.all_reduce(squares, group=world.mesh.get_group("pp"))
         nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, squares.sqrt())
@@ -99,20 +99,20 @@ def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: C
 
 
 def predict(pipeline: Pipeline, batch_size: int, world: Grid, inputs: Tensor) -> Tensor | None:
-    """Return the model's output for some inputs on a replica's last stage, None on the others."""
+    """Return the model's output on a replica's last stage, and None on the other stages."""
     missing = batch_size - len(inputs)
     if missing and world.stage == 0:
-        # Microbatches are equal: what is missing is blank.
+        # Microbatches must have equal sizes: fill the last batch up with blank inputs.
         inputs = torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])])
-    # Pipeline: forward passes through all stages, so that no device ever has to hold the whole model.
+    # Pipeline: the forward pass runs through all stages, so that no device has to hold the whole model.
     with world.watch("evaluation", computes=True):
         output = pipeline.output(inputs)
     return None if output is None else output[: batch_size - missing]
 
 
 def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
-    """Put all weights into rank 0's model and return the whole optimizer's state there; call it on all ranks."""
-    # A stage sees its own gradients alone, and rank 0 not those of others. Other errors spoil no weights.
+    """Gather all weights into rank 0's model; return the whole optimizer state there. Call it on all ranks."""
+    # Each stage checks only its own gradients, so rank 0 may not know of the error. Other errors spoil no weights.
     error = job.stop.error
     raise_on_all_ranks(error if isinstance(error, NonFiniteError) else None, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
@@ -122,12 +122,12 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
         if world.replica == 0:
             own = partition.state_of(pipeline.modules, job.optimizer)
             dist.gather_object(own, gathered, dst=0, group=world.first_replica, **NO_PICKLE)
-    # Pipeline: the file is the one-process run's: every recipe resumes from it, with any number of stages.
+    # Pipeline: the file equals a one-process run's: every recipe can resume from it, with any number of stages.
     return {"optimizer": partition.merge_states(gathered, job.model, job.optimizer)} if gathered else None
 
 
 def train(args: PipelineOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     choose_kernels(args)
     data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
     grid = build_grid(args, world)
@@ -140,22 +140,22 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     parts = agree_on_parts(model, args, data, grid)
 
     def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss whose gradient, summed over microbatches and averaged by DDP, is the global mean's."""
+        """Return the loss whose gradients, summed over microbatches and averaged by DDP, are the global mean's."""
         with autocast(args, output.device):
             return job.loss(output, targets.to(output.device)) * grid.replicas
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
         with world.watch("gradients", computes=True):
             return pipeline.forward_backward(inputs, targets, exchange=is_last) / grid.replicas
 
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     with world.watch("model", computes=True):
         pipeline: Pipeline = build(model, parts, args, data, grid, scaled_loss)
-    # Pipeline: a stage's layers have their groups of a replica's share in one microbatch after another.
+    # Pipeline: a stage's layers meet the groups of a replica's share spread over the step's microbatches.
     for module in pipeline.modules:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)
-    # Pipeline: the optimizer numbers all parameters, and steps those that get a gradient here: the stage's own.
+    # Pipeline: the optimizer holds all parameters, but steps only those with a gradient here: the stage's own.
     optimizer = build_optimizer(args, model.parameters())
     pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
     scaler = build_scaler(args, world.device)
@@ -174,7 +174,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
         gather_state=partial(gather_state, pipeline, grid, job),
     )
     # DDP: rank 0 reads the checkpoint and broadcasts it.
-    # Pipeline: each stage takes the optimizer state of its own parameters, whatever recipe wrote it.
+    # Pipeline: each stage takes the optimizer state of its own parameters, whichever recipe wrote it.
     begin_run(job, lambda content: partition.own_state(content, model, pipeline.modules))
     job.say("\n".join(f"{place}: {part}" for place, part in zip(pipeline.places, parts, strict=True)))
     train_epochs(job, technique)
@@ -182,10 +182,10 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # DDP: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
     ranks = read_ranks("pipeline")
     args.check_world_size(ranks.world_size)
     with connected_world(args, ranks, devices_per_rank=args.stages // args.stages_in_ranks) as world:

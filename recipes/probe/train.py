@@ -6,7 +6,7 @@
     MASTER_ADDR=a .venv/bin/python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
 
 Success: the last line is `probe {"world_size": 4, "sum": 10, "ranks": [...]}`, the same under every launcher.
-It trains nothing; run it first on a new cluster, and where a job hangs.
+It trains nothing. Run it first on a new cluster, and when a job hangs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
 
-# One line says why a rank has refused; torch would log how it then ends the others.
+# A rank that fails prints its reason in one line; torch would also log how it then ends the other ranks.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
@@ -59,12 +59,12 @@ class ProbeOptions:
 
 
 def options(argv: Sequence[str] | None = None) -> ProbeOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(ProbeOptions, "probe", __doc__, argv)
 
 
 class TorchWorld:
-    """Processes that torch.distributed connects, as in ddp and spawn."""
+    """Ranks connected by torch.distributed, as in ddp and spawn."""
 
     def __init__(self, ranks: Ranks, device: str, timeout_s: float) -> None:
         self.ranks = ranks
@@ -79,25 +79,25 @@ class TorchWorld:
 
     def add_up(self, number: int) -> int:
         """Return the sum of the ranks' numbers."""
-        # Probe: 8 bytes a rank, over the connections that gradients would take (NCCL between GPUs, else gloo).
+        # Probe: 8 bytes a rank, over the connections that gradients use (NCCL between GPUs, else gloo).
         total = torch.tensor(number, dtype=torch.int64, device=self.device)
         dist.all_reduce(total)
         return int(total)
 
     def leave(self) -> None:
-        """Disconnect, once no rank waits for another any more."""
+        """Disconnect once no rank waits for another; call it on all ranks."""
         dist.barrier(group=self.control)
         dist.destroy_process_group()
 
 
 class HorovodWorld:
-    """Processes that Horovod connects."""
+    """Ranks connected by Horovod."""
 
     def __init__(self, device: str) -> None:
         import horovod.torch as hvd
 
         hvd.init()
-        os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))  # rank 0 alone prints an error
+        os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))  # only rank 0 prints an error
         self.hvd = hvd
         self.ranks = Ranks(hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size())
         self.device = agree_on_device(
@@ -115,12 +115,12 @@ class HorovodWorld:
 
     def add_up(self, number: int) -> int:
         """Return the sum of the ranks' numbers."""
-        # Probe: 8 bytes a rank, over the connections that gradients would take.
+        # Probe: 8 bytes a rank, over the connections that gradients use.
         own = torch.tensor([number], dtype=torch.int64, device=self.device)
         return int(self.hvd.allreduce(own, op=self.hvd.Sum, name="sum"))
 
     def leave(self) -> None:
-        """Disconnect, once no rank waits for another any more."""
+        """Disconnect once no rank waits for another; call it on all ranks."""
         self.hvd.barrier()
         self.hvd.shutdown()
 
@@ -129,7 +129,7 @@ World = TorchWorld | HorovodWorld
 
 
 def gather_map(world: World) -> list[dict[str, Any]]:
-    """Return a row of COLUMNS for each rank, in their order; call it on all ranks."""
+    """Return a row of COLUMNS for each rank, in rank order; call it on all ranks."""
     own = {
         **vars(world.ranks),
         "host": socket.gethostname(),
@@ -146,7 +146,7 @@ def gather_map(world: World) -> list[dict[str, Any]]:
 
 
 def check(rows: list[dict[str, Any]], total: int) -> None:
-    """Raise UserError for a wrong map or sum; every rank sees the same and ends alike."""
+    """Raise UserError if the map or the sum is wrong; all ranks see the same values, so all of them raise."""
     size = len(rows)
     if total != size * (size + 1) // 2:
         raise UserError(f"the all-reduce of 1..{size} gave {total}: the ranks are not one group; see the launcher")
@@ -165,7 +165,7 @@ def show(rows: list[dict[str, Any]], total: int) -> None:
     for line in table:
         print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
     text = json.dumps({"world_size": len(rows), "sum": total, "ranks": rows})
-    print(f"probe {text}\n", end="", flush=True)  # one write: mpirun marks each with the rank
+    print(f"probe {text}\n", end="", flush=True)  # one write: mpirun marks each write with the rank
 
 
 def report(world: World) -> None:
@@ -178,10 +178,10 @@ def report(world: World) -> None:
 
 
 def be_spawned(local_rank: int, args: ProbeOptions) -> None:
-    """Run one of the node's ranks, whose numbers follow from the node's and its own; exit with its status."""
+    """Run one of the node's ranks, whose rank follows from node and local rank; exit with its status."""
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # rank 0 alone prints an error
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # only rank 0 prints an error
     sys.exit(exit_status(lambda: report(TorchWorld(ranks, args.device, args.timeout_s))))
 
 

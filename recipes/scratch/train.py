@@ -43,24 +43,24 @@ class ScratchOptions(Options):
 
 
 def options(argv: Sequence[str] | None = None) -> ScratchOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(ScratchOptions, "scratch", __doc__, argv)
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent and received in the last all_reduce."""
+    """Bytes that this rank sent and received in the last all_reduce()."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
 def exchange(sends: list[Message], receives: list[Message], traffic: Traffic) -> None:
-    """Send some tensors and receive others, each with its peer; count their bytes.
+    """Send tensors to their peers and receive others; count the bytes.
 
-    All of it is under way at once, so that no rank waits for a rank that waits for it.
+    All transfers are in flight at once, so that no two ranks wait for each other.
     """
-    # Scratch: exactly these bytes cross the wire, here and nowhere else.
+    # Scratch: exactly these bytes of parameters and gradients cross the wire, here and nowhere else.
     traffic.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
     traffic.received_bytes += sum(tensor.nbytes for tensor, _ in receives)
     operations = [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -70,9 +70,9 @@ def exchange(sends: list[Message], receives: list[Message], traffic: Traffic) ->
 
 
 def get_params(parameters: Iterable[Tensor], world: World) -> None:
-    """Overwrite the parameters with those of rank 0; call it on all ranks."""
+    """Overwrite the parameters with rank 0's; call it on all ranks."""
     for parameter in parameters:
-        # Scratch: rank 0 sends the parameter to each of the others: (N-1) times its bytes.
+        # Scratch: rank 0 sends the parameter to each other rank: (N-1) times its bytes.
         values = parameter.detach().contiguous()
         if world.rank == 0:
             exchange([(values, peer) for peer in range(1, world.world_size)], [], Traffic())
@@ -82,14 +82,14 @@ def get_params(parameters: Iterable[Tensor], world: World) -> None:
 
 
 def all_reduce(buffer: Tensor, args: ScratchOptions, world: World, traffic: Traffic) -> None:
-    """Replace a flat buffer by its sum over the ranks, to the last bit the same on all; call it on all ranks."""
+    """Overwrite a flat buffer with its sum over the ranks, bitwise the same on all; call it on all ranks."""
     traffic.sent_bytes = traffic.received_bytes = 0
     reduce = {"naive": naive_all_reduce, "ring": ring_all_reduce}[args.allreduce]
     reduce(buffer, world.rank, world.world_size, traffic)
 
 
 def naive_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> None:
-    """Add everything up on rank 0, one rank after another, and send the sum back."""
+    """Sum the buffers on rank 0, one rank after another, and send the sum back."""
     peers = range(1, size)
     if rank > 0:
         # Scratch: the buffer's B bytes go to rank 0, and B bytes come back.
@@ -97,7 +97,7 @@ def naive_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> 
         exchange([], [(buffer, 0)], traffic)
         return
     for peer in peers:
-        # Scratch: rank 0 receives (N-1) B bytes and sends (N-1) B: its link is what everybody waits for.
+        # Scratch: rank 0 receives (N-1) B bytes and sends (N-1) B bytes: all other ranks wait for its link.
         arrived = torch.empty_like(buffer)
         exchange([], [(arrived, peer)], traffic)
         buffer += arrived
@@ -105,33 +105,34 @@ def naive_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> 
 
 
 def ring_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> None:
-    """Let chunks of the buffer travel around the ring of ranks: once to be added up, once to be handed out.
+    """Pass chunks of the buffer around the ring of ranks: once to sum them, once to distribute the sums.
 
-    The buffer is cut into N chunks. In step s, rank r sends chunk r - s to rank r + 1, and chunk r - s - 1 arrives
-    from rank r - 1. During the first N - 1 steps (reduce-scatter) it is added to the chunk here, and travels on as
-    that sum in the next step: then rank r holds the whole sum of chunk r + 1. During the other N - 1 (all-gather)
-    it replaces the chunk here.
+    The buffer is cut into N chunks. In step s, rank r sends chunk r - s to rank r + 1 and receives chunk r - s - 1
+    from rank r - 1. In the first N - 1 steps (reduce-scatter) it adds the received chunk to its own and sends that
+    sum in the next step; then rank r holds the whole sum of chunk r + 1. In the other N - 1 steps (all-gather) the
+    received chunk replaces its own.
     """
     chunks = buffer.tensor_split(size)
     for step in range(2 * (size - 1)):
         outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
         is_sum = step < size - 1
         arrived = torch.empty_like(incoming) if is_sum else incoming
-        # Scratch: a chunk goes right, a chunk comes from the left. Each rank sends 2 (N-1) chunks of B/N bytes:
-        # B for two ranks and not quite 2 B for a thousand, and all links are busy all the time.
+        # Scratch: sends a chunk to the right, receives one from the left. Each rank sends 2 (N-1) chunks of B/N
+        # bytes: B for two ranks and almost 2 B for a thousand. All links are busy all the time.
         exchange([(outgoing, (rank + 1) % size)], [(arrived, (rank - 1) % size)], traffic)
         if is_sum:
             incoming += arrived
 
 
 def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
-    """Return the model with the parameters of rank 0."""
-    # Scratch: left to torch: with --sync-batchnorm, layers exchange 2C + 1 floats per layer and pass.
+    """Return the model with rank 0's parameters; call it on all ranks."""
+    # Scratch: torch does this: with --sync-batchnorm, layers exchange 2C + 1 floats per layer and pass.
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
 
         model = sync_batch_norm(model, args, world)
-    # Scratch: the model's size to each rank, once; all have drawn the same from --seed, so this only makes sure.
+    # Scratch: sends the model's bytes to each rank, once. All have drawn the same weights from --seed; this only
+    # makes sure.
     get_params(model.parameters(), world)
     if args.compile:
         model.compile(mode=args.compile_mode)
@@ -139,7 +140,7 @@ def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
 
 
 def split_batch(indices: Tensor, world: World) -> Tensor:
-    """Return this rank's share of the indices: contiguous, and as even as it goes."""
+    """Return this rank's share of the indices: contiguous, and as even as possible."""
     # Scratch: the ranks' shares are disjoint and make up the whole, without padding or repetition.
     return shard(indices, world.rank, world.world_size)
 
@@ -153,14 +154,14 @@ def train_batch(
     targets: Tensor,
     is_last: bool,
 ) -> Tensor:
-    """Add the gradients of a pass, after the last those of all ranks; return this rank's part of the loss."""
+    """Accumulate the gradients of one pass, and in the last sum them over ranks; return this rank's loss part."""
     with autocast(args, world.device):
-        # Scratch: gradients are added up, not averaged: no factor makes this the global batch's mean.
+        # Scratch: gradients are summed, not averaged, so the global batch's mean needs no factor.
         loss = job.loss(job.model(inputs), targets)
     job.scaler.scale(loss).backward()
     if is_last:
-        # Scratch: all gradients travel as one flat buffer, a second copy of the model's size, once backward is
-        # done. DDP sends buckets of them while backward still runs, and lets the gradients be the buckets.
+        # Scratch: once backward is done, all gradients travel as one flat buffer, a second copy of the model's
+        # size. DDP sends buckets of them while backward still runs, and its gradients are views of the buckets.
         gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
         buffer = torch.cat([gradient.flatten() for gradient in gradients])
         with world.watch("gradients"):
@@ -171,7 +172,7 @@ def train_batch(
 
 
 def log_bytes(job: Job, args: ScratchOptions, world: World, traffic: Traffic) -> None:
-    """Let rank 0 print what each rank has sent and received in the last step; call it on all ranks."""
+    """Print on rank 0 the bytes that each rank sent and received in the last step; call it on all ranks."""
     # Scratch: gathers two numbers per rank.
     with world.watch("traffic"):
         rows = world.gather_objects((traffic.sent_bytes, traffic.received_bytes))
@@ -182,7 +183,7 @@ def log_bytes(job: Job, args: ScratchOptions, world: World, traffic: Traffic) ->
 
 
 def train(args: ScratchOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     data, model = load_data_and_model(args, "scratch", world, stop)
     with world.watch("model", computes=True):
         model = wrap(model, args, world)
@@ -198,11 +199,11 @@ def train(args: ScratchOptions, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # Scratch: a launcher (torchrun, srun, mpirun) tells each process who it is. Gloo (CPUs) and NCCL (GPUs) can
-    # both send and receive, and that is all that is asked of them here.
+    # Scratch: a launcher (torchrun, srun, mpirun) gives each process its rank. Gloo (CPUs) and NCCL (GPUs) can
+    # both send and receive, which is all that this recipe needs.
     with connected_world(args, read_ranks("scratch")) as world:
         train(args, world, stop)
 

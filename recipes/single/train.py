@@ -22,12 +22,12 @@ from recipes.common.world.alone import Alone, choose_devices
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(Options, "single", __doc__, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say."""
+    """Train with the options in argv."""
     args = options(argv)
     stop = Stop()
     device = choose_devices(args.device)[0]
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     job = Job(args, "single", data, Alone(device), model, optimizer, scaler, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of the step's earlier passes; return its loss."""
+        """Accumulate the gradients of one pass; return its loss."""
         with autocast(args, device):
             loss = job.loss(model(inputs), targets)
         scaler.scale(loss).backward()

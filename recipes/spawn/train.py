@@ -37,17 +37,17 @@ from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
 GRACE_S = 4.0
-"""How long a node's other ranks may still report, once one has failed."""
+"""Time that a node's other ranks have to report after one has failed."""
 
 MEETING_S = 20.0
-"""How long ranks may still wait for those of other nodes after a stop signal; nothing is lost with them."""
+"""Time that ranks may wait for other nodes' ranks after a stop signal; ranks that have not met lose no work."""
 
 
 @dataclass(frozen=True)
 class SpawnOptions(DDPOptions):
     """Spawn."""
 
-    # Spawn: what torchrun's own options are to ddp; scripts/launch.sh fills them in.
+    # Spawn: the counterparts of torchrun's own options; scripts/launch.sh sets them.
     nnodes: int = option(1, positive_int, "starters, one on each node", "N")
     node_rank: int = option(0, non_negative_int, "which node this is", "R")
     nproc_per_node: int = option(1, positive_int, "ranks to start here", "N")
@@ -55,14 +55,14 @@ class SpawnOptions(DDPOptions):
 
 
 def options(argv: Sequence[str] | None = None) -> SpawnOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(SpawnOptions, "spawn", __doc__, argv)
 
 
 def run_rank(args: SpawnOptions, ranks: Ranks, has_met: Event | None = None) -> None:
-    """Train as one of the ranks; this is main() in ddp."""
+    """Train as one of the ranks, as main() does in ddp."""
     stop = Stop()
-    # Spawn: each rank says at MASTER_ADDR:MASTER_PORT which of how many it is; no launcher has set that.
+    # Spawn: each rank registers its rank and world size at MASTER_ADDR:MASTER_PORT; begin_rank() computes them.
     with connected_world(args, ranks) as world:
         if has_met:
             has_met.set()
@@ -71,22 +71,22 @@ def run_rank(args: SpawnOptions, ranks: Ranks, has_met: Event | None = None) -> 
 
 def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, has_met: Event) -> None:
     """Run one of the node's ranks, and exit with its status."""
-    # Spawn: with its parent, mp.spawn ends a rank by SIGINT, which has no effect while it waits in a collective.
+    # Spawn: if the parent ends, mp.spawn sends a rank SIGINT, which has no effect while it waits in a collective.
     end_with_parent(starter)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starter too, which ends its ranks
-    # Spawn: mp.spawn tells a process only its number on this node. Rank and world size are arithmetic:
-    # with 2 nodes of 8, the third process of node 1 is rank 1 * 8 + 2 = 10 of 16.
+    # Spawn: mp.spawn gives a process only its local rank. Rank and world size follow from it: with 2 nodes of 8,
+    # the third process of node 1 is rank 1 * 8 + 2 = 10 of 16.
     ranks = Ranks(
         rank=node.node_rank * node.nproc_per_node + local_rank,
         local_rank=local_rank,
         world_size=node.nnodes * node.nproc_per_node,
         local_world_size=node.nproc_per_node,
     )
-    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # an error names them
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # error messages name them
     try:
         status = exit_status(lambda: run_rank(args, ranks, has_met))
     except Exception:
-        traceback.print_exc()  # Spawn: mp.spawn keeps it for its own join(), which is not used here
+        traceback.print_exc()  # Spawn: mp.spawn would show it only in its join(), which is not used here
         status = 1
     sys.exit(status)
 
@@ -94,17 +94,18 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, ha
 def start_ranks(args: SpawnOptions, node: Node, has_met: Event) -> mp.ProcessContext:
     """Start this node's ranks with the stop signals blocked; a rank unblocks them once it handles them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    # Spawn: each rank is a new interpreter that imports this module, torch and all, before it calls begin_rank.
-    # fork would save that and break: CUDA and OpenMP do not survive it. join=False, because mp.spawn's join()
-    # ends the other ranks by TERM, which they take for "write a checkpoint", and by KILL 30 s later.
+    # Spawn: each rank is a new interpreter that imports this module and torch before it calls begin_rank. fork
+    # would avoid that, but CUDA and OpenMP do not survive it. join=False, because mp.spawn's join() sends the
+    # other ranks TERM after a failure, which they take for "write a checkpoint", and KILL 30 s later.
     arguments = (args, node, os.getpid(), has_met)
     return cast(mp.ProcessContext, mp.spawn(begin_rank, arguments, nprocs=node.nproc_per_node, join=False))
 
 
 def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | None]:
-    """Wait until all ranks have ended, or until GRACE_S after one has failed; pass the stop signals on to them.
+    """Wait until all ranks have ended, or until GRACE_S after one has failed; forward stop signals to them.
 
-    Return each rank's exit status: negative for a signal, None if it still runs.
+    Also stop waiting for ranks that have not met MEETING_S after a stop signal. Return each rank's exit status:
+    negative for a signal, None if it still runs.
     """
     received: list[int] = []
     for number in STOP_SIGNALS:
@@ -130,7 +131,7 @@ def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | Non
 
 
 def leave_early(number: int, frame: FrameType | None) -> None:
-    """End a starter that has started no rank yet."""
+    """Exit on a stop signal before any rank has started."""
     print(f"stopped by {signal.Signals(number).name} before any rank had started", flush=True)
     sys.exit(0)
 
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_head(node)
     os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
-    start_tracker()  # else the event does, and lets the stop signals in
+    start_tracker()  # else the event starts it, without blocking the stop signals there
     has_met = mp.get_context("spawn").Event()
     context = start_ranks(args, node, has_met)
     try:

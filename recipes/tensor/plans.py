@@ -1,8 +1,8 @@
 """How each model is split over the ranks of a replica: column-wise layers, each followed by a row-wise one.
 
-A column-wise layer holds some of the rows of its weight, and so computes some of its outputs from all inputs; a
-row-wise layer takes just those as inputs, and the sum over the ranks is its output. What is not split, each rank
-holds and computes whole. With sequence parallelism, what is between these pairs is computed for some tokens.
+On each rank, a column-wise layer holds some rows of its weight and computes some outputs from all inputs; the
+row-wise layer after it takes those outputs as inputs, and its output is the sum over the ranks. Each rank holds
+all other layers whole and computes them for all tokens or, with sequence parallelism, for some of the tokens.
 """
 
 from __future__ import annotations
@@ -62,15 +62,12 @@ def parallelize(
     """Split the model in place; return the names of its packed parameters (queries, keys and values in one).
 
     Args:
-        model: one of PLANS.
-        name: what --model calls it.
+        model: an instance of one of the classes in PLANS.
+        name: the model's name in --model.
         mesh: the ranks of a replica.
-        sequence: between the layers that are split, a rank has some of the tokens, of a DTensor (B, T, width).
-        vocabulary: a rank has some rows of the embedding; in training the logits are a DTensor that it has some
-            columns of.
-
-    Raises:
-        UserError: the model has no plan, nothing that an option splits, or a layer that does not divide.
+        sequence: between the split layers, a rank has some of the tokens of a DTensor (B, T, width).
+        vocabulary: a rank has some rows of the embedding; in training, the logits are a DTensor and a rank has
+            some of its columns.
     """
     ranks = mesh.size()
     if ranks == 1:
@@ -90,7 +87,7 @@ def parallelize(
             raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
         layers.update(VOCABULARY)
     packed: set[str] = set()
-    torch.backends.mha.set_fastpath_enabled(False)  # evaluation's fused layer reads whole weights
+    torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
         if isinstance(module, Attention | nn.MultiheadAttention):
             packed.update(split_heads(module, path, name, mesh))
@@ -98,18 +95,19 @@ def parallelize(
         check_layers(model, path, style, name, ranks)
     styles = make_styles(sequence)
     plan = {path: styles[style] for path, style in layers.items()}
-    # Tensor: every rank has drawn the same weights and cuts its shards out of them: nothing crosses the wire.
+    # Tensor: every rank has drawn the same weights and cuts out its shards: nothing crosses the wire.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     if vocabulary and isinstance(model, GPT):
-        model.head.weight = model.embedding.weight  # one matrix again
+        model.head.weight = model.embedding.weight  # tie the matrices again
         model.head.register_forward_hook(whole_logits)
     return packed
 
 
 def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """Return how to split a layer, by the plans' words; bytes are those that each of N ranks sends.
+    """Return the style of splitting a layer for each word in the plans.
 
-    A full activation has S = 4 x batch x places x width bytes in fp32.
+    The comments give the bytes that each of N ranks sends. A full activation has S = 4 x batch x positions x width
+    bytes in fp32.
     """
     whole, tokens = Replicate(), Shard(1)
     between = tokens if sequence else whole
@@ -120,29 +118,29 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
         # Tensor: a row-wise layer all-reduces its output, 2 (N-1)/N S, and sends nothing back. With a sequence, it
         # reduce-scatters its output, and all-gathers the gradient: (N-1)/N S each.
         "row": RowwiseParallel(output_layouts=between, use_local_output=not sequence),
-        # Tensor: a norm sends nothing. Its weights' gradient is that of a rank's own tokens: train.py sums it.
+        # Tensor: a norm sends nothing. Its weights' gradient is of the rank's own tokens: train.py sums it.
         "tokens": SequenceParallel(),
-        # Tensor: each rank keeps some of the tokens that all have embedded; all-gathers their gradient: (N-1)/N S.
+        # Tensor: each rank embeds all tokens and keeps some; all-gathers their gradient: (N-1)/N S.
         "cut": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
-        # Tensor: all-gathers the tokens, (N-1)/N S; each rank cuts its part out of their gradient.
+        # Tensor: all-gathers the tokens, (N-1)/N S; in backward, each rank takes its part of their gradient.
         "gather": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole, use_local_output=True),
-        # Tensor: of the tokens, each rank looks up those whose rows it has, and the others are zeros: all-reduces
-        # the sum, 2 (N-1)/N S. With a sequence, reduce-scatters it, and all-gathers the gradient: (N-1)/N S each.
+        # Tensor: each rank looks up the tokens whose rows it has, and sets the others to zero: all-reduces the
+        # sum, 2 (N-1)/N S. With a sequence, reduce-scatters it, and all-gathers the gradient: (N-1)/N S each.
         "vocabulary": RowwiseParallel(input_layouts=whole, output_layouts=between, use_local_output=not sequence),
-        # Tensor: each rank computes the logits of its rows of the vocabulary from all numbers, as a column-wise
-        # layer does: all-reduces their gradient, 2 (N-1)/N S.
+        # Tensor: each rank computes the logits of its rows of the vocabulary from the whole activation, as a
+        # column-wise layer does: all-reduces the activation's gradient, 2 (N-1)/N S.
         "copy": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=whole, use_local_output=False),
     }
 
 
 def whole_logits(head: nn.Module, _: Any, logits: DTensor) -> Tensor:
-    """Return the logits of a GPT's head: in training, as shards."""
-    # Tensor: evaluation all-gathers the logits: (N-1)/N x 4 x batch x places x vocabulary bytes.
+    """Return the logits of a GPT's head, in training as shards and in evaluation whole."""
+    # Tensor: evaluation all-gathers the logits: (N-1)/N x 4 x batch x positions x vocabulary bytes.
     return logits if head.training else logits.full_tensor()
 
 
 def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:
-    """Raise UserError where a layer to be split does not divide."""
+    """Raise UserError if the number of ranks does not divide a layer that is to be split."""
     for path, module in model.named_modules():
         if fnmatch(path, pattern) and isinstance(module, nn.Linear):
             size = module.out_features if style == "column" else module.in_features
@@ -154,8 +152,8 @@ def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: i
 def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> list[str]:
     """Give each rank the rows of some heads; return the names of the packed parameters.
 
-    Its rows are all queries', all keys' and all values'. In another order, each rank's are next to one another:
-    its heads' queries, keys and values.
+    A packed parameter has the rows of all queries, then all keys, then all values. They are reordered so that each
+    rank's rows, its heads' queries, keys and values, are contiguous.
     """
     ranks = mesh.size()
     heads: int = attention.heads if isinstance(attention, Attention) else attention.num_heads
@@ -177,8 +175,8 @@ def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: s
 def attend(
     attention: nn.MultiheadAttention, heads: int, mesh: DeviceMesh, tokens: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """Compute self-attention over this rank's heads, in place of the module's forward()."""
-    # Tensor: a column-wise layer that is no module of its own: see make_styles().
+    """Compute self-attention over this rank's heads; replaces the module's forward()."""
+    # Tensor: a column-wise layer that is not a separate module: see make_styles().
     if isinstance(tokens, DTensor):
         everywhere = tokens.redistribute(placements=[Replicate()])
     else:
@@ -191,12 +189,12 @@ def attend(
 
 
 def swap(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Return rows that lie as `outer` x `inner` equal groups in the order `inner` x `outer`."""
+    """Reorder rows that are `outer` x `inner` equal groups to the order `inner` x `outer`."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def packed_boxes(packed: set[str], ranks: int, name: str | None, box: Box) -> list[Box]:
-    """Return where a rank's rows lie in the whole model: those of packed parameters in three places."""
+    """Return the boxes of a rank's rows in the whole model: three for a packed parameter, else one."""
     if name not in packed or not box:
         return [box]
     (first, end), *columns = box
@@ -208,7 +206,7 @@ def packed_boxes(packed: set[str], ranks: int, name: str | None, box: Box) -> li
 def reorder_packed(
     content: dict[str, Any], model: nn.Module, packed: set[str], outer: int, inner: int
 ) -> dict[str, Any]:
-    """Return a checkpoint's content, or outline, with packed parameters and their optimizer state swapped."""
+    """Reorder the rows of packed parameters and of their optimizer state in a checkpoint's content or outline."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in packed}
 
     def change(name: str | None, value: Any) -> Any:

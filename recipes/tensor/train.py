@@ -37,7 +37,7 @@ from recipes.common.world.world import World, connected_world
 from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that travel together, as in DistributedDataParallel."""
+"""Bytes of gradients that travel together, as in DistributedDataParallel."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TensorOptions(Options):
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         super().check()
         if self.amp == "fp16":
             raise UserError("--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16")
@@ -64,19 +64,19 @@ class TensorOptions(Options):
 
 
 def options(argv: Sequence[str] | None = None) -> TensorOptions:
-    """Return the options of this recipe; raises UserError for what cannot work."""
+    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(TensorOptions, "tensor", __doc__, argv)
 
 
 def check_replicas(world_size: int, tensor_parallel: int) -> None:
-    """Raise UserError where the processes do not make up whole replicas."""
+    """Raise UserError if the world size is not a multiple of the ranks per replica."""
     if world_size % tensor_parallel:
         fix = f"start a multiple of {tensor_parallel} processes, or give --tensor-parallel {world_size}"
         raise UserError(f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes; {fix}")
 
 
 class GradientSum:
-    """Sums gradients over the replicas while backward goes on; each rank has those of its own shards."""
+    """Sums the gradients of a rank's shards over the replicas while backward runs."""
 
     def __init__(self, model: nn.Module, replicas: dist.ProcessGroup, everyone: dist.ProcessGroup) -> None:
         self.replicas, self.everyone, self.is_last = replicas, everyone, True
@@ -88,14 +88,14 @@ class GradientSum:
             parameter.register_post_accumulate_grad_hook(self.add)
 
     def add(self, parameter: Tensor) -> None:
-        """Take a gradient that is complete after the last pass of a step, and send a bucket that is full."""
+        """In the last pass of a step, add a complete gradient to its bucket, and send the bucket if it is full."""
         if not self.is_last:
             return
         self.taken.add(parameter)
         gradient, group = cast(Tensor, parameter.grad), self.replicas
         if isinstance(gradient, DTensor):
             own = gradient.to_local()
-            if gradient.placements == (Partial(),):  # a norm's, of this rank's tokens: the sum will be whole
+            if gradient.placements == (Partial(),):  # a norm's, of this rank's tokens only: sum over all ranks
                 group = self.everyone
                 parameter.grad = DTensor.from_local(own, gradient.device_mesh, [Replicate()], run_check=False)
             gradient = own
@@ -105,22 +105,22 @@ class GradientSum:
                 self.send(group)
 
     def send(self, group: dist.ProcessGroup) -> None:
-        """Begin to sum the gradients in a bucket."""
+        """Start to sum the gradients in a group's bucket."""
         flat = torch.cat([gradient.flatten() for gradient in self.buckets[group]])
-        # Tensor: replicas have other samples: the ranks that hold the same shards all-reduce their gradients. Of D
-        # replicas, each rank sends 2 (D-1)/D of a bucket's bytes, while backward goes on. With a sequence, the
-        # norms' gradients are sums over the ranks of a replica too: 2 (DN-1)/DN of their bytes.
+        # Tensor: replicas have different samples, so the ranks that hold the same shards all-reduce their
+        # gradients. With D replicas, each rank sends 2 (D-1)/D of a bucket's bytes while backward runs. With a
+        # sequence, the norms' gradients are summed over all ranks: 2 (DN-1)/DN of their bytes.
         work = dist.all_reduce(flat, group=group, async_op=True)
         self.sums.append((self.buckets[group], flat, work))
         self.buckets[group] = []
 
     def finish(self) -> None:
-        """Put the sums in place of all gradients after the last pass of a step.
+        """Replace all gradients with their sums after the last pass of a step.
 
         Raises:
-            UserError: the pass gave a parameter no gradient, on this rank alone perhaps. That of an earlier pass
-                would not be summed, and replicas in which others are missing would sum what does not belong
-                together.
+            UserError: a parameter got no gradient in the last pass, perhaps on this rank only. An earlier pass's
+                gradient would not be summed, and replicas that miss different gradients would sum buckets that do
+                not match.
         """
         missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:
@@ -139,13 +139,13 @@ class GradientSum:
 
 
 def update(job: Job, check: Check) -> None:
-    """Step the optimizer on this rank's shards and on what all ranks hold; call it on all ranks."""
+    """Step the optimizer on this rank's shards and on the replicated parameters; call it on all ranks."""
     with implicit_replication():  # a parameter that is not split is the same on all ranks
         sharding.update(job, check)
 
 
 def train(args: TensorOptions, world: World, stop: Stop) -> None:
-    """Train as the options say; call it on all ranks."""
+    """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.tensor_parallel
     data, model = load_data_and_model(args, "tensor", world, stop, replicas)
     # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (those
@@ -163,21 +163,21 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, batch_parts=parts)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
-        """Add the gradients of a pass to those of earlier passes; return this rank's part of the loss."""
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
         gradients.is_last = is_last
-        # Tensor: from logits in shards, ranks all-reduce each place's maximum, its sum of exponentials and its
-        # target's logit: 3 x 2 (N-1)/N x 4 bytes for each place.
+        # Tensor: from sharded logits, ranks all-reduce each position's maximum, sum of exponentials and target
+        # logit: 3 x 2 (N-1)/N x 4 bytes per position.
         shards = loss_parallel() if args.loss_parallel else nullcontext()
         with world.watch("gradients", computes=True), shards:
             with autocast(args, world.device):
                 loss = job.loss(model(inputs), targets)
             loss.backward()
             gradients.finish()
-        # Tensor: all ranks of a replica have its loss: each gives a part of it to the sum that is logged.
+        # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
         return sharding.whole(loss.detach()) / tp.size()
 
     def predict(inputs: Tensor) -> Tensor | None:
-        # Tensor: evaluation sums activations too; the first rank of a replica counts its samples.
+        # Tensor: evaluation sums activations too; only the first rank of a replica counts its samples.
         with world.watch("evaluation", computes=True), autocast(args, world.device):
             output = model(inputs)
         return output if tp.get_local_rank() == 0 else None
@@ -185,7 +185,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     def gather_state() -> Content | None:
         if args.sharded_checkpoints:
             return sharding.own_state(job, dp.get_local_rank() == 0, boxes)
-        # Tensor: rank 0 gathers the shards of its replica; the file is that of a model that is not split.
+        # Tensor: rank 0 gathers the shards of its replica; the file is the same as for a model that is not split.
         state = sharding.gather_state(job)
         return state and reorder_packed(state, model, packed, tp.size(), 3)
 
@@ -200,12 +200,12 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
         model,
         predict=predict,
         update=update,
-        # Tensor: the ranks of a replica take the same samples.
+        # Tensor: all ranks of a replica take the same samples.
         shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
         counts_skipped=tp.get_local_rank() == 0,
         gather_state=gather_state,
     )
-    # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards. Of a sharded checkpoint
+    # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards. With a sharded checkpoint,
     # each rank reads its own shards.
     begin_run(job, lambda content: sharding.read_shards(model, content, boxes), own_shards)
     if args.sharded_checkpoints:
@@ -215,10 +215,10 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the options say; call it on every rank."""
+    """Train with the options in argv; call it on every rank."""
     args = options(argv)
     stop = Stop()
-    # Tensor: a launcher (torchrun, srun, mpirun) tells each process who it is.
+    # Tensor: a launcher (torchrun, srun, mpirun) gives each process its rank.
     ranks = read_ranks("tensor")
     check_replicas(ranks.world_size, args.tensor_parallel)
     with connected_world(args, ranks) as world:

@@ -26,25 +26,25 @@ print("trains", flush=True)
 while os.environ["RESUME"] == "none":
     time.sleep(0.1)
 """
-"""A script whose GPU on n2 falls off the bus; it ends well when it is told to resume."""
+"""A script whose GPU on n2 falls off the bus; it succeeds once it is told to resume."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that scripts/lab/slurm_cluster.sh keeps in a folder."""
+    """A cluster that scripts/lab/slurm_cluster.sh runs in a folder."""
 
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what puts the cluster's commands into PATH."""
+        """Return the variables that put the cluster's commands into PATH."""
         return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_DIR": str(self.folder)}
 
     def script(
         self, *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run scripts/lab/slurm_cluster.sh."""
-        # What a launcher or a user around the tests has set must not reach the jobs.
+        # Slurm variables that a launcher or user has set around the tests must not reach the jobs.
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         own |= {"SLURM_CLUSTER_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
         own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **(env or {})}
@@ -52,16 +52,16 @@ class Cluster:
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     def run(self, *words: str, cwd: Path = ROOT, **env: str) -> str:
-        """Run a Slurm command; return what it printed."""
+        """Run a Slurm command; return its output."""
         result = self.script("run", *words, cwd=cwd, env=env)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
     def submit(self, folder: Path, file: str, *options: str, flags: tuple[str, ...] = (), **env: str) -> Job:
-        """Submit a file of slurm/ from another folder, with its record and logs there."""
+        """Submit a file of slurm/ from a folder, which gets the record and the logs."""
         words = ["sbatch", "--parsable", *flags, str(ROOT / "slurm" / file)]
         own = ["--runs-dir", str(folder), *([] if file.startswith("doctor") else ["--no-tensorboard"])]
-        device = ["--device", "cpu"]  # Slurm counts GPUs here that no machine has
+        device = ["--device", "cpu"]  # Slurm counts GPUs here that do not exist
         if "SCRIPT" in env:
             own, device, env = [], [], {"RUNS_DIR": str(folder), **env}
         number = self.run(*words, *options, *device, *own, cwd=folder, **env).strip()
@@ -92,14 +92,14 @@ class Job:
     cluster: Cluster
     number: str
     folder: Path
-    """Where it was submitted, and where its record is."""
+    """The folder in which it was submitted, and which has its record."""
 
     def field(self, name: str) -> str:
         """Return a field of scontrol show job."""
         return self.fields(name)[0]
 
     def fields(self, *names: str) -> list[str]:
-        """Return some of them, as they are at the same time."""
+        """Return several fields from one call, so that they are consistent."""
         line = self.cluster.run("scontrol", "--oneliner", "show", "job", self.number)
         found = [re.search(rf" {name}=(\S*)", line) for name in names]
         assert all(found), line
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def text(self) -> str:
-        """What the batch script has printed so far: its own words, and those of the head node."""
+        """Output of the batch script so far, with the head node's output."""
         [path] = [*self.folder.glob(f"*-{self.number}.out")] or [Path(os.devnull)]
         return path.read_text()
 
@@ -123,7 +123,7 @@ class Job:
         wait_until(lambda: text in self.text, timeout_s, lambda: f"{text!r} in:\n{self.text}")
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> str:
-        """Wait for the job's end, after which no process of it may be left; return its state."""
+        """Wait for the job's end; return its state. No process of it may be left over."""
         wait_until(self.has_ended, timeout_s, lambda: f"an end of:\n{self.text}")
         state = self.field("JobState")
         mark = f"job{self.number}"
@@ -131,17 +131,17 @@ class Job:
         return state
 
     def has_ended(self) -> bool:
-        """Whether it has ended for good."""
+        """Return whether the job has ended and is not about to be requeued."""
         state, requeue = self.fields("JobState", "Requeue")
         return state in FINAL and requeue != "pending"
 
     def complete(self, timeout_s: float = TIMEOUT_S) -> str:
-        """Wait for a good end; return the result line, which must be the last one."""
+        """Wait until the job completes; return the last line, which should be the result line."""
         state = self.wait(timeout_s)
         assert state == "COMPLETED", f"{state}:\n{self.text}"
         return self.text.splitlines()[-1]
 
     def ranks(self) -> list[str]:
-        """Return the last start's map of ranks, without what their devices are."""
+        """Return the map of ranks of the last start, without the devices."""
         launches = json.loads((self.run / "config.json").read_text())["launches"]
         return [re.sub(": CPU.*", "", line) for line in launches[-1]["ranks"]]

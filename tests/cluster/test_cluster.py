@@ -27,7 +27,7 @@ def test_down_leaves_nothing(tmp_path_factory):
     assert f"source {cluster.folder}/activate" in up.stdout
     inside = [p for p in psutil.process_iter() if is_of(p, cluster)]
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
-    # A job under way, and a command that runs inside from outside.
+    # A running job, and a command that was started inside the cluster from outside.
     cluster.run("sbatch", "--wrap", "sleep 1000", cwd=cluster.folder)
     command = [str(ROOT / "scripts/lab/slurm_cluster.sh"), "run", "srun", "sleep", "1000"]
     outside = subprocess.Popen(command, env={**os.environ, "SLURM_CLUSTER_DIR": str(cluster.folder)})
@@ -46,14 +46,14 @@ def test_down_leaves_nothing(tmp_path_factory):
     assert not [p for p in psutil.process_iter() if is_of(p, cluster)]
     assert not [p for p in inside if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     mounts = subprocess.run(["findmnt", "--raw"], capture_output=True, text=True).stdout
-    assert "/run/netns" not in mounts  # a Docker engine has its own in /run/docker/netns
-    # Slurm's commands now say what to do.
+    assert "/run/netns" not in mounts  # a Docker engine has its namespaces in /run/docker/netns
+    # Slurm's commands now print what to do.
     result = cluster.script("run", "sinfo")
     assert (result.returncode, result.stderr) == (2, "error: no test cluster is up; make slurm-up starts one\n")
 
 
 def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):
-    """As on many clusters: NodeName is not the host's name, and CPUs counts threads."""
+    """As on many clusters, NodeName is not the host's name, and CPUs counts threads."""
     require_slurm()
     cluster = Cluster(tmp_path / "c")
     up = cluster.script("up", "2", env={"HOST_PREFIX": "rack7-", "THREADS_PER_CORE": "2"})
@@ -97,7 +97,7 @@ def test_a_user_without_root_is_told():
     as_nobody = (
         ["setpriv", f"--reuid={pwd.getpwnam('nobody').pw_uid}", "--clear-groups"] if os.geteuid() == 0 else []
     )
-    with tempfile.TemporaryDirectory() as folder:  # where anybody may look
+    with tempfile.TemporaryDirectory() as folder:  # any user may read this folder
         Path(folder).chmod(0o755)
         script = shutil.copy(ROOT / "scripts/lab/slurm_cluster.sh", folder)
         result = subprocess.run([*as_nobody, script, "up"], cwd=folder, capture_output=True, text=True)

@@ -26,7 +26,7 @@ TAG = "test"
 
 
 def docker(*words, check=True):
-    """Run a docker command; return what it printed."""
+    """Run a docker command; return its output."""
     done = subprocess.run([DOCKER, *words], capture_output=True, text=True, timeout=120)
     assert not check or done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -52,7 +52,7 @@ def require_engine():
 
 
 def base_image():
-    """Return an image to build on: BASE_IMAGE, or one made of Debian's packages."""
+    """Return an image to build on: BASE_IMAGE, or one built from Debian packages."""
     given = os.environ.get("BASE_IMAGE")
     if given or has_image(STAND_IN):
         return given or STAND_IN
@@ -65,17 +65,17 @@ def base_image():
 
 @contextlib.contextmanager
 def alone(what):
-    """Let no other test worker do the same at the same time."""
+    """Hold a lock, so that only one test worker at a time does this."""
     with open(Path(tempfile.gettempdir(), f"cluster-recipes-{what}-{os.getuid()}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def image(recipe):
-    """Build the image of a recipe, once for all test workers, and return its name."""
+    """Build a recipe's image, once for all test workers; return its name."""
     require_engine()
     with alone("image"):
-        # Without changes it takes no time: the engine has all layers.
+        # Without changes this takes no time, because the engine has all layers.
         environment = {**os.environ, "TAG": TAG, "BASE_IMAGE": base_image()}
         build = [ROOT / "docker/image.sh", "build", recipe]
         done = subprocess.run(build, env=environment, capture_output=True, text=True, timeout=1500)
@@ -96,7 +96,7 @@ def horovod_image():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that also other users can reach, as a user's own is."""
+    """Return a folder that other users can reach too, like a user's own folder."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent == Path(tempfile.gettempdir()):
             break
@@ -105,7 +105,7 @@ def folder(tmp_path):
 
 
 def run_nodes(image, recipe, nodes, folder, name, *options, processes=1, start_in=ROOT):
-    """Start a job as `make run WITH=docker` does."""
+    """Start a job like `make run WITH=docker`."""
     words = [recipe, "--nodes", str(nodes), "--nproc-per-node", str(processes), "--"]
     words += words_for(folder, name, *options)
     start = ("env", "-C", str(start_in), f"PYTHONPATH={ROOT}", sys.executable, "-m", "docker.compose")
@@ -113,7 +113,7 @@ def run_nodes(image, recipe, nodes, folder, name, *options, processes=1, start_i
 
 
 def left():
-    """Return the containers and networks of jobs."""
+    """Return the names of the containers and networks of jobs that are left."""
     containers = docker("ps", "--all", "--format", "{{.Names}}").split()
     networks = docker("network", "ls", "--format", "{{.Name}}").split()
     return [name for name in containers + networks if name.startswith("cluster-recipes-")]
@@ -121,9 +121,9 @@ def left():
 
 @pytest.fixture(autouse=True)
 def no_container_is_left():
-    """Remove what a failed test has left behind: the engine's processes are not the test's own.
+    """Remove the containers that a failed test leaves behind: the engine's processes are not the test's own.
 
-    One test at a time: each holds that nothing is left.
+    Only one test at a time runs, because each asserts that nothing is left.
     """
     with alone("containers"):
         yield
@@ -133,7 +133,7 @@ def no_container_is_left():
 
 
 def containers_of(command):
-    """Return the ids of a job's containers by their hosts' names, once all of them run."""
+    """Return the ids of a job's containers by host name, once all of them run."""
     [project] = {
         process.environ()["COMPOSE_PROJECT_NAME"]
         for process in command.processes()
@@ -146,7 +146,7 @@ def containers_of(command):
 
 @pytest.mark.timeout(1500)
 def test_two_containers_give_the_losses_of_single(ddp_image, folder):
-    """And they find a model of the caller's own, which is LeNet here."""
+    """The containers also find a model in the caller's folder, here LeNet."""
     options = ("--epochs", "2")
     (folder / "mine.py").write_text("from helper import LeNet\n\ndef net(data):\n    return LeNet(1, 8, 10)\n")
     (folder / "helper.py").write_text("from recipes.common.models.models import LeNet\n")
@@ -170,7 +170,7 @@ def test_two_containers_give_the_losses_of_single(ddp_image, folder):
 
 @pytest.mark.timeout(1500)
 def test_a_script_has_the_same_paths_in_containers(ddp_image, folder):
-    """And Ctrl-C ends both nodes. spawn's launcher starts one process a node, and needs no torch."""
+    """Ctrl-C ends both nodes, too. spawn's launcher starts one process per node, and needs no torch."""
     (folder / "helper.py").write_text("names = ('NODE_RANK', 'NNODES', 'RUN_DIR', 'RESUME')\n")
     (folder / "train.py").write_text(
         "import os, helper, pathlib, sys, time\n"
@@ -224,7 +224,7 @@ def test_horovod_has_mpi_gloo_and_an_sshd_that_an_ordinary_user_can_start(horovo
 
 @pytest.mark.timeout(1500)
 def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
-    """Its containers have no rights, and it ends everywhere at once; a stop signal writes a checkpoint."""
+    """The job's containers have no rights, and end at once on all nodes; a stop signal writes a checkpoint."""
     options = ("--epochs", "400", "--deterministic")
     command = run_nodes(ddp_image, "ddp", 3, folder, "three", *options, "--checkpoint-every", "20")
     command.wait_for_step(folder / "three", 60)
@@ -245,7 +245,7 @@ def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
     assert "error: node 2 ended with status 137; all nodes are stopped" in done.errors
     assert left() == []
 
-    later = last_step(folder / "three") + 10  # the lost job may have logged more than it had saved
+    later = last_step(folder / "three") + 10  # the lost job may have logged more steps than it had saved
     command = run_nodes(ddp_image, "ddp", 2, folder, "three", *options, "--resume", "auto")
     command.wait_for_step(folder / "three", later)
     assert "resumed from" in command.text
@@ -265,7 +265,7 @@ def test_nothing_is_left_of_a_job_whose_starter_was_killed(ddp_image, folder):
     command.wait_for_step(folder / "killed", 30)
     command.process.send_signal(signal.SIGKILL)
     wait_until(lambda: not left(), 60, lambda: f"nothing left: {left()}")
-    assert newest_checkpoint(folder / "killed")["position"]["step"] >= 30  # TERM came first
+    assert newest_checkpoint(folder / "killed")["position"]["step"] >= 30  # the containers got TERM first
 
 
 @pytest.mark.timeout(1500)
@@ -311,7 +311,7 @@ def test_refusals(ddp_image, folder):
 
 
 def composer(file, **env):
-    """Return a function that calls Compose as a user would by hand, and returns what it has printed."""
+    """Return a function that calls Compose as a user would by hand, and returns its output."""
     plugin = subprocess.run([DOCKER, "compose", "version"], capture_output=True, timeout=60).returncode == 0
     program = [DOCKER, "compose"] if plugin else ["docker-compose"]
 
@@ -326,7 +326,7 @@ def composer(file, **env):
 
 @pytest.mark.timeout(1500)
 def test_the_compose_file_trains_by_hand(ddp_image, folder):
-    """As its first lines say: with what it sets by itself, as the user whose folders these are."""
+    """Follow the file's first lines: with its own defaults, as the user who owns the folders."""
     for name in ("runs", "data"):
         (folder / name).mkdir()
     own = {"CONTAINER_USER": f"{os.getuid()}:{os.getgid()}", "RUNS": f"{folder}/runs", "DATA": f"{folder}/data"}

@@ -34,7 +34,7 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
     sizes = world_sizes(job)
     try:
         for process in [*cluster.processes("slurmd -D -N n3"), *cluster.processes(job.run.name, "n3")]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # some end with those before them
+            with contextlib.suppress(psutil.NoSuchProcess):  # some end together with earlier ones
                 process.kill()
         wait_until(lambda: world_sizes(job)[len(sizes) :] == [2], TIMEOUT_S, lambda: f"without n3: {job.text}")
         (tmp_path / "end").touch()

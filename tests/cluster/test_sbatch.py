@@ -21,7 +21,7 @@ SETTINGS = (
     *("--global-batch-size", "96", "--seed", "2", "--lr", "0.01", "--warmup-steps", "5"),
     *("--max-steps", "24", "--log-every", "1"),
 )
-"""Few steps at a rate that lets rounding stay small."""
+"""Few steps, at a learning rate that keeps rounding errors small."""
 
 ENDLESS = ("--epochs", "100000", "--data", "tests.slow_data:images", "--workers", "0")
 
@@ -39,11 +39,11 @@ FILES = {
 OPTIONS = {"apex": ("--opt-level", "O0")} | dict.fromkeys(
     ("horovod-pmix", "horovod-gloo", "horovod-mpirun"), ("--compression", "none")
 )
-"""What makes a recipe exact."""
+"""Options that make a recipe exact."""
 
 
 def submit(cluster, folder, name, *options, flags=("--gpus-per-node=1",)):
-    """Submit a file by its name here; a rank a node is enough for most tests, and starts sooner than two."""
+    """Submit a file by its key in FILES; one rank per node is enough for most tests, and starts sooner."""
     if name.startswith("horovod"):
         need_horovod()
     if name in ("horovod-pmix", "horovod-mpirun"):
@@ -55,8 +55,8 @@ def submit(cluster, folder, name, *options, flags=("--gpus-per-node=1",)):
 
 
 def assert_world_size(world_size, cluster, folder, file, flags, **env):
-    """Submit a script that needs no torch; assert how many ranks it was; return the job, which is complete."""
-    # One write: lines of several ranks may not mix.
+    """Submit a script that needs no torch; assert its number of ranks; return the completed job."""
+    # One write, so that the lines of several ranks do not mix.
     source = "import os\nos.write(1, f'one of {os.environ[\"WORLD_SIZE\"]}\\n'.encode())\n"
     (folder / "train.py").write_text(source)
     job = cluster.submit(folder, file, flags=flags, SCRIPT="train.py", **{"PYTHON": sys.executable, **env})
@@ -68,15 +68,15 @@ def assert_world_size(world_size, cluster, folder, file, flags, **env):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """Return the record of one process, for all to be compared with."""
+    """Return the run of one process, with which all others are compared."""
     return train("single", tmp_path_factory.mktemp("single"), 1, *SETTINGS)
 
 
 ONE_PER_NODE = ("horovod-gloo", "horovod-mpirun")
-"""Where several ranks of a node start elsewhere: by ddp.sbatch, in test_horovod.py and test_mpirun.py."""
+"""Files tested with one rank per node; ddp.sbatch, test_horovod.py and test_mpirun.py start several per node."""
 
 BESIDE = ("apex", "fsdp")
-"""They start as ddp does, too: both at once, on the same nodes. So do tensor and pipeline."""
+"""Both start like ddp, as tensor and pipeline do; here they run at the same time on the same nodes."""
 
 
 def test_files_of_the_other_recipes_are_links_to_ddps():
@@ -86,7 +86,7 @@ def test_files_of_the_other_recipes_are_links_to_ddps():
 
 class TestNumbers:
     def check(self, job, single, per_node):
-        """Assert that a job ends with the losses of single, and with per_node ranks on each of n1 and n2."""
+        """Assert that a job ends with the losses of single, and had per_node ranks on each of n1 and n2."""
         result, _, record = job.complete().partition(" record=")
         figures = rf"result recipe=\w+ world_size={2 * per_node} test_accuracy=0\.\d+ samples_per_s=\d+"
         assert re.fullmatch(figures, result)
@@ -117,7 +117,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("file", "flags", "world_size"),
         [
-            ("ddp-srun", ("--nodes=1",), 2),  # the file's two GPUs of one node
+            ("ddp-srun", ("--nodes=1",), 2),  # the file asks for two GPUs per node
             ("ddp", ("--gpus-per-node=0",), 2),
             ("ddp", ("--gpus-per-node=0", "--nodes=1", "--ntasks-per-node=3", "--cpus-per-task=1"), 3),
         ],
@@ -145,30 +145,30 @@ class TestNumbers:
 
 LONG = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
 LONG += ("--epochs", "30", "--checkpoint-every", "5", "--deterministic", "--seed", "2")
-"""240 steps of 0.2 s, in which the cores are free, until the file of SLOW_UNTIL is there."""
+"""240 steps of 0.2 s, which leave the cores free, until the file of SLOW_UNTIL exists."""
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return the weights after a LONG run of two ranks that nothing has disturbed."""
+    """Return the weights after an undisturbed LONG run of two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return weights(train("ddp", folder, 2, *LONG, nodes=2, SLOW_UNTIL=str(folder)))
 
 
 def near_the_limit(cluster, job):
-    """Send what Slurm sends a while before the time limit (--signal=B:USR1@120)."""
+    """Send the signal that Slurm sends before the time limit (--signal=B:USR1@120)."""
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
 
 
 def wait_for_epoch_of_resumed(job):
-    """Wait until the job has started again and finished an epoch since."""
+    """Wait until the job has been restarted and has then finished an epoch."""
     job.wait_for_text("resumed from")
     wait_until(lambda: "epoch " in job.text.partition("resumed from")[2], TIMEOUT_S, lambda: job.text)
 
 
 class TestRequeue:
     def check_end(self, job, expected, restarts=1):
-        """Assert that a job that was disturbed has gone on each time, and ends with the expected weights."""
+        """Assert that a disturbed job has resumed each time, and ends with the expected weights."""
         assert job.complete().startswith("result ")
         assert job.field("Restarts") == str(restarts)
         steps = [launch["step"] for launch in json.loads((job.run / "config.json").read_text())["launches"]]
@@ -178,7 +178,7 @@ class TestRequeue:
         assert is_equal(weights(job.run), expected)
 
     def test_a_job_goes_on_and_ends_like_an_undisturbed_one(self, cluster, tmp_path, undisturbed):
-        """An urgent job takes its nodes; later an operator requeues it."""
+        """An urgent job takes the job's nodes; later an operator requeues it."""
         end = tmp_path / "end"
         file, env = "ddp-srun.sbatch", {"PYTHON": sys.executable, "SLOW_UNTIL": str(end)}
         job = cluster.submit(tmp_path, file, *LONG, flags=("--gpus-per-node=1",), **env)
@@ -194,11 +194,11 @@ class TestRequeue:
         ("file", "flags"),
         [
             ("ddp.sbatch", ("--gpus-per-node=1",)),
-            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2")),  # its ranks are ddp's, to the last bit
+            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2")),  # its ranks equal ddp's to the last bit
         ],
     )
     def test_near_the_time_limit(self, cluster, tmp_path, undisturbed, file, flags):
-        """test_images.py sends the signal to processes that decode images, too, as Slurm does."""
+        """test_images.py sends the signal also to processes that decode images, as Slurm does."""
         end = tmp_path / "end"
         env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(end)}
         job = cluster.submit(tmp_path, file, *LONG, flags=flags, **env)
@@ -213,7 +213,7 @@ class TestRequeue:
         assert not re.search("Traceback|[Ww]arning", "".join(logs)), logs
 
     def test_the_time_limit_itself_and_only_so_often(self, cluster, tmp_path):
-        """Of a script, which needs no torch, while the others wait."""
+        """The job is a script, which needs no torch."""
         (tmp_path / "train.py").write_text(SAVES_EACH_TIME)
         flags = ("--time=30", "--signal=B:USR1@30", "--nodes=1", "--gpus-per-node=1")
         flags += ("--export=ALL,MAX_REQUEUES=1",)
@@ -227,7 +227,7 @@ class TestRequeue:
         job.wait_for_text("it is requeued")
         cluster.run(
             "scontrol", "update", f"JobId={job.number}", "TimeLimit=30"
-        )  # which it keeps for the next start
+        )  # the job keeps this limit for the next start
         job.wait_for_text("trains, RESUME=auto")
         assert "got USR1: ranks write a checkpoint" in job.text
         near_the_limit(cluster, job)
@@ -250,8 +250,8 @@ class TestRequeue:
         array = cluster.submit(tmp_path, "array.sbatch", "single", *LONG, flags=flags, **env)
         tasks = [type(array)(cluster, f"{array.number}_{index}", tmp_path) for index in range(2)]
         tasks[0].wait_for_text(", start 1: ")
-        tasks[1].wait_for_text("epoch 2 ")  # the last: it may end soon
-        near_the_limit(cluster, tasks[1])  # its number is the array's own
+        tasks[1].wait_for_text("epoch 2 ")  # the last task: it may end soon
+        near_the_limit(cluster, tasks[1])  # its job number is the array's own
         tasks[1].wait_for_text("resumed from")
         (tmp_path / "end").touch()
         for task, rate, restarts in zip(tasks, (0.01, 0.02), "01", strict=True):
@@ -281,7 +281,7 @@ class TestRequeue:
 class TestEnds:
     @pytest.mark.parametrize("name", ["ddp", "ddp-srun", "horovod-pmix", "horovod-mpirun"])
     def test_a_killed_rank_ends_the_job_everywhere(self, cluster, tmp_path, name):
-        """Of a script whose other rank notices nothing: what starts the ranks has to."""
+        """The job is a script whose other rank notices nothing, so the launcher of the ranks has to."""
         if name.startswith("horovod"):
             need_mpi()
         (tmp_path / "train.py").write_text(MEETS if name.startswith("horovod") else WAITS)
@@ -310,7 +310,7 @@ class TestEnds:
         assert "Traceback" not in job.text
 
     def test_the_status_is_that_of_the_first_to_end_badly(self, cluster, tmp_path):
-        """And not that of a node that srun has killed thereupon."""
+        """The status is not that of a node that srun has killed as a result."""
         python = tmp_path / "python"
         python.write_text(
             f"""#!/bin/bash
@@ -381,7 +381,7 @@ time.sleep(300)
 
 
 class TestYourOwn:
-    """A script in the recipe's place; most start without torch."""
+    """A script in place of the recipe; most start without torch."""
 
     def submit(self, cluster, folder, file, source, *options, **env):
         (folder / "train.py").write_text(source)
@@ -403,18 +403,18 @@ class TestYourOwn:
 
     def test_mpiruns_ranks_of_a_node_share_its_cores(self, cluster, tmp_path):
         need_mpi()
-        # One write: lines of several ranks may not mix.
+        # One write, so that the lines of several ranks do not mix.
         source = "import os; os.write(1, f'threads {os.environ[\"OMP_NUM_THREADS\"]}\\n'.encode())"
         env = {"START": "mpirun", "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": ""}
         job = self.submit(cluster, tmp_path, "horovod.sbatch", source, **env)
         assert job.wait() == "COMPLETED", job.text
-        threads = max(1, len(os.sched_getaffinity(0)) // 2)  # the test cluster's nodes have this machine's cores
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)  # each node of the test cluster has all local cores
         assert job.text.count(f"threads {threads}\n") == 2, job.text
 
     def test_one_that_saves_is_requeued_and_told_to_resume(self, cluster, tmp_path):
         job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", SAVES)
         job.wait_for_text("trains")
-        other = job.run / "slurm/n2.txt"  # its rank may start later
+        other = job.run / "slurm/n2.txt"  # the rank on n2 may start later
         wait_until(lambda: other.exists() and "trains" in other.read_text(), TIMEOUT_S, "rank 1 trains")
         near_the_limit(cluster, job)
         assert job.wait() == "COMPLETED", job.text
@@ -426,8 +426,8 @@ class TestYourOwn:
         [packages] = (tmp_path / "venv/lib").glob("python*/site-packages")
         (packages / "shared.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
         subprocess.run(["tar", "-C", tmp_path / "venv", "-cf", tmp_path / "venv.tar", "."], check=True, timeout=60)
-        env = {"STAGE": str(tmp_path / "venv.tar"), "STAGE_DIR": "/dev/shm"}  # which each node has for itself
-        for _ in range(2):  # the second job finds it there
+        env = {"STAGE": str(tmp_path / "venv.tar"), "STAGE_DIR": "/dev/shm"}  # each node has its own /dev/shm
+        for _ in range(2):  # the second job finds the unpacked environment
             job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", "import sys; print(sys.prefix)", **env)
             assert job.wait() == "COMPLETED", job.text
             [line] = [line for line in job.text.splitlines() if line.startswith("staged ")]
@@ -468,7 +468,7 @@ class TestYourOwn:
 
 
 class TestContainers:
-    """Stand-ins show what they are asked for and run the command outside of any container."""
+    """Stand-ins print their arguments and run the command outside of any container."""
 
     PYXIS = f"""#!/bin/bash
         if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
@@ -479,7 +479,7 @@ class TestContainers:
     """
 
     def stand_in(self, folder, name, script):
-        """Make a command; return the variables that let a job use it."""
+        """Create a command; return the variables with which a job uses it."""
         tools = folder / "bin"
         tools.mkdir()
         (tools / name).write_text(script)
@@ -506,7 +506,7 @@ class TestContainers:
         assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
 
     def test_all_of_an_elastic_job_runs_in_pyxiss_containers(self, cluster, tmp_path):
-        """The store too: the host may have no torch."""
+        """The store runs there too, because the host may have no torch."""
         env, flags = self.stand_in(tmp_path, "srun", self.PYXIS), ("--gpus-per-node=1",)
         job = assert_world_size(2, cluster, tmp_path, "ddp-elastic.sbatch", flags, **env)
         assert job.text.count(f"srun --container-image={tmp_path}/ddp.sif\n") >= 2, "two nodes and the store"

@@ -30,17 +30,17 @@ pytestmark = pytest.mark.slow
 
 LONG = ("--data", "tests.slow_data:slower_images", "--global-batch-size", "16")
 LONG += ("--epochs", "24", "--deterministic", "--workers", "0")
-"""192 steps of 0.2 s, in which the cores are free, until go_on()."""
+"""192 steps of 0.2 s, which leave the cores free, until go_on()."""
 
 
 def go_on(folder):
-    """Let what is left of a LONG run take no time."""
+    """Make the remaining steps of a LONG run take no time."""
     (folder / "end").touch()
 
 
 @pytest.fixture
 def submit(cluster, tmp_path):
-    """Return a function that starts slurm.submit where the cluster's commands are in PATH."""
+    """Return a function that starts slurm.submit with the cluster's commands in PATH."""
 
     def start(*arguments, **env):
         command = [sys.executable, "-m", "slurm.submit", *arguments]
@@ -52,7 +52,7 @@ def submit(cluster, tmp_path):
 
 @pytest.fixture
 def submitted(submit):
-    """Return a function that submits a job and follows it to its end."""
+    """Return a function that submits a job and follows it until it ends."""
     return lambda *arguments: submit(*arguments).wait(gone_within_s=15)
 
 
@@ -68,7 +68,7 @@ def wait_for_log(command, step, run):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A run that nobody interrupts: two ranks."""
+    """Return an uninterrupted run of two ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return train("ddp", folder, 2, *LONG, SLOW_UNTIL=str(folder))
 
@@ -106,11 +106,11 @@ def test_a_job_that_is_disturbed_ends_with_the_weights_of_an_undisturbed_one(
 ):
     """An urgent job takes a node: signal, checkpoint, requeue. Then an operator requeues it: Slurm sends TERM.
 
-    A third disturbance is one more than its requeues: it fails, and a new job goes on.
+    A third disturbance exceeds --max-requeues: the job fails, and a new job resumes.
     """
     run = tmp_path / "disturbed"
     words = words_for(tmp_path, run.name, *LONG)
-    # All cores of its nodes, so that the urgent job disturbs no other.
+    # The job takes all cores of its nodes, so that the urgent job disturbs no other job.
     shape = ("ddp", "--nodes", "2", "--cpus-per-task", "8", "--time", "5", "--max-requeues", "2")
     command = submit(*shape, "--", *words)
     wait_for_log(command, 6, run)

@@ -1,7 +1,7 @@
 """Check manifests without a cluster: fields, types, quantities, and the restricted Pod Security Standard.
 
-`faults` returns what an API server would refuse, and what it would drop silently, as it does with misspelt fields
-of custom resources. Core kinds are checked by kubernetes-validate, others by the operators' own CRDs (CRD_DIR).
+`faults` returns what an API server would refuse, and what it would silently drop, such as misspelt fields of
+custom resources. Core kinds are checked with kubernetes-validate, others with the operators' own CRDs (CRD_DIR).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CRDS = {
     ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): "trainingruntimes.yaml",
 }
 JOBSET = ("jobset.x-k8s.io/v1alpha2", "JobSet")
-"""Its CRD is not among them, but a TrainingRuntime holds a whole JobSet: the schema is taken from there."""
+"""CRDS lacks its CRD, but a TrainingRuntime contains a whole JobSet: the schema comes from there."""
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
 VOLUMES |= {"secret"}
@@ -34,14 +34,14 @@ SUFFIXES = {"": 0, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 
 
 def needs_validator() -> None:
-    """Skip the test without kubernetes-validate."""
+    """Skip the test if kubernetes-validate is not installed."""
     found = importlib.util.find_spec("kubernetes_validate")
     require("kubernetes-validate", found, "it is not installed", "run `scripts/dev/setup.sh dev`")
 
 
 def needs_crds() -> None:
-    """Skip the test without the operators' CRDs."""
-    needs_validator()  # and jsonschema with it
+    """Skip the test if the operators' CRDs are not there."""
+    needs_validator()  # jsonschema is installed with it
     folder = Path(os.environ.get("CRD_DIR") or "no-such-folder")
     found = all((folder / name).exists() for name in CRDS.values())
     require(
@@ -54,7 +54,7 @@ def needs_crds() -> None:
 
 
 def strict(schema: Any) -> Any:
-    """Return a CRD's schema in which every object with known fields refuses others."""
+    """Return a CRD's schema in which every object with known fields refuses unknown ones."""
     if not isinstance(schema, dict):
         return schema
     if schema.get("x-kubernetes-int-or-string"):
@@ -89,7 +89,7 @@ def custom_schema(api_version: str, kind: str) -> dict[str, Any]:
 
 
 def field_faults(document: dict[str, Any]) -> Iterator[str]:
-    """Yield what the schema of a document's kind says against it."""
+    """Yield the violations of the schema of a document's kind."""
     import jsonschema
 
     api_version, kind = document["apiVersion"], document["kind"]
@@ -99,17 +99,17 @@ def field_faults(document: dict[str, Any]) -> Iterator[str]:
             yield f"{kind}.{'.'.join(map(str, error.path))}: {error.message[:200]}"
     else:
         yield from core_faults(document)
-    for template in pod_templates(document):  # the operators' copies of a pod's schema may be older, or laxer
+    for template in pod_templates(document):  # the operators' copies of a pod's schema may be older or laxer
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
         yield from core_faults(pod)
 
 
 def core_faults(document: dict[str, Any]) -> Iterator[str]:
-    """Yield what Kubernetes' own schema says against a document of a core kind."""
+    """Yield the violations of Kubernetes' own schema by a document of a core kind."""
     import kubernetes_validate
 
     utils = kubernetes_validate.utils
-    if not hasattr(utils.schema_contents, "cache_info"):  # it would read two files of JSON for each document
+    if not hasattr(utils.schema_contents, "cache_info"):  # without a cache, it reads two JSON files per document
         utils.schema_contents = cache(utils.schema_contents)
     try:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -118,7 +118,7 @@ def core_faults(document: dict[str, Any]) -> Iterator[str]:
 
 
 def quantity(value: Any) -> Decimal:
-    """Return the number that a Kubernetes quantity stands for; raises ValueError for what is none (8GiB, 8 Gi)."""
+    """Return a Kubernetes quantity as a number; raises ValueError if it is not valid (8GiB, 8 Gi)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGTPE])i|([mkMGTPE]?))", str(value))
     if not found or isinstance(value, bool):
         raise ValueError(f"{value!r} is no quantity")
@@ -128,7 +128,7 @@ def quantity(value: Any) -> Decimal:
 
 
 def resource_faults(tree: Any, at: str = "") -> Iterator[str]:
-    """Yield quantities that are none, and requests above their limit, anywhere in a document."""
+    """Yield invalid quantities, and requests above their limit, anywhere in a document."""
     if isinstance(tree, list):
         for i, value in enumerate(tree):
             yield from resource_faults(value, f"{at}[{i}]")
@@ -149,7 +149,7 @@ def resource_faults(tree: Any, at: str = "") -> Iterator[str]:
 
 
 def security_faults(spec: dict[str, Any]) -> Iterator[str]:
-    """Yield what the restricted Pod Security Standard (1.32) has against a pod, and a token that nobody needs."""
+    """Yield a pod's violations of the restricted Pod Security Standard (1.32), and a token that nobody needs."""
     pod = spec.get("securityContext", {})
     if spec.get("automountServiceAccountToken") is not False:
         yield "a service account's token is mounted"
@@ -165,7 +165,7 @@ def security_faults(spec: dict[str, Any]) -> Iterator[str]:
 
 
 def container_faults(pod: dict[str, Any], container: dict[str, Any]) -> Iterator[str]:
-    """Yield what the standard has against a container in a pod of that security context."""
+    """Yield a container's violations of the standard, given its pod's security context."""
     own = container.get("securityContext", {})
     merged = {**pod, **own}
     if merged.get("runAsNonRoot") is not True or merged.get("runAsUser") == 0:
@@ -184,7 +184,7 @@ def container_faults(pod: dict[str, Any], container: dict[str, Any]) -> Iterator
 
 
 def pod_faults(spec: dict[str, Any]) -> Iterator[str]:
-    """Yield what a training pod lacks: shared memory, a folder for temporary files, time to write a checkpoint."""
+    """Yield what a training pod lacks: shared memory, a folder for temporary files, time for a checkpoint."""
     volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
     for container in spec["containers"]:
         mounts = {mount["mountPath"]: volumes.get(mount["name"]) for mount in container.get("volumeMounts", [])}

@@ -1,8 +1,8 @@
 """Do to a manifest what the operators and the kubelet do, as far as a container's process can tell.
 
-`pods` returns a job's pods with the environment that each would have: what the manifest sets, what the controller
-injects (a function for each kind, as the controllers' sources have it), and $(NAME) expanded. `run` starts a pod's
-command on this machine with exactly that environment; only addresses, ports and folders are this machine's.
+`pods` returns a job's pods with the environment that each would have: the manifest's variables, those that the
+controller injects (a function for each kind, following the controllers' sources), and $(NAME) expanded. `run`
+starts a pod's command on this machine with exactly that environment; only addresses, ports and folders are local.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CONFIG = {
     if document["kind"] == "ConfigMap"
     for key, value in document["data"].items()
 }
-"""What the ConfigMaps of k8s/cluster.yaml hold."""
+"""Values of the ConfigMaps in k8s/cluster.yaml, by name and key."""
 
 FRUGAL = ("PYTHONPATH", "GOMP_SPINCOUNT", "OMPI_MCA_mpi_yield_when_idle")
-"""Variables of tests/conftest.py by which processes take less of the cores."""
+"""Variables of tests/conftest.py that make processes use less of the cores."""
 
 JOB_UID = "8f6c1e0a-5f0e-4d5e-9c55-0c5ad1b6c1d5"
 
 
 @dataclass
 class Pod:
-    """A pod as its kubelet gets it, reduced to its only container's process."""
+    """A pod as the kubelet gets it, reduced to its only container's process."""
 
     hostname: str
     addresses: list[str]
-    """The names that other pods know it by."""
+    """Names by which other pods reach it."""
     spec: Document
     labels: dict[str, str]
     injected: dict[str, str]
@@ -57,7 +57,7 @@ class Pod:
         for source in container.get("envFrom", []):
             name = source["configMapRef"]["name"]
             self.env |= {key: value for (owner, key), value in CONFIG.items() if owner == name}
-        for variable in container.get("env", []):  # $(NAME) sees what stands before it, and nothing injected
+        for variable in container.get("env", []):  # $(NAME) sees earlier variables, but no injected ones
             self.env[variable["name"]] = expand(self._value(variable), self.env)
         self.env.update(self.injected)
         self.words = [
@@ -71,7 +71,7 @@ class Pod:
         source = variable["valueFrom"]
         if "configMapKeyRef" in source:
             return str(CONFIG[source["configMapKeyRef"]["name"], source["configMapKeyRef"]["key"]])
-        if "resourceFieldRef" in source:  # whole cores, rounded up: the divisor is 1
+        if "resourceFieldRef" in source:  # whole cores, rounded up, because the divisor is 1
             assert source["resourceFieldRef"] == {"resource": "requests.cpu"}
             return str(math.ceil(quantity(self.spec["containers"][0]["resources"]["requests"]["cpu"])))
         path = source["fieldRef"]["fieldPath"]
@@ -81,7 +81,7 @@ class Pod:
 
 
 def expand(text: str, known: dict[str, str]) -> str:
-    """Replace $(NAME) by a known variable's value and $$ by $, as Kubernetes does; the rest stays."""
+    """Replace $(NAME) with a known variable's value and $$ with $, as Kubernetes does; keep the rest."""
     return re.sub(
         r"\$(\$|\(([^)]*)\))",
         lambda found: "$" if found[1] == "$" else known.get(found[2], found[0]),
@@ -111,7 +111,7 @@ def indexed_job(name: str, spec: Document, subdomain: str, prefix: str, uid: str
 
 
 def pods_of_job(documents: list[Document]) -> Iterator[Pod]:
-    """Yield an Indexed Job's pods; they have names only below a headless Service that selects them."""
+    """Yield an Indexed Job's pods; they have DNS names only below a headless Service that selects them."""
     job = named(documents, "Job")
     spec, name = job["spec"], job["metadata"]["name"]
     service = named(documents, "Service")
@@ -157,7 +157,7 @@ def pods_of_pytorchjob(documents: list[Document]) -> Iterator[Pod]:
                 injected |= {"PET_NNODES": str(total), "PET_NODE_RANK": str(rank)}
                 injected["WORLD_SIZE"] = str(total * int(spec.get("nprocPerNode", "1")))
             elif not elastic:
-                injected["PET_NNODES"] = str(total)  # and no rank: torchrun's default makes every pod node 0
+                injected["PET_NNODES"] = str(total)  # but no rank: torchrun's default makes every pod node 0
             if elastic:
                 injected |= {
                     "PET_RDZV_ENDPOINT": f"{name}-worker-0:{port}",
@@ -177,7 +177,7 @@ def pods_of_pytorchjob(documents: list[Document]) -> Iterator[Pod]:
 
 
 def pods_of_trainjob(documents: list[Document]) -> Iterator[Pod]:
-    """Yield the pods of a TrainJob (trainer 2.3): the runtime's template, the job's arguments and resources."""
+    """Yield a TrainJob's pods (trainer 2.3): the runtime's template with the job's arguments and resources."""
     job, runtime = named(documents, "TrainJob"), named(documents, "TrainingRuntime")
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
@@ -207,7 +207,7 @@ def pods_of_trainjob(documents: list[Document]) -> Iterator[Pod]:
 
 
 def pods_of_mpijob(documents: list[Document]) -> Iterator[Pod]:
-    """Yield the pods of an MPIJob (MPI operator 0.8), the launcher first; its hostfile is the test's to write."""
+    """Yield the pods of an MPIJob (MPI operator 0.8), the launcher first; the test has to write its hostfile."""
     job = named(documents, "MPIJob")
     name, spec = job["metadata"]["name"], job["spec"]
     groups = spec["mpiReplicaSpecs"]
@@ -237,7 +237,7 @@ CONTROLLERS: dict[str, Callable[[list[Document]], Iterator[Pod]]] = {
 
 
 def pods(kind: str, documents: list[Document]) -> list[Pod]:
-    """Return the pods that the cluster would make of a manifest."""
+    """Return the pods that the cluster would create from a manifest."""
     for template in pod_templates(documents):
         assert len(template["spec"]["containers"]) == 1
     return list(CONTROLLERS[kind](documents))
@@ -256,6 +256,6 @@ def run(pod: Pod, replaced: dict[str, str], **env: str) -> Command:
     frugal = {name: os.environ[name] for name in FRUGAL}
     words = [f"{name}={value}" for name, value in {**image, **frugal, **own, **env}.items()]
     words += [local(word) for word in pod.words]
-    # Nothing else of this process's own environment, but for the mark by which a test finds its processes.
+    # Nothing else of this process's environment, except the mark by which a test finds its processes.
     script = 'exec env -i TEST_COMMAND="$TEST_COMMAND" "$@"'
     return Command("bash", "-c", script, "bash", *words, cwd=ROOT)

@@ -29,7 +29,7 @@ def waiting(reason, message=""):
 
 
 def pod(state=None, index=0, restarts=0, labels=None, conditions=(), uid=None):
-    """Return a pod as the cluster tells of it."""
+    """Return a pod as the API server shows it."""
     name = f"ddp-{index}-abcde"
     statuses = [{"name": "trainer", "image": "r/ddp:1", "restartCount": restarts, "state": state}] if state else []
     labels = labels or {"batch.kubernetes.io/job-completion-index": str(index)}
@@ -310,7 +310,7 @@ IS_DELETED = "; what it had created is deleted"
     ids=["job", "service", "nothing", "forbidden", "webhook"],
 )
 def test_a_half_of_a_job_is_taken_back_and_nothing_else(tmp_path, created, said, expected):
-    """By the label of this one call: a job of this name that was there before has none, or another."""
+    """Objects are found by this call's label; an earlier job of the same name has none, or another."""
     play = {
         "create": [{"out": f"{created} created\n" if created else "", "err": said, "status": 1}],
         "delete": [{"out": f"{created} deleted\n" if created else ""}],
@@ -422,7 +422,7 @@ def test_delete_takes_all_kinds_and_no_volume(tmp_path):
 
 
 def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path):
-    """A Role of jobs and services alone has no right to NetworkPolicies, and cannot have made one."""
+    """A user whose Role allows only jobs and services cannot list NetworkPolicies, and cannot have created one."""
     refused = "Error from server (Forbidden): networkpolicies.networking.k8s.io is forbidden: no right to list\n"
     play = {
         "delete networkpolicies": [{"err": refused, "status": 1}],
@@ -528,7 +528,7 @@ GONE = [
 
 
 def watch(monkeypatch, *answers, kind="indexed-job"):
-    """Return a Watch of a job whose cluster gives these answers, one a call."""
+    """Return a Watch of a job whose cluster gives these answers, one per call."""
     left = list(answers)
     cluster = types.SimpleNamespace(get=lambda *words: left.pop(0))
     monkeypatch.setattr(apply.time, "sleep", lambda _: None)
@@ -537,7 +537,7 @@ def watch(monkeypatch, *answers, kind="indexed-job"):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
 def test_each_kind_has_its_own_head(monkeypatch, kind):
-    """Known by the labels that the kind's controller gives."""
+    """The labels that the kind's controller sets identify the head."""
     made = simulation.pods(kind, load(KINDS[kind].file))
     found = [pod(RUNNING, number, labels=one.labels) for number, one in enumerate(made)]
     assert watch(monkeypatch, kind=kind).head(found[::-1])["metadata"]["name"] == "ddp-0-abcde"
@@ -552,7 +552,7 @@ def test_what_the_kubelet_tries_again_is_waited_for_a_while(monkeypatch, state):
         assert "ddp-0-abcde" in watching.check_pods([pod(state)], is_late=False)
     now[0] = 130
     watching.check_pods([pod(RUNNING)], is_late=False)
-    watching.check_pods([pod(state)], is_late=False)  # anew: another 120 s
+    watching.check_pods([pod(state)], is_late=False)  # it waits again: another 120 s
     now[0] = 251
     with pytest.raises(UserError, match="ddp-0-abcde"):
         watching.check_pods([pod(state)], is_late=False)
@@ -565,7 +565,7 @@ def test_what_is_not_there_is_final_at_once(monkeypatch, state):
 
 
 def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, capsys):
-    """Of 30 min that pass in Kueue's queue none counts: the 900 s for node 0 begin when the job is admitted."""
+    """30 min in Kueue's queue do not count: the 900 s for node 0 begin when the job is admitted."""
     now = [0.0]
     monkeypatch.setattr(apply.time, "monotonic", lambda: now[0])
     queued = [answer for _ in range(30) for answer in (job("Suspended")["out"], pods()["out"])]
@@ -599,7 +599,7 @@ def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch):
 
 
 def test_a_node_0_that_is_gone_and_finds_no_place_is_told(monkeypatch, capsys):
-    """Its machine was drained; how its container has ended was never seen."""
+    """Its machine was drained, and the watch has not seen how its container ended."""
     later = pod(conditions=[GPUS_GONE], uid="later")
     seen = [answer for found in (pod(RUNNING), later, later) for answer in (job()["out"], pods(found)["out"])]
     watching = watch(monkeypatch, *seen[:4], {"items": []}, *seen[4:], {"items": []})
@@ -627,7 +627,7 @@ BUSY_SERVER = {"err": "Error from server (ServiceUnavailable): etcdserver: leade
 
 @pytest.mark.slow
 def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(tmp_path):
-    """Calls fail before node 0 runs, and while its log is followed, whose connection breaks too."""
+    """Calls fail before node 0 runs and while its log is followed; the log's connection breaks too."""
     play = success()
     play["get jobs.batch ddp"] = [REFUSED, job(), BUSY_SERVER, job(), job(), job(), job("Complete")]
     play["get pods"] = [REFUSED, *play["get pods"][:3], REFUSED, BUSY_SERVER, *play["get pods"][2:]]
@@ -678,7 +678,7 @@ def test_a_job_that_was_edited_is_to_be_deleted_first():
 
 
 def test_the_state_of_a_pod_is_that_of_its_own_container():
-    """Not of one that a webhook has added; statuses are in the order of names."""
+    """It is not the state of a container that a webhook has added; statuses are sorted by name."""
     injected = {"name": "istio-proxy", "restartCount": 3, "state": RUNNING}
     for kind in KINDS:
         ended = pod(SUCCESS)
@@ -701,7 +701,7 @@ def test_the_state_of_a_job():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(1200)
 def test_in_a_real_cluster(kind):
-    """With K8S_E2E=1: the images are there, and k8s/cluster.yaml is applied; an operator that is missing skips."""
+    """With K8S_E2E=1, images must exist and k8s/cluster.yaml be applied; a missing operator skips the test."""
     require(
         "cluster",
         os.environ.get("K8S_E2E") == "1" and os.environ.get("KUBECONFIG"),
@@ -711,7 +711,7 @@ def test_in_a_real_cluster(kind):
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
     name = f"e2e-{kind}"
     options = [] if recipe == "probe" else ["--max-steps=2", "--overwrite", "--resume=none"]
-    nodes = "1" if recipe == "probe" else "2"  # the doctor needs a machine for each
+    nodes = "1" if recipe == "probe" else "2"  # the doctor needs a machine for each node
     argv = [recipe, "--kind", kind, "--nodes", nodes, "--gpus", os.environ.get("K8S_GPUS", "0"), "--name", name]
     try:
         result = run_command(sys.executable, "-m", "k8s.apply", *argv, "--", *options, timeout_s=1100)

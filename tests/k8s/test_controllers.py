@@ -17,7 +17,7 @@ def spec_of(kind, nodes=NODES):
 
 
 def job_of(kind, nodes=NODES):
-    """Return the Job that the kind ends up with; JobSet and trainer make one of the template's spec."""
+    """Return the Job that results from the kind; JobSet and trainer create one from the template's spec."""
     spec = spec_of(kind, nodes)
     if kind == "jobset":
         spec = spec["replicatedJobs"][0]["template"]["spec"]
@@ -31,7 +31,7 @@ JOBS = ["indexed-job", "jobset", "trainjob"]
 
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_drain_of_many_nodes_costs_no_more_than_one_of_two(kind):
-    """143 on all pods, and the drained one's disruption: the next pods come after 10, then 20, then 40 s."""
+    """All pods end with 143, the drained one with a disruption; new pods start after 10, then 20, then 40 s."""
     job = job_of(kind)
     for expected in (10, 20, 40):
         assert set(job.fail(dict.fromkeys(ALL[1:], 143) | {0: DRAINED}).values()) == {expected}
@@ -78,19 +78,19 @@ def test_all_containers_of_a_pytorchjob_start_again_three_times(nodes):
 
 
 def test_a_pytorchjob_has_no_part_of_the_operators_in_its_pods():
-    """The restricted standard refuses it, and its restarts would count."""
+    """The restricted standard refuses the operator's init container, and its restarts would count."""
     assert not PyTorchJob(spec_of("pytorchjob")).has_init_container
 
 
 def test_stops_of_a_pytorchjob_count():
-    """Exit status 143 is counted like any other: k8s/README.md says so."""
+    """Exit status 143 counts like any other, as k8s/README.md says."""
     job = PyTorchJob(spec_of("pytorchjob"))
     drains = [job.fail(dict.fromkeys(ALL[1:], 143) | {0: DRAINED}) for _ in range(4)]
     assert drains == [True, True, True, False]
 
 
 def test_drains_of_an_elastic_job_do_not_count_and_failures_of_its_pods_do():
-    """The others go on without the drained node, and the ranks' own failures are its agent's (MAX_RESTARTS)."""
+    """The others go on without the drained node; the agent counts failures of the ranks (MAX_RESTARTS)."""
     job = PyTorchJob(spec_of("pytorchjob-elastic", 2))
     assert all(job.fail({drain % 2: DRAINED}) for drain in range(20))
     assert [job.fail({0: 1}) for _ in range(6)] == [True] * 5 + [False]
@@ -98,7 +98,7 @@ def test_drains_of_an_elastic_job_do_not_count_and_failures_of_its_pods_do():
 
 @pytest.mark.parametrize("status", [1, 143])
 def test_an_mpijobs_launcher_starts_again_three_times(status):
-    """After a stop of its workers, too: k8s/README.md says so."""
+    """It also restarts after a stop of its workers, as k8s/README.md says."""
     job = MPIJob(spec_of("mpijob"))
     assert [job.fail(status) for _ in range(4)] == [True] * 3 + [False]
     job = MPIJob(spec_of("mpijob"))
@@ -117,7 +117,7 @@ def test_an_image_that_comes_late_is_pulled_by_the_kubelets_back_off(image_at_s,
 
 
 def bound_of(kind):
-    """Return how long the pods of a kind's file wait for their head; all wait alike."""
+    """Return how long the pods of a kind's file wait for their head; the bound is the same for all."""
     [bound_s] = {
         int(pod.env["RDZV_TIMEOUT_S"])
         for pod in simulation.pods(kind, load(KINDS[kind].file))
@@ -132,7 +132,7 @@ WITH_HEAD = [kind for kind in KINDS if kind != "mpijob"]
 @pytest.mark.parametrize("kind", WITH_HEAD)
 @pytest.mark.parametrize("late", ["head", "worker", "all"])
 def test_a_node_that_starts_late_costs_no_restart(kind, late):
-    """10 minutes without a registry (the doctor: 2), for the head's pod, another, or all at different moments."""
+    """The registry is away for up to 10 minutes (the doctor: 2), for the head's pod, another, or all pods."""
     outage_s = pulled_at(120 if kind == "doctor" else 600)
     started = {"head": [outage_s, 0, 0], "worker": [0, outage_s, 0], "all": [outage_s, outage_s - 60, 10]}[late]
     assert give_up(started, bound_of(kind)) == {}
@@ -140,14 +140,14 @@ def test_a_node_that_starts_late_costs_no_restart(kind, late):
 
 @pytest.mark.parametrize("kind", WITH_HEAD)
 def test_a_head_that_never_starts_is_waited_for_four_times_at_most(kind):
-    """The others hold their GPUs for as many RDZV_TIMEOUT_S, and no longer."""
+    """The others hold their GPUs for at most four times RDZV_TIMEOUT_S."""
     gave_up = give_up([10**6, *[0] * (NODES - 1)], bound_of(kind))
     assert gave_up == dict.fromkeys(ALL[1:], GAVE_UP)
     if kind == "indexed-job":
         job = job_of(kind)
         assert [set(job.fail(gave_up).values()) for _ in range(4)] == [{10}, {20}, {40}, set()]
         assert job.failed == "MaxFailedIndexesExceeded"
-    elif kind in JOBS:  # its JobSet starts all pods again, three times: another place may suit the head's
+    elif kind in JOBS:  # its JobSet restarts all pods three times: the head's pod may fit in another place
         job = job_of(kind)
         assert job.fail(gave_up) == {}
         assert job.failed == "MaxFailedIndexesExceeded"
@@ -165,7 +165,7 @@ def test_a_head_that_never_starts_is_waited_for_four_times_at_most(kind):
 
 
 def test_a_head_that_is_later_than_one_wait_costs_one_restart_of_the_others():
-    """A registry that is away for 20 minutes: the second pods of the others meet the head."""
+    """The registry is away for 20 minutes: the second pods of the others meet the head."""
     bound_s, head_s = bound_of("indexed-job"), pulled_at(1200)
     job, started = job_of("indexed-job"), [head_s, *[0] * (NODES - 1)]
     gave_up = give_up(started, bound_s)
@@ -176,7 +176,7 @@ def test_a_head_that_is_later_than_one_wait_costs_one_restart_of_the_others():
 
 
 def test_an_mpijobs_launcher_comes_once_all_workers_are_there():
-    """However late their images are, mpirun finds them all, and no restart is used up."""
+    """However late their images are, mpirun finds all workers, and no restart is used up."""
     job = MPIJob(spec_of("mpijob"))
     for workers in ([0, pulled_at(3600)], [pulled_at(600), 0]):
         launcher = job.launcher_at(workers, late_s=pulled_at(100))

@@ -23,7 +23,7 @@ from tests.k8s import simulation
 from tests.support import ROOT, TIMEOUT_S, last_step, losses, train, wait_until
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
-"""Kinds in which scripts/launch.sh starts every node."""
+"""Kinds whose nodes are all started by scripts/launch.sh."""
 
 FAKE_PYTHON = """#!/usr/bin/env python3
 import json, os, sys
@@ -45,7 +45,7 @@ def fake_python(tmp_path):
 
 
 def what_starts(pod, python):
-    """Return the command and the environment of the launcher that a pod's container becomes."""
+    """Return the command and environment of the launcher that a pod's container executes."""
     result = simulation.run(pod, {}, PYTHON=python).wait()
     assert result.status == 0, result.stderr
     return json.loads(re.search(r"^launcher (.*)$", result.stdout, re.MULTILINE)[1])
@@ -57,7 +57,7 @@ def node_of(env):
 
 
 def check_nodes(kind, documents, nodes, nproc, python):
-    """Assert that each pod's launcher learns its own place, and that all meet at pod 0."""
+    """Assert that each pod's launcher gets its own node rank, and that all meet at pod 0."""
     made = simulation.pods(kind, documents)
     assert len(made) == nodes
     (head,) = made[0].addresses
@@ -88,7 +88,7 @@ def test_each_pod_of_a_rendered_job_learns_its_place(kind, fake_python):
 
 @pytest.mark.parametrize("kind", STATIC)
 def test_mistakes_in_a_file_are_found(kind, fake_python):
-    """A node rank that all pods share, a number of nodes that is not the job's, a head that has no name."""
+    """The mistakes: all pods share a node rank, the number of nodes is not the job's, the head has no name."""
     documents = load(KINDS[kind].file)
 
     def find(break_it):
@@ -151,7 +151,7 @@ def test_the_fabric_comes_from_the_configmap_or_from_the_command(fake_python):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_rendered", [False, True])
 def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
-    """The options of every container that starts a recipe are parsed by that recipe's own parser."""
+    """Each recipe's own parser parses the options of every container that starts the recipe."""
     documents = load(KINDS[kind].file)
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "pipeline" if is_rendered else "ddp")
     if is_rendered:
@@ -182,7 +182,7 @@ def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
 
 
 def wait_for(pods):
-    """Return the pods' results; once one has failed, the others have 10 s: the Job would end them, too."""
+    """Return the pods' results; once one has failed, the others get 10 s, because the Job would end them too."""
     failed_at = None
     while any(pod.process.poll() is None for pod in pods):
         if failed_at is None and any(pod.process.poll() for pod in pods):
@@ -195,11 +195,11 @@ def wait_for(pods):
 
 
 def start(kind, documents, folder, *options, is_head_late=False, **env):
-    """Start all pods of a job here, the head's once the others know its name and wait; return their commands."""
+    """Start all pods of a job here and return their commands; a late head starts once the others wait for it."""
     made = simulation.pods(kind, documents)
-    for pod in made:  # the last ones win
+    for pod in made:  # the last value of an option wins
         pod.words += ("--device=cpu", *options)
-        if "RDZV_TIMEOUT_S" in pod.env:  # 15 minutes, in which images are pulled
+        if "RDZV_TIMEOUT_S" in pod.env:  # 15 minutes in the file, so that images can be pulled
             pod.env["RDZV_TIMEOUT_S"] = "60"
     replaced = {"/runs": str(folder), "/data": str(folder), "/opt/cluster-recipes": str(simulation.ROOT)}
     port = str(free_port())
@@ -215,7 +215,7 @@ def start(kind, documents, folder, *options, is_head_late=False, **env):
     env = {
         "OMP_NUM_THREADS": "1",
         **env,
-    }  # more threads add up in another order
+    }  # more threads would sum in another order
     others = [simulation.run(pod, replaced, **env) for pod in made[1:]]
     for other in others * is_head_late:
         wait_until(lambda other=other: ": fabric " in other.text, TIMEOUT_S, lambda other=other: other.text)
@@ -225,9 +225,9 @@ def start(kind, documents, folder, *options, is_head_late=False, **env):
 
 @pytest.mark.slow
 def test_the_pods_train_as_one_world_also_with_a_late_head(tmp_path):
-    """Those of a PyTorchJob, whose operator injects most; a drained node below has those of an Indexed Job.
+    """These are the pods of a PyTorchJob, whose operator injects most; the drained node below is an Indexed Job's.
 
-    What the launchers of other kinds start with is the same: check_nodes().
+    check_nodes() shows that the launchers of other kinds start in the same way.
     """
     results = wait_for(start("pytorchjob", load("pytorchjob.yaml"), tmp_path, "--max-steps=2", is_head_late=True))
     assert_one_world(results, tmp_path / "ddp")
@@ -244,7 +244,7 @@ def assert_one_world(results, run, starts=1):
 
 @pytest.mark.slow
 def test_a_wrong_node_rank_ends_the_job(tmp_path):
-    """One that two pods have, and one that is too large: without waiting for the bound."""
+    """Two pods have the same rank, or a rank is too large; the job ends without waiting for the timeout."""
     for rank, words in (("0", "MASTER_PORT"), ("2", "NODE_RANK 2 of NNODES 2: node ranks count from 0")):
         documents = load("indexed-job.yaml")
         env = simulation.named(documents, "Job")["spec"]["template"]["spec"]["containers"][0]["env"]
@@ -276,7 +276,7 @@ def test_the_doctor_shows_each_node_and_the_map(tmp_path):
 
 @pytest.mark.slow
 def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
-    """Of two pods one is killed for good: the other goes on from the checkpoint and ends the run."""
+    """One of two pods is killed for good: the other resumes from the checkpoint and ends the run."""
     documents = load("pytorchjob-elastic.yaml")
     documents[0]["spec"]["elasticPolicy"]["maxReplicas"] = 2
     words = ("--log-every=1", "--checkpoint-every=10", "--max-steps=80", "--lr=0.0005")
@@ -295,9 +295,9 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
 
 @pytest.mark.slow
 def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
-    """TERM to one pod: all write a checkpoint and fail with 143; the pods that start again end the same run.
+    """One pod gets TERM: all write a checkpoint and fail with 143, and their successors end the same run.
 
-    Its curve is that of ranks here that nobody drains, to the last bit.
+    Its curve equals, to the last bit, that of ranks that nobody drains.
     """
     documents = render(
         Request("indexed-job", "ddp", "mine", nodes=2, options=["--log-every", "1", "--epochs", "3"])
@@ -330,7 +330,7 @@ while "--wait" in sys.argv:
 
 
 def script_job(folder, *options):
-    """Start two pods of a script on the volume of data; its launcher needs no torch."""
+    """Start two pods of a script on the data volume; its launcher needs no torch."""
     (folder / "train.py").write_text(SCRIPT)
     request = Request("indexed-job", "spawn", "mine", nodes=2, gpus=0, options=options, script="/data/train.py")
     return start("indexed-job", render(request), folder)
@@ -341,7 +341,7 @@ def test_a_script_from_a_volume_runs_in_its_runs_folder(tmp_path):
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
     run = tmp_path / "mine"
     for rank in ("0", "1"):
-        argv = [f"--out={run}", "--device=cpu"]  # the last one is start()'s
+        argv = [f"--out={run}", "--device=cpu"]  # start() adds the last one
         assert json.loads((run / f"seen-{rank}").read_text()) == [argv, str(run), rank, "2", "auto"]
 
 
@@ -381,7 +381,7 @@ def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
 
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "trainjob"])
 def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
-    """The pods' statuses, 2 and STOPPED_STATUS, are those that the file's policy knows."""
+    """The file's policy has rules for the pods' statuses, 2 and STOPPED_STATUS."""
     for pod in simulation.pods(kind, load(KINDS[kind].file)):
         assert pod.env["STOPPED_STATUS"] == "143"
         assert pod.spec["restartPolicy"] == "Never", "with another one the policy is refused"
@@ -405,7 +405,7 @@ exit "${FAKE_STATUS:-0}"
 
 @pytest.fixture
 def mpi_launcher(tmp_path):
-    """Return the launcher of the file with a mpirun that prints its arguments; the run on its volume has ended."""
+    """Return the file's launcher with an mpirun that prints its arguments; the run on its volume has ended."""
     launcher = simulation.pods("mpijob", load("mpijob.yaml"))[0]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/mpirun").write_text(FAKE_MPIRUN)
@@ -415,7 +415,7 @@ def mpi_launcher(tmp_path):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod/config.json").touch()
     (tmp_path / "horovod/result.json").touch()
-    os.utime(tmp_path / "horovod/result.json", (4e9, 4e9))  # after the launcher's start, however slow the machine
+    os.utime(tmp_path / "horovod/result.json", (4e9, 4e9))  # later than the launcher's start on any machine
     return launcher
 
 
@@ -425,7 +425,7 @@ def start_launcher(launcher, folder, port, **env):
 
 
 def test_the_launcher_waits_for_every_worker_and_passes_on_its_variables(mpi_launcher, tmp_path):
-    """Those of the ConfigMap and of the image, such as HOME: sshd's is on the read-only root."""
+    """It passes on those of the ConfigMap and of the image, such as HOME: sshd's HOME is on the read-only root."""
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     env = {"NCCL_IB_HCA": "=mlx5_0", "HTTPS_PROXY": "p", "LD_LIBRARY_PATH": "/nccl", "HOME": "/tmp"}
@@ -443,7 +443,7 @@ def test_the_launcher_waits_for_every_worker_and_passes_on_its_variables(mpi_lau
 
 
 def test_a_launcher_whose_run_was_stopped_by_a_worker_fails(mpi_launcher, tmp_path):
-    """mpirun ends with 0 when all ranks have left with a checkpoint, without a result. A refusal is one."""
+    """mpirun ends with 0 when all ranks have stopped with a checkpoint and no result. A refusal keeps status 2."""
     (tmp_path / "horovod/result.json").unlink()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -460,7 +460,7 @@ signal.pause()
 
 
 def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
-    """TERM to the worker is USR1 to the rank below its sshd; then sshd ends, and the worker."""
+    """On TERM, the worker sends USR1 to the rank below its sshd; then sshd ends, and the worker."""
     (tmp_path / "recipes/horovod").mkdir(parents=True)
     (tmp_path / "recipes/horovod/train.py").write_text(FAKE_RANK)
     sshd = tmp_path / "sshd"
@@ -481,19 +481,19 @@ def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
 
 
 def test_mpirun_starts_a_process_for_each_slot_and_term_writes_a_checkpoint(tmp_path):
-    """A mpirun of its own, but no ssh: all workers are this machine."""
+    """A real mpirun, but no ssh: all workers are this machine."""
     need_horovod_with_mpi()
     options = ["--device=cpu", "--log-every", "1", "--epochs", "400"]
     documents = render(Request("mpijob", "horovod", "mine", nodes=2, options=options))
     launcher, *workers = simulation.pods("mpijob", documents)
     assert len(workers) == 2
     slots = documents[0]["spec"]["slotsPerWorker"]
-    hosts = tmp_path / "hostfile"  # the operator's has the workers' names
+    hosts = tmp_path / "hostfile"  # the operator's hostfile has the workers' names
     hosts.write_text(f"localhost slots={slots * len(workers)}\n")
     launcher.env["OMPI_MCA_orte_default_hostfile"] = str(hosts)
     launcher.env["MASTER_ADDR"] = "127.0.0.1"
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(tmp_path)}
-    with socket.create_server(("127.0.0.1", 0)) as sshd:  # it answers, and is asked for nothing
+    with socket.create_server(("127.0.0.1", 0)) as sshd:  # accepts connections; nothing more is asked of it
         replaced = {"/runs": str(tmp_path), "/data": str(tmp_path), "/opt/cluster-recipes": str(simulation.ROOT)}
         replaced["/2222"] = f"/{sshd.getsockname()[1]}"
         command = simulation.run(launcher, replaced, OMP_NUM_THREADS="1", **as_root)
@@ -507,10 +507,10 @@ def test_mpirun_starts_a_process_for_each_slot_and_term_writes_a_checkpoint(tmp_
 
 
 def test_sshd_takes_the_workers_options(tmp_path):
-    """-t makes sshd check its configuration and end."""
+    """With -t, sshd checks its configuration and ends."""
     sshd, keygen = shutil.which("sshd", path="/usr/sbin"), shutil.which("ssh-keygen")
     require("sshd", sshd and keygen, "there is no sshd", "as root: apt-get install openssh-server")
-    if os.geteuid() == 0:  # what starts sshd on a host creates it; that of an ordinary user needs none
+    if os.geteuid() == 0:  # on a host, the service creates this folder; an ordinary user's sshd needs none
         Path("/run/sshd").mkdir(exist_ok=True)
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
     subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id_rsa"], check=True)

@@ -30,8 +30,8 @@ VOCABULARY |= {
     "STOPPED_STATUS",
     "MIN_NODES",
     "MAX_RESTARTS",
-}  # optional there
-VOCABULARY |= {"NODE_NAME", "SSH_OPTIONS", "CPU_REQUEST"}  # a manifest's own
+}  # optional in scripts/launch.sh
+VOCABULARY |= {"NODE_NAME", "SSH_OPTIONS", "CPU_REQUEST"}  # used only in manifests
 CUSTOM = [name for name in FILES if name not in ("cluster.yaml", "indexed-job.yaml", "doctor.yaml")]
 
 
@@ -76,7 +76,7 @@ def test_no_image_is_pulled_from_a_name_that_somebody_else_may_own(kind):
     [("indexed-job", "fsdp", "mine:1"), ("indexed-job", "apex", None), ("mpijob", "horovod", "mine:1")],
 )
 def test_an_image_in_an_edited_file_is_used(monkeypatch, kind, recipe, expected):
-    """Unless it is not that of the recipe."""
+    """Unless it is not the recipe's image."""
     text = (ROOT / "k8s" / KINDS[kind].file).read_text()
     documents = parse(re.sub(r"registry\.invalid/\S+", "mine:1", text))
     monkeypatch.setattr(manifest, "load", lambda file: copy.deepcopy(documents))
@@ -88,14 +88,14 @@ def test_an_image_in_an_edited_file_is_used(monkeypatch, kind, recipe, expected)
 
 
 def edit_args(monkeypatch, old, new):
-    """Let the Indexed Job's file have other arguments."""
+    """Replace arguments in the Indexed Job's file."""
     text = (ROOT / "k8s/indexed-job.yaml").read_text()
     assert text.count(old) == 1
     monkeypatch.setattr(Path, "read_text", lambda path, **_: text.replace(old, new))
 
 
 def test_arguments_of_an_edited_file_are_kept(monkeypatch):
-    """Also those that are a word of their own, and all but what the command line replaces."""
+    """Values in separate words are kept too; only options that the command line replaces are dropped."""
     edit_args(
         monkeypatch, "- --name=ddp", '- --epochs\n            - "90"\n            - --name\n            - old'
     )
@@ -126,7 +126,7 @@ def test_a_file_that_was_edited_wrongly_is_one_line(monkeypatch, new, expected):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
 def test_options_reach_a_process_as_they_were_typed(kind):
-    """Kubernetes replaces $(NNODES), and makes one $ of two."""
+    """Kubernetes would replace $(NNODES), and turn $$ into $."""
     options = ["--a=$(NNODES)", "$$", "a$", "$(", 'it\'s "b c"', "", "1.10", "x\ny"]
     documents = parse(to_text(render(Request(kind, recipe_for(kind), "mine", nodes=2, options=options))))
     pods = [pod for pod in simulation.pods(kind, documents) if "args" in one(pod.spec)]
@@ -229,7 +229,7 @@ def test_requests_do_not_exceed_limits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variable_is_of_the_vocabulary(kind):
-    """What a manifest sets is known, and what its commands read is set, injected, or the image's."""
+    """Manifests set only known variables, and their commands read only set, injected or the image's variables."""
     for pod in simulation.pods(kind, load(KINDS[kind].file)):
         container = pod.spec["containers"][0]
         own = {variable["name"] for variable in container.get("env", [])}
@@ -243,7 +243,7 @@ def test_every_variable_is_of_the_vocabulary(kind):
 
 
 def test_pods_differ_in_nothing_but_their_part():
-    """What keeps a pod safe, and where its folders come from, is the same text in every file."""
+    """The security settings and the volumes of a pod are the same in every file."""
     specs = [template["spec"] for name in FILES for template in pod_templates(load(name))]
     assert len(specs) == 8
     for key in ("securityContext", "tolerations", "terminationGracePeriodSeconds"):
@@ -276,7 +276,7 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_of_a_node_grow_with_its_gpus(kind):
-    """Cores, memory and /dev/shm: eight ranks that import torch do not fit into what one needs."""
+    """Cores, memory and /dev/shm must grow: what one rank needs is too little for eight that import torch."""
     sizes = {}
     for gpus in (None, 1, 8):
         pods = simulation.pods(kind, render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus)))
@@ -300,7 +300,7 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
     ],
 )
 def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, expected):
-    """Of a file that was edited for nodes of 8 GPUs."""
+    """The file was edited for nodes with 8 GPUs."""
 
     load = manifest.load
 
@@ -366,13 +366,13 @@ def test_what_is_no_quantity_is_not_scaled():
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
 def test_a_pod_knows_the_cores_that_it_requests(kind):
-    """Without a limit it sees those of the whole machine, and would start as many threads."""
+    """Without a CPU limit, a pod sees the cores of the whole machine, and would start a thread for each."""
     pod = simulation.pods(kind, render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8)))[-1]
     assert pod.env["CPU_REQUEST"] == str(one(pod.spec)["resources"]["requests"]["cpu"])
 
 
 def device_of(pod):
-    """Return the last --device of a pod that starts ranks; the doctor looks at what there is."""
+    """Return the last --device of a pod that starts ranks; the default is auto."""
     return option("--device", "auto", pod.words)
 
 
@@ -388,14 +388,14 @@ def device_of(pod):
     ],
 )
 def test_pods_with_gpus_train_on_gpus(kind, gpus, options, expected):
-    """Unless the user says otherwise."""
+    """Unless the user chooses another device."""
     request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus, options=options)
     pods = simulation.pods(kind, render(request))
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {expected}
 
 
 def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
-    """Else its pods could meet those of an older job of this name."""
+    """Otherwise its pods could meet those of an older job of the same name."""
     ids = {
         render(Request("pytorchjob-elastic", "ddp", "mine", nodes=2))[-1]["spec"]["elasticPolicy"]["rdzvId"]
         for _ in range(2)
@@ -408,7 +408,7 @@ def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
 
 
 def kustomize(folder):
-    """Return what kubectl's own kustomize builds of a folder."""
+    """Return the documents that kubectl's own kustomize builds from a folder."""
     need_kubectl()
     command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -418,7 +418,7 @@ def kustomize(folder):
 
 @cache
 def build_all(*components):
-    """Build the cluster's parts and every kind's file with some components, by one call of kubectl."""
+    """Build the cluster's parts and every kind's file with some components, in one call to kubectl."""
     files = ["cluster.yaml", *dict.fromkeys(kind.file for kind in KINDS.values())]
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
@@ -453,7 +453,7 @@ def test_the_base_builds():
 
 
 EVERYWHERE = ("network-policy", "pull-secret", "runtime-class", "safe-to-evict", "topology")
-"""Components that change any kind of job, and keep to the restricted standard."""
+"""Components that change any kind of job, and meet the restricted standard."""
 
 
 def test_there_are_all_components():
@@ -479,7 +479,7 @@ def need_kubectl():
     ],
 )
 def test_kubectl_reads_strings_as_strings(words):
-    """Its YAML has other numbers than PyYAML's, such as 1e-3, and the API server refuses one for a string."""
+    """kubectl reads more words as numbers than PyYAML, such as 1e-3; the API server refuses one for a string."""
     data = {f"k{number}": word for number, word in enumerate(words.split())}
     document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": data}
     assert yaml.safe_load(to_text([document])) == document
@@ -527,7 +527,7 @@ def test_components_are_rendered_with_a_job(kind):
     assert policy["metadata"]["name"] == "mine"
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": selector}}]}]
-    for pod in simulation.pods(kind, documents):  # its own pods, and no other job's
+    for pod in simulation.pods(kind, documents):  # it selects its own pods, and no other job's
         assert selector.items() <= pod.labels.items()
     others = render(Request(kind, recipe_for(kind), "other", nodes=2))
     assert not any(selector.items() <= one["metadata"]["labels"].items() for one in pod_templates(others))
@@ -541,7 +541,7 @@ def is_launcher(template):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
-    """Its hostPaths are in no standard, and nothing else is wrong with it."""
+    """No standard allows its hostPath volumes; nothing else is wrong with it."""
     documents = build(KINDS[kind].file, "safe-to-evict", "gke-rdma")
     assert check_faults(KINDS[kind].file, documents) == [
         "volume gib is of no allowed type",
@@ -603,7 +603,7 @@ def test_components_do_what_they_say(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_components_give_pods_their_fabric(kind):
-    """They keep to the restricted standard: IPC_LOCK has no effect for a non-root user."""
+    """They meet the restricted standard, because IPC_LOCK has no effect for a non-root user."""
     documents = build(KINDS[kind].file, "gpus", "efa", "topology")
     assert check_faults(KINDS[kind].file, documents) == []
     worker = simulation.pods(kind, documents)[-1]

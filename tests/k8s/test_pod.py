@@ -51,7 +51,7 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["single", "spawn"])
 def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
-    """ddp's launcher does both in test_injection.py, where a node is drained."""
+    """test_injection.py tests both with ddp's launcher, where a node is drained."""
     command = ["scripts/launch.sh", recipe, *words_for(tmp_path, "mine", "--resume", "auto")]
     env = {"STOPPED_STATUS": "143", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     env["MASTER_PORT"] = str(free_port())
@@ -62,13 +62,13 @@ def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
     assert result.status == 143, result.stderr
     assert result.stdout.endswith("stopped before its end: status 143, so that a restart goes on\n")
     if recipe == "spawn":
-        return  # it ends as single does
+        return  # it ends like single
     rest = (*command, "--max-steps", str(last_step(tmp_path / "mine") + 2))
     result = run_command(*rest, **env)
     assert result.status == 0, result.stderr
     line = result.stdout.splitlines()[-1]
     assert line.startswith("result recipe=single ")
-    # A pod that starts once more finds the run complete, and no other is to follow.
+    # A pod that starts once more finds the run complete, and succeeds, so that no other follows.
     again = run_command(*rest, **env)
     assert (again.status, again.stdout.splitlines()[-1]) == (0, line), again.stderr
 
@@ -114,7 +114,7 @@ def test_a_name_that_becomes_known_is_waited_for(monkeypatch):
 
 
 def test_the_wait_for_a_name_has_a_bound_and_is_no_refusal():
-    """A head whose pod is late has no name: a Job that took that for a refusal would end for good."""
+    """A head whose pod is late has no name yet: if that counted as a refusal, the Job would end for good."""
     env = {"FABRIC": "tcp", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no-such-host.invalid"}
     result = run_command("scripts/launch.sh", "ddp", **env, RDZV_TIMEOUT_S="1", PYTHON=sys.executable)
     assert result.status == 1

@@ -24,7 +24,7 @@ from tests.support import Ranks, is_equal, run_ranks, words_for
 
 
 def refusal(outcome):
-    """Return the one line by which all ranks end with status 2."""
+    """Return the only error line of a job in which all ranks end with status 2."""
     assert set(outcome.statuses) == {2}, outcome.text
     lines = [line for text in outcome.outputs for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, outcome.text
@@ -55,7 +55,7 @@ def see_one_gpu():
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
 def test_a_node_without_a_gpu_among_others_that_have_one(tmp_path, recipe):
-    """The one would exchange gradients through gloo, the others through NCCL, and all would wait for ever."""
+    """That node would exchange gradients with gloo, the others with NCCL, and all would wait for ever."""
     argv = ["--timeout-s", "20"]
     line = refusal(Ranks(recipe, argv, 2, tmp_path, nodes=2, setup=see_a_gpu_on_rank_0).wait())
     assert line.startswith("error: rank 0 on ")
@@ -65,7 +65,7 @@ def test_a_node_without_a_gpu_among_others_that_have_one(tmp_path, recipe):
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
 def test_fewer_gpus_than_processes(tmp_path, recipe):
-    """A job that could use GPUs does not train on CPUs unasked."""
+    """A job that could use GPUs does not train on CPUs unless asked to."""
     line = refusal(Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, setup=see_one_gpu).wait())
     assert line.startswith("error: --device auto: 2 processes on ")
     assert line.endswith(
@@ -83,7 +83,7 @@ def test_cpus_can_be_asked_for_where_there_are_gpus(tmp_path):
 
 
 def change(name, value):
-    """Let rank 1 alone see another fact."""
+    """Make rank 1 alone see another value of a fact."""
     check = agreement.check_facts
     if my_rank() == 1:
         agreement.check_facts = lambda own, expected: check({**own, name: value} if name in own else own, expected)
@@ -106,7 +106,7 @@ def test_other_options_on_a_rank(tmp_path, recipe):
 
 @pytest.mark.parametrize("own", [{0: "imagefolder", 1: "digits"}, {0: "digits", 1: "imagefolder"}])
 def test_another_data_set_on_a_rank(images, tmp_path, own):
-    """One kind is loaded by other collectives than the other: the options are compared before."""
+    """The two kinds of data are loaded with different collectives, so the options are compared first."""
     words = {rank: [*IMAGES[2:], "--data", data, "--data-dir", str(images)] for rank, data in own.items()}
     line = refused("ddp", tmp_path, own_argv=words)
     assert line.startswith(f"error: rank 1: --data is {own[1]} on ")
@@ -115,7 +115,7 @@ def test_another_data_set_on_a_rank(images, tmp_path, own):
 
 @pytest.mark.parametrize(("option", "here", "there"), [("--stages", "1", "2"), ("--split", "in-process", "ranks")])
 def test_another_grid_on_a_rank(tmp_path, option, here, there):
-    """Ranks that see other grids would make other groups, and wait for each other until their bound."""
+    """Ranks with different grids would create different groups, and wait for each other until --timeout-s."""
     bound = ["--timeout-s", "30"]
     line = refused("pipeline", tmp_path, own_argv={0: bound, 1: [*bound, option, here]})
     assert line.startswith(f"error: rank 1: {option} is {here} on ")
@@ -175,7 +175,7 @@ def test_one_rank_walks_a_folder_that_all_ranks_see(images, tmp_path):
 
 
 def test_an_image_that_a_rank_lacks(images, tmp_path):
-    """It would have another permutation of the samples, and train on others than the curve says."""
+    """That rank would permute the samples differently, and train on others than the loss curve claims."""
     copy = tmp_path / "copy"
     shutil.copytree(images, copy)
     own = {0: ["--data-dir", str(images)], 1: ["--data-dir", str(copy)]}
@@ -209,7 +209,7 @@ def test_an_evaluation_that_leaves_a_sample_out_fails(tmp_path):
 
 
 class Replay:
-    """Peers of two ranks, one after the other: what rank 0 has sent is what rank 1 receives."""
+    """Peers of two ranks that run one after the other: rank 1 receives what rank 0 has sent."""
 
     def __init__(self, rank, messages):
         self.rank, self.world_size, self.messages = rank, 2, messages

@@ -78,7 +78,7 @@ def test_fp32_weights_follow_single_to_rounding(single, apex, level):
 
 
 def test_half_weights_lose_at_most_a_rounding_a_step(single, apex):
-    # Each step rounds each weight once more, by at most u times its size, and small updates vanish altogether.
+    # Each step rounds each weight once more, by at most u times its size; small updates vanish altogether.
     largest = max(float(tensor.abs().max()) for tensor in weights(single).values())
     assert largest_difference(weights(apex("O3")), weights(single)) < (NUM_STEPS + 1) * U * largest
     assert all(tensor.dtype == torch.float32 for tensor in weights(apex("O3")).values())
@@ -86,7 +86,7 @@ def test_half_weights_lose_at_most_a_rounding_a_step(single, apex):
 
 
 def test_o2_is_o1_where_there_is_no_batch_norm(apex):
-    # The same roundings at the same places: autocast rounds fp32 weights, O2 keeps the rounded ones.
+    # Both round the same numbers at the same places: autocast rounds fp32 weights, O2 keeps rounded weights.
     assert losses(apex("O2", 1)) == losses(apex("O1", 1))
     assert largest_difference(weights(apex("O2", 1)), weights(apex("O1", 1))) == 0
 
@@ -155,7 +155,7 @@ def test_apex_is_recognised(tmp_path, monkeypatch, files, reason):
 
 
 def use_stand_in():
-    """Let this process's apex be the stand-in."""
+    """Make this process import the stand-in as apex."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "stand_in"))
     recipe.why_not_apex = lambda args, world: ""
 
@@ -164,9 +164,9 @@ FIRST_SCALE = 2.0**8
 
 
 def use_float16():
-    """Let this process compute on the CPU as it would on a GPU, only slower."""
+    """Make this process compute on the CPU in float16, as on a GPU, only slower."""
     recipe.half_type = lambda device: torch.float16
-    # GradScaler's usual 2^16 is too much for the first steps here, which would be skipped.
+    # GradScaler's usual 2^16 is too large for the first steps here: they would be skipped.
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=FIRST_SCALE)
 
 
@@ -175,7 +175,7 @@ def use_plain_torch():
 
 
 def spoil_gradients(only=None):
-    """Let every loss, or the so manieth only, be finite and have nan for a gradient."""
+    """Make the gradient of every loss, or of loss number `only` alone, nan; the losses stay finite."""
     original, calls = job.Job.loss, itertools.count(1)
 
     def spoilt(*args, **kwargs):
@@ -198,7 +198,7 @@ def spoil_float16():
 
 
 def run_changed(change, argv, env, folder):
-    """Be one rank of a recipe that is changed first; leave its output and the calls that the stand-in has seen."""
+    """Run one rank of the recipe after change(); write its output and the stand-in's recorded calls to files."""
     os.environ.update(env)
     torch.set_num_threads(1)
     change()
@@ -214,7 +214,7 @@ def run_changed(change, argv, env, folder):
 
 
 def train_changed(change, folder, name, world_size, *argv, status=0):
-    """Train with a changed recipe; return the run and rank 0's calls of the stand-in."""
+    """Train with a changed recipe; return the run's folder and rank 0's calls to the stand-in."""
     shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
@@ -232,15 +232,15 @@ def train_changed(change, folder, name, world_size, *argv, status=0):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_apex_is_called_as_it_expects(apex, tmp_path, level):
-    # Two groups of parameters: the masters come group by group.
+    # Two parameter groups: apex yields the masters group by group.
     words = ("--opt-level", level, "--accumulate-steps", "2", "--no-decay-norm-bias", *STEPS)
     run, events = train_changed(use_stand_in, tmp_path, "whole", 2, *words)
     assert "by apex.amp" in (tmp_path / "rank0.txt").read_text()
     assert events[:2] == [f"initialize {level}", "DistributedDataParallel"]
-    # The first pass of each step stays here and keeps its scale; the second averages and unscales the sum.
+    # The first pass of each step exchanges nothing and stays scaled; the second averages and unscales the sum.
     step = ["disable_allreduce", "scale_loss delay_unscale=True", "scale_loss delay_unscale=False"]
     assert [event for event in events[2:] if event != "state_dict"] == step * NUM_STEPS
-    # Its masters begin at the rounded weights, so that updates are those of torch's O2 to rounding.
+    # apex's masters begin at the rounded weights, so the updates equal those of torch's O2 up to rounding.
     assert losses(run) == pytest.approx(losses(apex(level)), rel=LOSS_TOLERANCE)
     content = newest_checkpoint(run)
     assert content["scaler"]["scale"] == 2.0**16
@@ -265,7 +265,7 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
     assert content["scaler"]["scale"] == FIRST_SCALE
     assert content["scaler"]["_growth_tracker"] == NUM_STEPS
 
-    # A scale that float16 cannot hold: every step is skipped and halves it, on the masters and on their copies.
+    # float16 cannot hold this scale: every step is skipped and halves it, and masters and copies do not change.
     content["scaler"]["scale"] = 2.0**60
     overflow = CheckpointFolder(tmp_path / "overflow").write(content)
     longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(overflow))
@@ -277,7 +277,7 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("change", "first_scale"), [(spoil_stand_in, 2.0**16), (spoil_float16, FIRST_SCALE)])
 def test_a_collapsed_loss_scale_ends_the_run(tmp_path, change, first_scale, level):
-    """Every step is left out and halves the scale; the weights stay as they are."""
+    """Every step is skipped and halves the scale, until the run ends with an error."""
     words = ("--opt-level", level, "--max-steps", "30", "--on-nonfinite", "skip")
     train_changed(change, tmp_path, "run", 1, *words, status=1)
     steps = int(math.log2(first_scale)) + 1
@@ -286,14 +286,14 @@ def test_a_collapsed_loss_scale_ends_the_run(tmp_path, change, first_scale, leve
 
 
 def spoil_step_3_of_stand_in():
-    """Let the gradient of the third loss be nan."""
+    """Make the gradient of the third loss nan."""
     use_stand_in()
     spoil_gradients(only=3)
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_apex_without_a_loss_scale_skips_what_is_not_finite(tmp_path, level):
-    """No scaler looks at the gradients there, so that --on-nonfinite does."""
+    """At these levels no scaler checks the gradients, so --on-nonfinite has to."""
     words = ("--opt-level", level, "--max-steps", "5", "--on-nonfinite", "skip")
     run, _ = train_changed(spoil_step_3_of_stand_in, tmp_path, "run", 1, *words)
     assert "warning: skipped step 3" in (tmp_path / "rank0.txt").read_text()
@@ -304,7 +304,7 @@ def test_apex_without_a_loss_scale_skips_what_is_not_finite(tmp_path, level):
 
 @pytest.mark.parametrize("change", [use_stand_in, use_plain_torch])
 def test_what_is_clipped_are_the_masters(tmp_path, change):
-    """One step without momentum moves them by the learning rate times the norm that is left."""
+    """One step without momentum moves the masters by the learning rate times the clipped norm."""
     words = ("--opt-level", "O2", "--max-steps", "1", "--seed", "1", "--warmup-steps", "0", "--momentum", "0")
     clip = ("--weight-decay", "0", "--lr", "10", "--clip-grad-norm", "0.1")
     run, _ = train_changed(change, tmp_path, "run", 1, *words, *clip)

@@ -19,7 +19,7 @@ SMALL = ("--sizes", "4,12k", "--seconds", "0.01", "--link-gbit", "10")
 
 
 def measure(folder, nodes, *words):
-    """Run it; return its report."""
+    """Run commbench; return its report."""
     result = run_command(
         sys.executable,
         "-m",
@@ -47,7 +47,7 @@ def test_every_line_is_measured(backend, tmp_path):
     assert report["failed"] == {}
     ranks = 3 if backend == "gloo" else 2
     wanted = [(op, size) for op in ("all-reduce", "broadcast", "all-gather") for size in (4, 12 * 1024)]
-    # An all-gather's result has a part of each rank's: at least one number.
+    # An all-gather's result has a part from each rank, which is at least one number.
     wanted[4] = ("all-gather", 4 * ranks)
     assert [(row["op"], row["bytes"]) for row in report["rows"]] == wanted
     for row in report["rows"]:
@@ -58,7 +58,7 @@ def test_every_line_is_measured(backend, tmp_path):
 
 
 def test_each_node_of_a_cluster_starts_its_own_ranks(tmp_path):
-    """Two nodes of this machine, as srun would start them; node 0 says what was measured."""
+    """Two nodes on this machine, started as srun would; node 0 alone prints the measurements."""
     common = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     words = ("-m", "scripts.bench.commbench", "gloo", "--runs-dir", str(tmp_path), *SMALL)
     nodes = [Command(sys.executable, *words, **common, NODE_RANK=str(number)) for number in range(2)]
@@ -70,7 +70,7 @@ def test_each_node_of_a_cluster_starts_its_own_ranks(tmp_path):
 
 
 def flip(tensor):
-    """Add up like a backend that has a bit flipped."""
+    """Sum like a backend in which a bit has flipped."""
     tensor[2] = 7.5
 
 

@@ -12,7 +12,7 @@ STEPS = 3
 
 
 def count_compiled_passes(folder):
-    """Let compile() compile nothing, and leave a byte in a file for each pass through what it was called on."""
+    """Make compile() only count: each forward pass of a module it was called on adds a byte to a file."""
 
     def compile_nothing(module, mode):
         def call(*args, **kwargs):
@@ -27,14 +27,14 @@ def count_compiled_passes(folder):
 
 RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "scratch", "fsdp", "tensor", "pipeline", "horovod")
 BLOCKS = {"fsdp": 5}
-"""LeNet's layers with weights are compiled one by one."""
+"""Modules that are compiled one by one: fsdp compiles each of LeNet's layers with weights."""
 
 ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", "--num-microbatches", "1")}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
-    """360 test images are two batches of evaluation."""
+    """The 360 test images make two evaluation batches."""
     if recipe == "horovod":
         need_horovod()
     words = words_for(

@@ -1,8 +1,8 @@
 """What every recipe keeps: the losses, evaluation and checkpoints of single at any world size, and what it sends.
 
-RECIPES has a line for each recipe. Nothing divides evenly: not the batch by the ranks, not the training set by the
-batch, not the test set by the ranks. The tolerance is 1e-5 relative: ranks add the same numbers in another order,
-which costs a few units of 2^-24 = 6e-8 a step, and 30 steps amplify that by less than a hundred.
+RECIPES has an entry for each recipe. Nothing divides evenly: neither the batch by the ranks, nor the training set
+by the batch, nor the test set by the ranks. The tolerance is 1e-5 relative: ranks sum the same numbers in another
+order, which costs a few units of 2^-24 = 6e-8 a step, and 30 steps amplify that by less than a hundred.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ FP16, BF16 = 2.0**-11, 2.0**-8
 """Largest relative error of rounding to the format."""
 
 ALONE, GROUPS = (1,), (2, 3, 7)
-"""World sizes of recipes that are one process, and of the others."""
+"""World sizes of one-process recipes, and of the others."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """Options by which gradients cross the wire as half the bytes, and the tolerance of the losses with them."""
+    """Options that halve the bytes of gradients on the wire, and the tolerances of the losses with them."""
 
     options: tuple[str, ...]
     rounding: float
@@ -63,24 +63,24 @@ class Recipe:
     name: str
     world_sizes: tuple[int, ...] = GROUPS
     options: tuple[str, ...] = ()
-    """Full precision, where that is not the default."""
+    """Options for full precision, if it is not the default."""
     layouts: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """More options, by world size."""
+    """Additional options, by world size."""
     batch_sizes: dict[int, int] = field(default_factory=lambda: {7: 10})
-    """The global batch by world size, where it is not 65."""
+    """Global batch sizes by world size; 65 by default."""
     replicas: dict[int, int] = field(default_factory=dict)
-    """Copies of the model by world size, where not each rank has one."""
+    """Copies of the model by world size; by default one per rank."""
     passes: int = 1
-    """Equal parts of a rank's batch that batch norm sees one by one."""
+    """Number of equal parts of a rank's batch that batch norm sees one by one."""
     half: dict[str, Half] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     """Options for a model that the recipe cannot split."""
     has_ddp_options: bool = False
-    """PowerSGD and a sharded optimizer."""
+    """Whether it has PowerSGD and a sharded optimizer."""
     gathers: int = 0
-    """All-gathers of the weights in a pass."""
+    """All-gathers of the weights per pass."""
     overhead: float = 0.02
-    """Most bytes that a rank sends in a step besides the gradients, as a share of the gradients' in fp32."""
+    """Bound of the bytes that a rank sends per step besides the gradients, as a share of the fp32 gradients."""
 
     def batch_size(self, world_size: int) -> int:
         return self.batch_sizes.get(world_size, 65)
@@ -102,15 +102,16 @@ RECIPES = [
     Recipe("spawn", half=DDP_HALF, has_ddp_options=True),
     # bfloat16 rounds 15 times between an image and LeNet's logits: test_apex.py has the arithmetic.
     Recipe("apex", options=("--opt-level", "O0"), half={"O2": Half(("--opt-level", "O2"), BF16, 15 * BF16)}),
-    # Rows do not divide either: of 16, each of 3 ranks sends 6. Gloo's reduce-scatter sends as much as its ring.
+    # Rows do not divide either: of 16 rows, each of 3 ranks sends 6. Gloo's reduce-scatter sends as many bytes as
+    # its ring all-reduce.
     Recipe("fsdp", gathers=2, overhead=0.1),
-    # Its bytes at 3 are those of data parallelism; test_tensor.py counts what the ranks of a replica send.
+    # At 3 ranks its bytes are those of data parallelism; test_tensor.py counts what the ranks of a replica send.
     Recipe(
         "tensor",
         layouts={n: ("--tensor-parallel", str(p)) for n, p in ((2, 2), (3, 1), (7, 1))},
         whole=("--tensor-parallel", "1"),
     ),
-    # Microbatches have to be equal: batches divide by the replicas here. LeNet has layers for at most 5 stages.
+    # Microbatches must be equal, so the replicas divide the batches here. LeNet has layers for at most 5 stages.
     Recipe(
         "pipeline",
         layouts={n: ("--stages", str(p), "--num-microbatches", "2") for n, p in ((2, 2), (3, 1), (7, 1))},
@@ -119,7 +120,7 @@ RECIPES = [
         passes=2,
     ),
     Recipe("scratch"),
-    # Horovod's ranks tell one another again and again which gradients are ready, also while they wait.
+    # Horovod's ranks keep exchanging which gradients are ready, even while they wait.
     Recipe(
         "horovod",
         options=("--compression", "none"),
@@ -136,12 +137,12 @@ each_size = pytest.mark.parametrize(
         for recipe in RECIPES
         for n in recipe.world_sizes
     ],
-    scope="module",  # tests of the same runs come one after the other, and so in one of pytest's workers
+    scope="module",  # tests of the same runs follow each other, and so share one of pytest's workers
 )
 
 SEED = 1
 DIGITS = ("--num-samples", "809")
-"""An epoch has 12 batches of 65, 9 of 84 or 80 of 10; 101 samples are for the test."""
+"""An epoch has 12 batches of 65, 9 of 84 or 80 of 10; the test set has 101 samples."""
 
 
 def is_available(name):
@@ -149,12 +150,12 @@ def is_available(name):
 
 
 def launch(name, world_size, folder, *argv, interrupt=None):
-    """Run a recipe, observed, to its end; return the run's folder and what the ranks did."""
+    """Run a recipe with observe_steps() until it ends; return the run's folder and the ranks' Outcome."""
     if name == "horovod":
         need_horovod()
     words = words_for(folder, "run", "--seed", str(SEED), "--device", "cpu", *argv)
     setup = functools.partial(observe.observe_steps, folder)
-    # Horovod's time between two such rounds is in ms: by default 1, of which a step takes many.
+    # Time in ms between two rounds of Horovod's coordination; the default is 1, and a step would have many rounds.
     env = {"HOROVOD_CYCLE_TIME": "10"}
     outcome = Ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup, **env).wait()
     assert outcome.statuses == [0] * world_size, outcome.text
@@ -163,20 +164,20 @@ def launch(name, world_size, folder, *argv, interrupt=None):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Return a function: the folder of a recipe's run with some options; each is trained once."""
+    """Return a function that returns the folder of a recipe's run with some options; each is trained once."""
     return functools.cache(
         lambda name, world_size, *argv: launch(name, world_size, tmp_path_factory.mktemp(name), *argv)[0]
     )
 
 
 def steps(world_size):
-    """Return the data and the number of steps: seven ranks share two cores here."""
+    """Return the options for the data and the number of steps; 7 ranks share two cores, so they do fewer."""
     return (*DIGITS, "--max-steps", "13" if world_size == 7 else "30")
 
 
 @pytest.fixture(scope="module")
 def run(train):
-    """Return a function: the run of a recipe at a world size, with some more options."""
+    """Return a function that returns a recipe's run at a world size, with additional options."""
     return lambda recipe, world_size, *argv: train(
         recipe.name, world_size, *recipe.argv(world_size), *steps(world_size), *argv
     )
@@ -184,7 +185,7 @@ def run(train):
 
 @pytest.fixture(scope="module")
 def single(train):
-    """Return a function: the run of single over the batches that a recipe takes at a world size."""
+    """Return a function that returns single's run with the batch size of a recipe at a world size."""
     return lambda recipe, world_size: train(
         "single", 1, "--global-batch-size", str(recipe.batch_size(world_size)), *steps(world_size)
     )
@@ -192,7 +193,7 @@ def single(train):
 
 @pytest.fixture
 def observed_data(monkeypatch):
-    """Let this process load the data and build the models that the ranks do."""
+    """Make this process load the same data and build the same models as the ranks."""
     for owner, name, value in observe.CHANGES:
         monkeypatch.setattr(owner, name, value)
 
@@ -231,7 +232,7 @@ def assert_same_run(path, expected):
 
 
 def assert_every_sample_counts_once(path, num_samples, *argv):
-    """Hold the last evaluation to one without batches or ranks."""
+    """Compare the last evaluation with one without batches or ranks."""
     args = options([*argv])
     data = load_data(args, torch.device("cpu"), print)
     model = build_model(args, data)
@@ -247,7 +248,7 @@ def assert_every_sample_counts_once(path, num_samples, *argv):
 
 
 def observations(path, world_size):
-    """Return what each rank has observed after each step."""
+    """Return what each rank has written after each step."""
     files = [path.parent / f"steps{rank}.jsonl" for rank in range(world_size)]
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -264,7 +265,7 @@ def test_nothing_divides(observed_data):
 
 
 def test_single_equals_a_plain_loop(train, observed_data):
-    """What all others are held to: whole batches, a new order in each epoch, a linear warm-up."""
+    """The reference for all others: whole batches, a new order in each epoch, a linear warm-up."""
     args = options([*DIGITS, "--seed", str(SEED)])
     data = load_data(args, torch.device("cpu"), print)
     model = build_model(args, data)
@@ -303,7 +304,7 @@ def test_each_rank_draws_its_own_random_numbers(run, recipe, world_size):
 
 
 NO_DECAY = ("--no-decay-norm-bias", "--weight-decay", "0.5")
-"""Two groups of parameters, where a checkpoint has one."""
+"""These make two parameter groups; the default is one."""
 
 TEXT = ("--data", "text", "--seq-len", "8", "--optimizer", "sgd", "--max-steps", "6", "--checkpoint-every", "3")
 TEXT += (*NO_DECAY, "--warmup-steps", "3")
@@ -311,7 +312,7 @@ TEXT += (*NO_DECAY, "--warmup-steps", "3")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Return the option for a folder of text: 730 windows to train on, 66 for the test."""
+    """Return the option for a folder of text with 730 training windows and 66 test windows."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(12):
         line = f"{number} bottles of beer on the wall, {number} bottles of beer.\n"
@@ -321,7 +322,7 @@ def text(tmp_path_factory):
 
 @each
 def test_text_has_the_same_curve_and_bits(train, text, recipe):
-    """A pipeline's first stage and its last have a matrix in common."""
+    """In a pipeline, the first and the last stage share a matrix."""
     world_size = recipe.world_sizes[0]
     path = train(recipe.name, world_size, *recipe.argv(world_size), *TEXT, *text, "--clip-grad-norm", "1")
     size = str(recipe.batch_size(world_size))
@@ -352,12 +353,12 @@ def test_accumulation_changes_nothing(run, single, recipe):
 
 @each_size
 def test_all_ranks_evaluate_with_rank_0s_batch_norm(train, observed_data, recipe, world_size):
-    """At 7 ranks, six of them have no sample to evaluate."""
+    """At 7 ranks, only one has a sample to evaluate."""
     num_test, digits = (1, ("--num-samples", "15")) if world_size == 7 else (101, DIGITS)
     argv = (*digits, "--model", "norm", "--max-steps", "6")
     path = train(recipe.name, world_size, *recipe.argv(world_size), *recipe.whole, *argv)
     assert_every_sample_counts_once(path, num_test, *argv)
-    # Each rank's statistics are those of its share of the batch, whatever the recipe: ddp's are the measure.
+    # In every recipe, a rank's statistics are those of its share of the batch: compare with ddp's.
     replicas, size = recipe.replicas.get(world_size, world_size), str(recipe.batch_size(world_size))
     same = ("--global-batch-size", size, "--accumulate-steps", str(recipe.passes))
     assert losses(path) == pytest.approx(losses(train("ddp", replicas, *same, *argv)), rel=1e-5)
@@ -379,11 +380,11 @@ NORM = (
     "4",
 )
 GROUPED = (*NORM, "--max-steps", "15", "--keep-checkpoints", "9")
-"""42 groups in a step; 6 steps in an epoch, so that there are checkpoints within epochs."""
+"""42 groups per step and 6 steps per epoch, so that some checkpoints are within epochs."""
 
 
 def assert_same_statistics(path, expected, step):
-    """Hold the batch norm of a checkpoint to that of another run's."""
+    """Compare the weights and batch-norm statistics of a checkpoint with another run's."""
     name = f"checkpoints/step-{step:09d}.pt"
     ours, theirs = (torch.load(run / name, weights_only=True)["model"] for run in (path, expected))
     assert largest_difference(ours, theirs) < 1e-5
@@ -401,7 +402,7 @@ def test_groups_of_batch_norm_are_the_same_in_every_recipe(train, recipe):
 
 
 def test_groups_of_batch_norm_need_no_even_shares(train, observed_data):
-    """Of 42 groups, 4 ranks have 10 or 11, and each of their 3 passes has 3 or 4."""
+    """Of 42 groups, each of 4 ranks has 10 or 11, and each of their 3 passes has 3 or 4."""
     path = train("ddp", 4, *GROUPED, "--accumulate-steps", "3")
     assert_same_run(path, train("single", 1, *GROUPED))
     assert_every_sample_counts_once(path, 101, *GROUPED)
@@ -417,7 +418,7 @@ def test_groups_of_batch_norm_resume_at_another_world_size(train):
 
 @pytest.mark.slow
 def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
-    """In float64: of two runs in float32 that only round differently, losses differ by 1e-3 after 50 steps."""
+    """In float64, because in float32 two runs that only round differently differ by 1e-3 after 50 steps."""
     argv = (*DIGITS, "--model", "resnet18", "--batchnorm-group", "8", "--lr", "0.2", "--max-steps", "3")
     runs = []
     for world_size in (1, 8):
@@ -436,7 +437,7 @@ def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_smooth_resnet18_has_one_curve_in_float32(train):
-    """At the default rate; losses of resnet18 itself, with ReLU, differ by 1e-3 by then."""
+    """At the default learning rate; with ReLU, resnet18's losses would differ by 1e-3 after these steps."""
     argv = ("--model", "tests.observe:smooth_resnet18", "--global-batch-size", "64", "--batchnorm-group", "8")
     argv += (*DIGITS, "--max-steps", "10")
     single, two = train("ddp", 1, *argv), train("ddp", 2, *argv)
@@ -476,7 +477,7 @@ def full_bytes():
 
 
 def sent_per_step(path, world_size, first=2, last=1000):
-    """Return the median of the bytes that each rank sends in a step, of those from first to last."""
+    """Return, for each rank, the median number of bytes that it sends per step, over steps first to last."""
     medians = []
     for lines in observations(path, world_size):
         sent = {b["step"]: b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(lines)}
@@ -485,7 +486,7 @@ def sent_per_step(path, world_size, first=2, last=1000):
 
 
 def assert_sent(medians, recipe, gradient_bytes, messages=1, passes=1):
-    """Assert that each rank sends the gradients once a step, in a ring all-reduce, and not much besides."""
+    """Assert that each rank sends the gradients once a step, in a ring all-reduce, and little else."""
     ring = (2 + passes * recipe.gathers) * (len(medians) - 1) / len(medians)
     overhead = messages * recipe.overhead * full_bytes()
     for median in medians:
@@ -506,7 +507,7 @@ def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
     [pytest.param(recipe, h, id=f"{recipe.name}-{kind}") for recipe in RECIPES for kind, h in recipe.half.items()],
 )
 def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
-    """Of K steps each rounds a gradient N + 1 times; at worst, all these errors point the same way."""
+    """Each step rounds a gradient N + 1 times; at worst, all these errors have the same sign."""
     path = run(recipe, world_size, *half.options)
     assert_sent(sent_per_step(path, world_size), recipe, full_bytes() / 2)
     exact = losses(single(recipe, world_size))
@@ -521,7 +522,7 @@ POWERSGD = ("--grad-compression", "powersgd", "--powersgd-rank", "4")
 
 @with_ddp_options
 def test_powersgd_sends_two_factors(run, single, name):
-    """After 10 whole gradients, an n x m gradient travels as (n + m) x 4 numbers where those are half as many."""
+    """After 10 whole gradients, an n x m gradient travels as (n + m) x 4 numbers if those are less than half."""
     path = run(BY_NAME[name], 3, *POWERSGD)
     matrices = [(shape[0], shape[1:].numel()) for shape in shapes()]
     numbers = sum(4 * (n + m) if 2 * 4 * (n + m) < n * m else n * m for n, m in matrices)
@@ -534,10 +535,10 @@ def test_powersgd_sends_two_factors(run, single, name):
 
 @with_ddp_options
 def test_powersgd_sends_later_what_it_leaves_out(train, name):
-    """The sum of 60 gradients arrives but for what is still to be sent: about one gradient of each layer.
+    """The sum of 60 gradients arrives, except for what is not sent yet: about one gradient of each layer.
 
-    Weights stand still at this rate, so that each run has the same gradients; momentum adds them up. A remainder
-    that is forgotten 50 times, in place of being sent later, would be larger than two gradients.
+    At this learning rate the weights do not change, so each run has the same gradients, and momentum sums them. If
+    50 remainders were dropped instead of sent later, the error would be larger than two gradients.
     """
     argv = ("--max-steps", "60", "--lr", "1e-12", "--lr-schedule", "constant", "--warmup-steps", "0")
     argv += ("--momentum", "0.999", "--weight-decay", "0")
@@ -550,7 +551,7 @@ def test_powersgd_sends_later_what_it_leaves_out(train, name):
 
 @with_ddp_options
 def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(train, name):
-    """Besides the gradients, which go around the ring, each parameter goes from its rank to the two others."""
+    """Besides the gradients in the ring, each parameter goes from its owner to the two other ranks."""
     path = train(name, 3, *LONG, "--zero")
     assert_same_run(path, train("single", 1, *LONG))
     expected = (2 * (3 - 1) + 2) * full_bytes()
@@ -562,12 +563,12 @@ def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(train, na
 
 LONG = (*DIGITS, "--global-batch-size", "84", "--max-steps", "20", "--keep-checkpoints", "9", *NO_DECAY)
 LONG += ("--warmup-steps", "5", "--label-smoothing", "0.1")
-"""Two epochs of 9 steps, and two steps; 84 is what a pipeline's replicas can share."""
+"""Two epochs of 9 steps, and two steps; a pipeline's replicas can split a batch of 84."""
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Return a function: a recipe's run that its last rank was sent USR1 in step 12, and what the ranks did."""
+    """Return a function that returns a recipe's run whose last rank got USR1 in step 12, and its Outcome."""
 
     def stop(recipe):
         world_size = 3 if 3 in recipe.world_sizes else 1
@@ -581,7 +582,7 @@ def stopped(tmp_path_factory):
 @each
 def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(stopped, train, recipe):
     path, outcome = stopped(recipe.name)
-    assert newest_checkpoint(path)["position"]["step"] == last_step(path) == 13  # the step under way is done
+    assert newest_checkpoint(path)["position"]["step"] == last_step(path) == 13  # the running step was completed
     assert f"wrote {path}/checkpoints/step-000000013.pt\n" in outcome.outputs[0]
     assert not any(outcome.outputs[1:])
     assert losses(path) == pytest.approx(losses(train("single", 1, *LONG))[:13], rel=1e-5)
@@ -589,7 +590,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(stopped, train, recipe)
 
 @each
 def test_another_recipe_goes_on_at_the_exact_sample(stopped, train, tmp_path, recipe):
-    """Each goes on from the one above it in the table, the first from the last."""
+    """Each recipe resumes the run of the one above it in RECIPES, the first that of the last."""
     names = [other.name for other in RECIPES if is_available(other.name) or other is recipe]
     path, _ = stopped(names[names.index(recipe.name) - 1])
     shutil.copytree(path, tmp_path / "run")

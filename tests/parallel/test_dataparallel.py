@@ -67,7 +67,7 @@ def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
 
 @pytest.mark.slow
 def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
-    """Each GPU does not make a process of its own; these two are not there, so that the CPU does the work."""
+    """Several GPUs still get one process; these two do not exist, so the run uses the CPU."""
     options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options],

@@ -1,7 +1,7 @@
 """DDP against the one-process run: the same numbers at any world size and with every option.
 
-Where fp32 is used throughout, the tolerance is 1e-5 relative: ranks add the same numbers in another order,
-which costs a few units of 2^-24 = 6e-8 a step, and 60 steps amplify that by less than a hundred.
+With fp32 throughout, the tolerance is 1e-5 relative: ranks sum the same numbers in another order, which costs a
+few units of 2^-24 = 6e-8 a step, and 60 steps amplify that by less than a hundred.
 """
 
 import functools
@@ -36,7 +36,7 @@ STEPS = ("--max-steps", "60", "--seed", "1")
 
 @pytest.fixture(scope="session")
 def baseline(tmp_path_factory):
-    """Return the one-process run with some options; each is trained once."""
+    """Return a function that returns the one-process run with some options; each is trained once."""
     return functools.cache(lambda *argv: train("single", tmp_path_factory.mktemp("single"), 1, *argv))
 
 
@@ -57,7 +57,7 @@ def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
 
 @pytest.mark.slow
 def test_two_local_nodes_equal_single(baseline, tmp_path):
-    """The whole path that `make run RECIPE=ddp NODES=2 NPROC_PER_NODE=2` takes."""
+    """Run the whole path of `make run RECIPE=ddp NODES=2 NPROC_PER_NODE=2`."""
     argv = ("--max-steps", "25", "--seed", "1")
     result = local("ddp", 2, 2, *words_for(tmp_path, "real", *argv)).wait()
     assert result.status == 0, result.stderr
@@ -100,12 +100,12 @@ def test_accumulation_changes_nothing(baseline, tmp_path, world_size):
 def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
     run = train("ddp", tmp_path, 3, *STEPS, *argv)
     assert_same_run(run, baseline(*STEPS, *argv))
-    if argv != ["--no-channels-last"]:  # a layout changes no number; all others have to
+    if argv != ["--no-channels-last"]:  # a memory layout changes no number; all other options must
         assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
 
 
 def test_scale_lr_means_what_it_says(baseline):
-    """The linear rule: --lr is for 256 samples, so 64 of them get a quarter of it."""
+    """The linear scaling rule: --lr is for 256 samples, so a batch of 64 gets a quarter of it."""
     scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.08")
     assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.02")), rel=1e-7)
 
@@ -126,7 +126,7 @@ def test_sharded_optimizer_equals_single(baseline, tmp_path, optimizer):
     argv = (*STEPS, "--optimizer", *optimizer)
     run = train("ddp", tmp_path, 3, *argv, "--zero")
     assert_same_run(run, baseline(*argv))
-    # The checkpoint holds the whole state, as if it had never been sharded.
+    # The checkpoint holds the whole optimizer state, as if it had never been sharded.
     ours, theirs = newest_checkpoint(run)["optimizer"], newest_checkpoint(baseline(*argv))["optimizer"]
     assert ours["param_groups"][0]["params"] == theirs["param_groups"][0]["params"]
     assert ours["state"].keys() == theirs["state"].keys()
@@ -138,10 +138,10 @@ def test_sharded_optimizer_equals_single(baseline, tmp_path, optimizer):
 # ---- numbers that cross the wire, or are computed, with fewer bits
 
 UNIT = {"fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Largest relative error of rounding to the format: half a unit in the last of its 11 or 8 bits."""
+"""Largest relative error of rounding to the format: half a unit in the last of its 11 or 8 significant bits."""
 
 SMALLEST = {"fp16": 2.0**-25, "bf16": 2.0**-134}
-"""Largest absolute error of rounding below the format's normal numbers: half the smallest subnormal one."""
+"""Largest absolute error of rounding below the format's normal numbers: half the smallest subnormal number."""
 
 ONE_PLAIN_STEP = ("--momentum", "0", "--weight-decay", "0", "--lr", "1", "--lr-schedule", "constant")
 ONE_PLAIN_STEP += ("--warmup-steps", "0", "--max-steps", "1", "--seed", "1")
@@ -150,11 +150,11 @@ ONE_PLAIN_STEP += ("--warmup-steps", "0", "--max-steps", "1", "--seed", "1")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, world_size):
-    """With lr 1 a step subtracts the gradient itself, which can be compared number by number.
+    """With lr 1, a step subtracts the gradient itself, so its elements can be compared one by one.
 
-    Each rank's gradient is rounded when it is cast and again when it is divided by the world size; adding N of
-    them rounds N - 1 times. So each element is off by at most (N + 1) u times the mean of the ranks' absolute
-    gradients, plus the error of the smallest numbers for each rounding.
+    Each rank's gradient is rounded when it is cast and again when it is divided by the world size; summing N of
+    them rounds N - 1 times. So each element's error is at most (N + 1) u times the mean of the ranks' absolute
+    gradients, plus the absolute error of subnormal numbers for each rounding.
     """
     args = options([*ONE_PLAIN_STEP])
     data = load_data(args, torch.device("cpu"), print)
@@ -175,12 +175,12 @@ def test_compressed_gradient_is_within_its_rounding(baseline, tmp_path, kind, wo
     for (name, error), largest in zip(errors.items(), bound, strict=True):
         fp32 = 4 * 2.0**-24 * (exact[name].abs() + largest)
         assert (error <= roundings * (UNIT[kind] * largest + SMALLEST[kind]) + fp32).all(), name
-    assert max(float(error.max()) for error in errors.values()) > 1e-6  # rounded it was
+    assert max(float(error.max()) for error in errors.values()) > 1e-6  # it was rounded
 
 
 @pytest.mark.slow
 def test_powersgd_is_exact_before_it_starts_and_learns_as_well(baseline, tmp_path):
-    """The first ten steps are not compressed; later, what a step leaves out the next ones add."""
+    """The first ten steps are not compressed; after that, the next steps send what a step left out."""
     argv = ("--epochs", "8", "--seed", "1")
     run, single = train("ddp", tmp_path, 2, *argv, "--grad-compression", "powersgd"), baseline(*argv)
     assert losses(run)[:11] == pytest.approx(losses(single)[:11], rel=1e-5)
@@ -191,14 +191,14 @@ def test_powersgd_is_exact_before_it_starts_and_learns_as_well(baseline, tmp_pat
 
 
 def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
-    """Factors that would be no smaller than the gradient itself are not made: it travels whole."""
+    """If the factors would not be smaller than the gradient, the gradient travels whole."""
     run = train("ddp", tmp_path, 3, *STEPS, "--grad-compression", "powersgd", "--powersgd-rank", "200")
     assert_same_run(run, baseline(*STEPS))
 
 
 @pytest.mark.slow
 def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
-    """Nine buckets, each with three messages: the same again, to the last bit."""
+    """Nine buckets of three messages each: two runs are equal to the last bit."""
     words = ("--max-steps", "40", "--seed", "1", "--grad-compression", "powersgd", "--bucket-cap-mb", "0.005")
     first, second = (train("ddp", tmp_path / name, 3, *words, "--deterministic") for name in ("first", "second"))
     assert losses(first) == losses(second)
@@ -208,11 +208,11 @@ def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_mixed_precision_stays_close(baseline, tmp_path, kind):
-    """Ranks round the gradients of their shares, where one process rounds that of the whole batch.
+    """Ranks round the gradients of their shares, but one process rounds the gradient of the whole batch.
 
     A pass through LeNet's five layers and back rounds about 10 times; K steps and N ranks do so independently.
-    CPUs without instructions for fp16 also add up in it, which rounds more often: there losses are up to 1.2 of
-    this bound apart, over four seeds.
+    CPUs without fp16 instructions also accumulate in fp16, which rounds more often: there, over four seeds, losses
+    differ by up to 1.2 times that bound, so fp16 gets a factor of 3.
     """
     most = {"fp16": 3 * UNIT["fp16"], "bf16": UNIT["bf16"]}[kind]
     argv = (*STEPS, "--amp", kind)
@@ -220,7 +220,7 @@ def test_mixed_precision_stays_close(baseline, tmp_path, kind):
     for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
         assert ours == pytest.approx(theirs, rel=(10 * (step + 1) * 2) ** 0.5 * most), step
     assert losses(run) != pytest.approx(losses(baseline(*STEPS)), rel=1e-6)  # it did compute with fewer bits
-    if kind == "bf16":  # fp16 skips steps at first, until its scale is small enough, and so runs another course
+    if kind == "bf16":  # fp16 skips the first steps, until its scale is small enough, so its curve differs
         assert losses(run) == pytest.approx(losses(baseline(*STEPS)), rel=(10 * 60 * 2) ** 0.5 * most)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_fault_is_survived_and_measured(tmp_path):
-    """Cut a link where nodes can have a network each, else kill a rank."""
+    """Cut a link if nodes can have their own networks, else kill a rank."""
     words = ("cut", "--seed=0") if not network.why_not() else ("--plain", "kill-rank")
     result = Command(
         sys.executable, "-m", "scripts.drill", *words, "--steps=240", "--runs-dir", str(tmp_path)
@@ -21,7 +21,7 @@ def test_a_fault_is_survived_and_measured(tmp_path):
     assert result.stdout.splitlines()[-1] == "all 1 faults survived"
     [fault] = json.loads((tmp_path / "drill-001/drill.json").read_text())["faults"]
     assert fault["survived"]
-    # Ranks wait --timeout-s for each other, 6 s, before they end.
+    # Ranks wait for each other for --timeout-s, 6 s, before they end.
     assert (5 if "cut" in words else 0) < fault["noticed_s"] < 15
     assert fault["noticed_s"] < fault["training_again_s"] < 75
     assert 0 <= fault["steps_lost"] <= 20

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.slow
 
 GENTLE = ("--lr", "0.0005", "--seed", "1", "--deterministic", "--device", "cpu", "--epochs", "1000")
 GENTLE += ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")
-"""A rate at which a difference in the last bit stays one for hundreds of steps (at 0.002 some seeds do not).
+"""At this rate, a difference in the last bit does not grow for hundreds of steps (at 0.002 it may).
 
-A step is 0.1 s of sleep, in which the cores are free, where SLOW_UNTIL names no file that is there.
+A step sleeps 0.1 s, which leaves the cores free, unless SLOW_UNTIL names an existing file.
 """
 
 OFTEN = ("--checkpoint-every", "20")
@@ -46,13 +46,13 @@ def launches(run, key="world_size"):
 
 
 def process_of(job, node, module="scripts.launch.rejoin"):
-    """Return a node's process of a module."""
+    """Return the process that runs a module on a node."""
     [process] = [one for one in job.find(f"-m {module} ") if one.environ()["NODE_RANK"] == str(node)]
     return process
 
 
 def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
-    """Node 0 is lost with all that runs there, and comes back later; then node 1 stops, and stays so."""
+    """Node 0 is lost with all its processes, and returns later; then node 1 is suspended for good."""
     job = elastic(3, 2, 3, *words_for(tmp_path, "e", *GENTLE, *OFTEN))
     run = tmp_path / "e"
     job.wait_for_step(run, 30)
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_starts_again_and_one_too_often_ends_the_job(tmp_p
 
 
 def test_shards_of_two_ranks_go_on_in_one(tmp_path):
-    """A node of fsdp is lost; the other reads what both have written, and writes it by itself from then on."""
+    """fsdp loses a node; the other reads both nodes' shards, and writes one shard from then on."""
     sharded = (*GENTLE, *OFTEN, "--sharded-checkpoints", "--max-steps", "100000")
     run, job = tmp_path / "f", elastic(2, 1, 1, *words_for(tmp_path, "f", *sharded), recipe="fsdp")
     job.wait_for_step(run, 30)
@@ -136,7 +136,7 @@ def num_shards(run):
 
 
 def test_a_refusal_ends_the_job_at_once(tmp_path):
-    """Torchrun would start refused ranks again."""
+    """torchrun itself would restart ranks that refuse their options."""
     begun = time.monotonic()
     result = elastic(2, 1, 3, *words_for(tmp_path, "f", "--global-batch-size", "0")).wait()
     assert result.status == 2, result.stderr

@@ -55,7 +55,7 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, world_size, arg
 
 
 def test_bf16_gathers_half_and_stays_close(single, tmp_path):
-    """2^-8 is bfloat16's rounding; norms and the loss average it out over a block's sums."""
+    """2^-8 is bfloat16's rounding error; norms and the loss average it out over a block's sums."""
     run = train("fsdp", tmp_path, 2, *TEXT, "--amp", "bf16")
     assert losses(run) == pytest.approx(losses(single), rel=2.0**-8)
     assert losses(run) != pytest.approx(losses(single), rel=1e-6)
@@ -64,7 +64,7 @@ def test_bf16_gathers_half_and_stays_close(single, tmp_path):
 
 @pytest.mark.slow
 def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
-    """Two gathers and one sum of gradients, which gloo sends twice: 2 + 2 in fp32, 1 + 2 in bf16; NCCL 2 of 3."""
+    """Two gathers and a sum of gradients, which gloo sends twice: fp32 sends 2 + 2, bf16 1 + 2 (NCCL: 3 and 2)."""
     sent = {}
     for amp in ("none", "bf16"):
         words = words_for(tmp_path, amp, *TEXT, "--amp", amp, "--device", "cpu")
@@ -77,7 +77,7 @@ def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
 
 
 def spoil_own_shards(step):
-    """Let what rank 1 holds of the gradients be infinite in a step: of other ranks' shards nothing is."""
+    """Make rank 1's gradient shards infinite in a step; those of other ranks stay finite."""
     update = fsdp.update
 
     def spoilt(job, check):
@@ -90,7 +90,7 @@ def spoil_own_shards(step):
 
 
 def leave_out(step):
-    """Let a step change nothing."""
+    """Make a step change nothing."""
     update = fsdp.update
 
     def leaving_out(job, check):
@@ -100,7 +100,7 @@ def leave_out(step):
 
 
 def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
-    """A rank that looked at its own shards alone would step by itself."""
+    """A rank that checked only its own shards would step while the others skip."""
     runs = []
     for fault in (spoil_own_shards, leave_out):
         words = ("--max-steps", "4", "--device", "cpu", "--on-nonfinite", "skip", "--optimizer", "adamw")
@@ -114,7 +114,7 @@ def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
 
 
 def show_sampling(run):
-    """Let this rank print, in place of a sample, whether it is watched and the result is there."""
+    """Make this rank print, instead of a sample, whether it is watched and whether result.json exists."""
 
     def sample(task, model, device):
         at = Watch.active._at
@@ -135,7 +135,7 @@ def test_the_result_is_there_before_ranks_sample_under_watch(tmp_path):
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Samples that are read one by one: what is not asked for does not come."""
+    """A map-style dataset: samples are read one by one."""
 
     def __init__(self, count):
         self.count = count
@@ -148,7 +148,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def numbers():
-    """Return 513 samples for the test."""
+    """Return data whose test set has 513 samples."""
     return {"train": Numbers(64), "test": Numbers(513), "target": "class", "num_classes": 10}
 
 
@@ -161,7 +161,7 @@ def numbers():
     ids=["in memory", "loaded"],
 )
 def test_ranks_evaluate_equally_often(tmp_path, argv):
-    """Of 513 samples, rank 0 has one batch of 256, and rank 1 another of one sample besides."""
+    """Of 513 samples, rank 0 has one batch of 256; rank 1 has a second batch, of one sample."""
     argv = (*argv, "--max-steps", "1", "--workers", "0", "--timeout-s", "20")
     runs = [train(recipe, tmp_path, n, *argv) for recipe, n in (("fsdp", 2), ("single", 1))]
     ours, theirs = (metrics(run)[-1] for run in runs)
@@ -170,12 +170,12 @@ def test_ranks_evaluate_equally_often(tmp_path, argv):
 
 
 def viewing_model(spec):
-    """Return a model that takes no empty batch: view() cannot tell what -1 is there."""
+    """Return a model that fails on an empty batch, because view() cannot infer -1 there."""
     return nn.Sequential(View(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
 
 
 class View(nn.Module):
-    """Flatten as much code does."""
+    """Flatten with view(), as much code does."""
 
     def forward(self, inputs):
         return inputs.view(len(inputs), -1)
@@ -187,7 +187,7 @@ def normed_model(spec):
 
 
 class Scaled(nn.Module):
-    """A model with a parameter that has no rows, as CLIP's logit scale."""
+    """A model with a parameter without rows, like CLIP's logit scale."""
 
     def __init__(self, spec):
         super().__init__()
@@ -234,13 +234,13 @@ def test_refusals(tmp_path, argv, message):
     assert f"error: {message}" in outcome.text
 
 
-# ---- in double precision: what is left of the difference is the order of sums
+# ---- in double precision: only the order of sums still makes a difference
 
 STEPS = 100
 
 
 def train_in_double(folder, argv):
-    """Train LeNet for STEPS steps as one rank; write the losses and the bytes of the shards, and leave."""
+    """Train LeNet for STEPS steps as one rank, write the losses on rank 0, and exit."""
     args = options(["--device", "cpu", "--no-channels-last", *argv])
     with connected_world(args, read_ranks("fsdp")) as world:
         data = load_data(args, world.device, print)
@@ -254,7 +254,7 @@ def train_in_double(folder, argv):
 
 
 def double_losses(model, data, rank=0, world_size=1):
-    """Return the loss of each step, that of the whole batch, by a plain loop."""
+    """Train with a plain loop; return the whole batch's loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
     found = []
@@ -298,7 +298,7 @@ def test_blocks_are_the_children_of_the_outermost_sequences():
 
 
 def note_bytes(folder):
-    """Let each rank write the bytes of its weights, gradients and optimizer state, as allocated, in a step."""
+    """Make each rank write the bytes allocated for its weights, gradients and optimizer state in a step."""
     update = loop.update
 
     def noting_update(job, check):
@@ -314,7 +314,7 @@ def note_bytes(folder):
 
 def allocated(tensors):
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = [tensor.untyped_storage() for tensor in local]  # gradients of a block share one
+    storages = [tensor.untyped_storage() for tensor in local]  # the gradients of a block share a storage
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -327,7 +327,7 @@ def test_each_rank_holds_its_share(tmp_path, world_size, argv):
     assert not any(outcome.statuses), outcome.text
     args = options([*argv])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
-    total = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())  # AdamW: two numbers a weight
+    total = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())  # AdamW keeps two numbers a weight
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(world_size)]
     shards = world_size // args.replicas
     assert sum(held) >= total * args.replicas
@@ -335,7 +335,7 @@ def test_each_rank_holds_its_share(tmp_path, world_size, argv):
 
 
 def note_restored_bytes(folder):
-    """Let each rank write the bytes that it keeps of a checkpoint."""
+    """Make each rank write the bytes that it keeps of a checkpoint."""
     restore = restoring.restore
 
     def noting_restore(job, content):
@@ -362,7 +362,7 @@ def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
 
 
 def own_model(spec):
-    """Return a model whose initialisation looks at its own numbers."""
+    """Return a model whose initialisation reads its own weights."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
     with torch.no_grad():
         model[1].weight /= model[1].weight.norm()
@@ -380,7 +380,7 @@ SYNTHETIC = ("--data", "synthetic", "--image-size", "32", "--num-samples", "4")
         (*DOCS, "--model", "gpt-tiny"),
         *slow(
             ["--model", "resnet18", *SYNTHETIC],
-            ["--model", "vit_b_16", *SYNTHETIC],  # its truncated normal looks at the numbers it draws
+            ["--model", "vit_b_16", *SYNTHETIC],  # its truncated normal reads the numbers that it draws
         ),
     ],
 )
@@ -425,7 +425,7 @@ def test_what_cannot_be_drawn_in_part_is_refused(spoil):
 
 
 class Sequence(nn.Sequential):
-    """A model whose children, one after another, are all of it."""
+    """A model that consists of its children, one after another."""
 
     is_sequence = True
 
@@ -434,7 +434,7 @@ class Sequence(nn.Sequential):
 
 
 class Named(nn.Module):
-    """A model with blocks by name, which have no forward() together."""
+    """A model with blocks in a ModuleDict, which has no forward()."""
 
     def __init__(self, spec):
         super().__init__()

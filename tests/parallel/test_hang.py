@@ -16,7 +16,7 @@ STEP = 7
 
 
 def assert_reported(run, line, silent, others):
-    """The one line on the terminal is that of the report, which has the stacks of all ranks but the silent one."""
+    """Assert that the error line is the report's first line, and that the report has all other ranks' stacks."""
     report = (run / "hang-report.txt").read_text()
     assert line == f"error: {report.splitlines()[0]}; stacks of the others: {run / 'hang-report.txt'}"
     assert sorted(path.name for path in (run / "hang").iterdir()) == [f"rank-{rank}.txt" for rank in others]
@@ -30,7 +30,7 @@ def assert_reported(run, line, silent, others):
 
 @pytest.mark.slow
 def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
-    """Rank 0, as `make run` starts it. A process that is stopped takes no signal but KILL, and says nothing."""
+    """Suspend rank 0 under `make run`. A suspended process handles no signal but KILL, and prints nothing."""
     job = local("ddp", 2, 2, *words_for(tmp_path, "stopped", *WORDS))
     job.wait_for_step(tmp_path / "stopped", STEP)
     ranks = {process.environ()["RANK"]: process for process in job.find("-m recipes.ddp.train")}
@@ -52,7 +52,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
 
 
 def interrupted(recipe, folder, world_size, interrupt, *argv):
-    """Start ranks of which some stop or sleep; return the statuses and outputs of the others, and the run."""
+    """Start ranks, some of which stop or sleep; return the statuses and outputs of those that end, and the run."""
     words = words_for(folder, "hung", *WORDS, *argv)
     ranks = Ranks(recipe, words, world_size, folder / "output", interrupt=interrupt)
     awake = [rank for rank in range(world_size) if rank not in interrupt.ranks or interrupt.sleep_s]
@@ -70,7 +70,7 @@ def interrupted(recipe, folder, world_size, interrupt, *argv):
     [("scratch", 3, 1), *slow(("spawn", 2, 0), ("pipeline", 4, 2), ("apex", 2, 1))],
 )
 def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim):
-    """Here rank 0 keeps the store, so that nobody can ask what it was doing once it has stopped."""
+    """Here rank 0 hosts the store: once it has stopped, nobody can look up what it was doing."""
     stop = Interrupt(signal.SIGSTOP, STEP, [victim])
     statuses, outputs, run = interrupted(recipe, tmp_path, world_size, stop, "--log-every", "1000")
     assert set(statuses.values()) == {HANG_STATUS}, outputs

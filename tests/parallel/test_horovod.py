@@ -23,7 +23,7 @@ def single(tmp_path_factory):
 
 
 def run(folder, nodes, nproc_per_node, *argv, **env):
-    """Run the recipe on local nodes to its end; return the run's folder."""
+    """Run the recipe on local nodes until it ends; return the run's folder."""
     words = ("--runs-dir", str(folder), "--name", "horovod", *STEPS, *argv)
     result = local("horovod", nodes, nproc_per_node, *words, **env).wait()
     assert result.status == 0, result.stdout + result.stderr
@@ -66,7 +66,7 @@ def test_a_bad_option_is_one_line(tmp_path):
 
 
 def test_horovodrun_starts_it(single, tmp_path):
-    """By Gloo; test_probe.py lets it start ranks by MPI."""
+    """With Gloo; test_probe.py makes it start ranks with MPI."""
     check_started(single, tmp_path, ".venv/bin/horovodrun", "--gloo", "--disable-cache")
 
 
@@ -77,7 +77,7 @@ def test_mpirun_starts_it(single, tmp_path):
 
 
 def test_torchruns_processes_are_refused(tmp_path):
-    """Each trained alone on all of the data, and wrote the same record."""
+    """Otherwise each would train alone on all of the data, and write the same record."""
     torchrun = (".venv/bin/torchrun", "--nproc-per-node=2", "-m", "recipes.horovod.train")
     result = run_command(*torchrun, *words_for(tmp_path, "horovod", *STEPS))
     assert result.status != 0
@@ -88,7 +88,7 @@ def test_torchruns_processes_are_refused(tmp_path):
 
 
 def check_started(single, folder, *launcher, **env):
-    """Assert that two ranks, of a thread each, have the losses of single."""
+    """Assert that two ranks, each with one thread, have the losses of single."""
     words = words_for(folder, "horovod", *STEPS, "--compression", "none")
     ranks = ("-np", "2", ".venv/bin/python", "-m", "recipes.horovod.train", *words)
     result = run_command(*launcher, *ranks, OMP_NUM_THREADS="1", **env)

@@ -41,7 +41,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def single(tmp_path_factory, images):
-    """Return the one-process run without workers, with some options; each is trained once."""
+    """Return a function that returns the one-process run without workers; each set of options is trained once."""
     argv = (*WORDS, "--data-dir", str(images), "--workers", "0")
     return functools.cache(lambda *more: train("single", tmp_path_factory.mktemp("single"), 1, *argv, *more))
 
@@ -84,7 +84,7 @@ def test_shards_on_a_server_give_the_curve_of_their_folder(images, single, tmp_p
 
 @pytest.mark.slow
 def test_blocks_of_shards_give_one_curve(images, single, tmp_path):
-    """Another one than that of single images, and the same on 1, 2 and 3 ranks, also after an interruption."""
+    """The curve differs from that of single images, but is the same on 1, 2 and 3 ranks and after a resume."""
     assert sum(number for _, number in pack(images, tmp_path / "shards", 9000)) == 28 + 12
     argv = (*WORDS, "--data", "shards", "--data-dir", str(tmp_path / "shards"), "--workers", "0")
     argv = (*argv, "--shuffle-block", "4")
@@ -129,7 +129,7 @@ def test_crops_differ_between_epochs_and_not_between_runs(images):
 
 @pytest.fixture
 def spoilt(images, tmp_path):
-    """Return the images with one that does not decode in each half."""
+    """Return a copy of the images in which one training and one test image do not decode."""
     folder = shutil.copytree(images, tmp_path / "spoilt")
     (folder / "train" / "class1" / "3.JPEG").write_bytes(b"no image")
     cut = folder / "val" / "class2" / "1.JPEG"
@@ -184,7 +184,7 @@ def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
     counts = [[line["skipped_images"] for line in metrics(run) if "test_accuracy" in line] for run in runs]
     assert counts[0] == counts[1] == counts[2]
     assert counts[0][0] in (1, 2)  # the test image, and the training image if the epoch used it
-    whole = [accuracy * 11 for accuracy in accuracies(runs[0])]  # 12 test images, of which one does not count
+    whole = [accuracy * 11 for accuracy in accuracies(runs[0])]  # 12 test images, one of which does not count
     assert whole == pytest.approx([round(value) for value in whole], abs=1e-9)
     assert (tmp_path / "output-single-1" / "rank0.txt").read_text().count("warning: skipped ") == counts[0][-1]
 
@@ -207,7 +207,7 @@ def test_fewer_test_images_than_ranks(images, tmp_path):
 
 
 def run_lines(*lines):
-    """Run lines of Python in a process that can load data with workers; return what it prints."""
+    """Run lines of Python in a process that can load data with workers; return its output."""
     imports = (
         f"import faulthandler; faulthandler.dump_traceback_later({TIMEOUT_S / 2})  # says where it hangs",
         "import os, torch",
@@ -222,7 +222,7 @@ def run_lines(*lines):
 
 @pytest.mark.slow
 def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
-    """A worker that was forked off meanwhile would wait for it without end."""
+    """A worker forked while the lock is held would wait for it for ever."""
     printed = run_lines(
         "lock = torch.storage._share_memory_lock  # a worker needs it, to hand over its first batch",
         "os.register_at_fork(before=lock.acquire, after_in_parent=lock.release)",
@@ -234,7 +234,7 @@ def test_a_lock_that_a_thread_of_the_rank_holds_does_not_stop_a_worker(images):
 
 @pytest.mark.slow
 def test_an_epoch_that_is_left_leaves_nothing_for_the_next(images):
-    """Workers are kept, and may have decoded ahead."""
+    """Workers live on between epochs, and may have decoded ahead."""
     printed = run_lines(
         "found = []",
         "for workers in '02':",
@@ -248,7 +248,7 @@ def test_an_epoch_that_is_left_leaves_nothing_for_the_next(images):
 
 
 def wait_for_workers(rank):
-    """Return all processes of a rank, once two workers decode for it, and maybe two have."""
+    """Return all descendants of a rank once at least two of them are workers."""
     processes = []
 
     def is_complete():
@@ -261,7 +261,7 @@ def wait_for_workers(rank):
 
 @pytest.mark.slow
 def test_workers_outlive_a_signal_to_all_processes(images, tmp_path):
-    """Slurm may send it to each process of a job."""
+    """Slurm may send a signal to each process of a job."""
     argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
     job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
     job.wait_for_step(tmp_path / "ddp-2", 2)

@@ -1,6 +1,6 @@
 """Interrupted at any step, by any means, resumed: the run ends with the weights of the uninterrupted one.
 
-Bit for bit at the same world size; to rounding where another number of processes goes on.
+The weights are equal bit for bit at the same world size, and up to rounding if the number of processes changes.
 """
 
 import functools
@@ -38,14 +38,14 @@ from tests.support import (
 )
 
 STEPS = 60
-"""Some comparisons are to 1e-5, and a difference in the last bit grows with the steps that follow it."""
+"""Not more: some comparisons are to 1e-5, and a difference in the last bit grows with every further step."""
 WORDS = ("--max-steps", str(STEPS), "--seed", "1", "--deterministic", "--device", "cpu")
 FREQUENT = ("--checkpoint-every", "7", "--keep-checkpoints", "2")
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
-    """Return the run that nothing disturbs, by recipe and world size; each is trained once."""
+    """Return a function that returns the uninterrupted run of a recipe at a world size; each is trained once."""
 
     def run(recipe, world_size, *argv):
         return train(recipe, tmp_path_factory.mktemp("uninterrupted"), world_size, *WORDS, *argv)
@@ -66,7 +66,7 @@ def assert_equal_bits(run, other):
 
 
 def interrupt(recipe, folder, world_size, step, number, ranks, *argv, where="step"):
-    """Train, let the ranks get the signal after the step, and return the run's folder and what the ranks did."""
+    """Train, send the ranks the signal after the step, and return the run's folder and the Outcome."""
     words = words_for(folder, f"{recipe}-{world_size}", *WORDS, *argv)
     when = Interrupt(number, step, ranks, where)
     outcome = Ranks(recipe, words, world_size, folder / "interrupted", interrupt=when).wait()
@@ -74,7 +74,7 @@ def interrupt(recipe, folder, world_size, step, number, ranks, *argv, where="ste
 
 
 def assert_checkpointed_and_left(run, outcome, signal_words, step):
-    """The step under way when the signal came is done, and saved."""
+    """Assert that the step that was running when the signal came was completed and saved."""
     assert set(outcome.statuses) == {0}, outcome.text
     step = step + 1
     assert newest_checkpoint(run)["position"]["step"] == step
@@ -124,7 +124,7 @@ REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
     ],
 )
 def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, recipe, world_size, own):
-    """Three numbers have more than one order to be added in."""
+    """Three or more numbers can be added in different orders."""
     run, outcome = interrupt(recipe, tmp_path, world_size, 11, signal.SIGUSR1, None, *own)
     assert_checkpointed_and_left(run, outcome, "SIGUSR1", 11)
     train(recipe, tmp_path, world_size, *WORDS, *own, "--resume", "auto")
@@ -141,7 +141,7 @@ def test_single_saves_and_goes_on(uninterrupted, tmp_path, number):
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
-    """One rank, or all at once; several times over; each time the run goes on from its newest checkpoint."""
+    """One rank or all at once are killed, twice; each time the run resumes from its newest checkpoint."""
     chance = random.Random(seed)
     run, resume = tmp_path / "ddp-2", ()
     steps = sorted(chance.sample(range(8, STEPS - 25), 2))
@@ -161,7 +161,7 @@ def test_killed_at_a_random_step(uninterrupted, tmp_path, seed):
 
 @pytest.mark.parametrize("call", [1, *slow(2, 3, 4, 5)])
 def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
-    """A checkpoint, as config.json before it, flushes the file, before its rename, and the folder, after it."""
+    """A checkpoint, like config.json before it, flushes the file before its rename and the folder after it."""
     run, outcome = interrupt("ddp", tmp_path, 2, 2 + call, signal.SIGKILL, [0], *FREQUENT, where="fsync")
     assert outcome.statuses[0] == -signal.SIGKILL
     assert len(list(run.glob("checkpoints/*.tmp"))) == call % 2
@@ -208,7 +208,7 @@ def test_resume_is_exact_with_options(uninterrupted, tmp_path, argv):
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])
 def test_another_number_of_processes_goes_on(uninterrupted, tmp_path, first, then):
-    """With the same record, to rounding; test_contract.py lets another recipe go on."""
+    """The record is the same up to rounding; in test_contract.py another recipe resumes."""
     run, outcome = interrupt("ddp", tmp_path, first, 20, signal.SIGUSR1, None)
     assert_checkpointed_and_left(run, outcome, "SIGUSR1", 20)
     step = newest_checkpoint(run)["position"]["step"]
@@ -221,7 +221,7 @@ def test_another_number_of_processes_goes_on(uninterrupted, tmp_path, first, the
 
 
 def test_a_run_that_lacks_only_its_evaluation_gets_it(uninterrupted, tmp_path):
-    """The signal comes in the last step: its checkpoint is written before the evaluation."""
+    """The signal comes in the last step, whose checkpoint is written before the evaluation."""
     run, outcome = interrupt("ddp", tmp_path, 2, 59, signal.SIGUSR1, None)
     assert_checkpointed_and_left(run, outcome, "SIGUSR1", 59)
     assert accuracies(run) == accuracies(uninterrupted("ddp", 2))[:-1]
@@ -257,14 +257,14 @@ def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
         new = tmp_path / f"new-{source.suffix[1:]}"
         assert [line["step"] for line in metrics(new) if "loss" in line] == list(range(step + 1, STEPS + 1))
         ours, theirs = newest_checkpoint(new)["position"], torch.load(middle, weights_only=True)["position"]
-        assert ours.pop("averages") == pytest.approx(theirs.pop("averages"), rel=1e-6)  # sums of other parts
+        assert ours.pop("averages") == pytest.approx(theirs.pop("averages"), rel=1e-6)  # summed in other parts
         assert ours == theirs
         assert largest_difference(weights(new), weights(whole)) < 1e-5
     assert (run / "metrics.jsonl").read_bytes() == before, "the other run stays as it is"
 
 
 def test_a_longer_run_goes_on_within_the_epoch(uninterrupted, tmp_path):
-    """--max-steps ends inside an epoch; with a larger one the epoch is completed, as if it had not ended."""
+    """--max-steps ends within an epoch; with a larger one, the run completes the epoch as if it had not ended."""
     constant = ("--lr-schedule", "constant", "--seed", "1", "--deterministic")
     train("ddp", tmp_path, 2, *constant, "--max-steps", "50")
     run = train("ddp", tmp_path, 2, *constant, "--max-steps", "70", "--resume", "auto")
@@ -293,7 +293,7 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
     [("ddp", ()), ("ddp", ("--zero",)), ("fsdp", ()), ("tensor", ()), ("pipeline", ()), ("scratch", ())],
 )
 def test_a_resume_applies_the_optimizers_options(uninterrupted, tmp_path, recipe, argv):
-    """On each rank, sharded or not: the weights are those of the one-process run that resumes with them."""
+    """They apply on each rank, sharded or not: the weights equal a one-process run's that resumes with them."""
     begun = uninterrupted("single", 1, "--max-steps", "10")
     changed = ("--resume", str(begun), *WORDS, "--max-steps", "14", "--momentum", "0.3", "--weight-decay", "0.5")
     expected = train("single", tmp_path, 1, *changed)
@@ -344,7 +344,7 @@ def has_handler(pid, number):
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "delay_s"), [(2, 0.0), (1, 0.5), (1, 1.2), (2, 2.5)])
 def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
-    """While the launcher, the agents or the ranks still import."""
+    """The signal comes while the launcher, the agents or the ranks are still importing."""
     job = local("ddp", nodes, 1, *words_for(tmp_path, "early", *ENDLESS))
     wait_until(lambda: has_handler(job.process.pid, signal.SIGTERM), 20, "the launcher's own handlers")
     time.sleep(delay_s)
@@ -357,7 +357,7 @@ def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
 
 @pytest.mark.slow
 def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
-    """As Slurm and Kubernetes send it: TERM to scripts/launch.sh, which has become the agent."""
+    """Send TERM as Slurm and Kubernetes do, to scripts/launch.sh, which has become the agent."""
     words = words_for(tmp_path, "agent", *ENDLESS)
     node = {"NNODES": "1", "NODE_RANK": "0", "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
     job = Command("scripts/launch.sh", "ddp", *words, PYTHON=sys.executable, GLOO_SOCKET_IFNAME="lo", **node)
@@ -369,13 +369,13 @@ def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
 
 
 def without_prctl(folder):
-    """Return the environment in which Python finds no prctl, as on macOS."""
+    """Return an environment in which Python finds no prctl, as on macOS."""
     (folder / "sitecustomize.py").write_text(NO_PRCTL)
     return {"PYTHONPATH": str(folder)}
 
 
 def without_setpriv(folder):
-    """Return the environment in which setpriv refuses, as on RHEL 8, whose setpriv has no --pdeathsig."""
+    """Return an environment in which setpriv fails, as on RHEL 8, whose setpriv has no --pdeathsig."""
     path = folder / "setpriv"
     path.write_text("#!/bin/sh\necho setpriv: unrecognized option >&2\nexit 127\n")
     path.chmod(0o755)
@@ -426,7 +426,7 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     found = VICTIMS[victim](job)
     assert len(found) == {"rank": 4, "agent": 2, "launcher": 1}[victim]
     random.Random(victim).shuffle(found)
-    if victim == "rank":  # another one is stopped: it notices nothing, and takes no signal but KILL
+    if victim == "rank":  # another rank is suspended: it notices nothing, and handles no signal but KILL
         found.sort(key=lambda process: process.environ()["RANK"])
         found[3].suspend()
     found[0].kill()

@@ -9,7 +9,7 @@ from recipes.common.checkpoint.shard_files import read_whole
 from tests.support import largest_difference, losses, metrics, train, weights
 
 STEPS = 2
-"""Of each leg."""
+"""Steps of each leg."""
 LEGS = [
     ("fsdp", 4),
     ("tensor", 4),
@@ -18,12 +18,12 @@ LEGS = [
     ("single", 1),
     ("fsdp", 2),
 ]
-"""The recipe of each leg, its ranks, and options; tensor's grid is 2 x 2."""
+"""Each leg's recipe, number of ranks and options; tensor's grid is 2 x 2."""
 
 
 @pytest.fixture(scope="module")
 def argv(tmp_path_factory):
-    """Return the options of all legs: a small text, 12 samples a step, packed attention, a tied matrix."""
+    """Return the options of all legs: small text, 12 samples a step; GPT has packed attention, a tied matrix."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(12):
         line = f"{number} bottles of beer on the wall, {number} bottles of beer.\n"

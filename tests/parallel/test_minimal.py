@@ -1,7 +1,7 @@
 """Each minimal.py: it stands alone on one page, and trains, evaluates and resumes as the full recipes do.
 
-Their losses are held to those of recipes/single/train.py, to which other tests hold every train.py. The
-tolerance is 1e-5 relative, as in test_contract.py.
+Their losses are compared with those of recipes/single/train.py, with which other tests compare every train.py.
+The tolerance is 1e-5 relative, as in test_contract.py.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tests.support import ROOT, Ranks, losses, metrics, run_command, train
 PAGES = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
 PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(PAGES[3:], "ddp")
 MOST_CHANGED = {"apex": 40, "fsdp": 45, "tensor": 60, "pipeline": 55, "scratch": 50}
-"""Lines by which a page may differ from its parent; else 40."""
+"""Number of lines by which a page may differ from its parent; 40 by default."""
 
 OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
 ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
 
 EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
 RUNS = [*((page, 1) for page in PAGES), ("tensor", 3), ("pipeline", 3)]
-"""Pages with their number of processes, which share a replica; those that resume have 2 and 3 (or 4) processes."""
+"""Pages and numbers of processes, which share a replica; the tests of resuming use 2 and 3 (or 4) processes."""
 
 EVERY_STEP = ["--log-every", "1"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a page printed."""
+    """The output of a page."""
 
     losses: dict[int, float]
-    """By step, counted from 1."""
+    """Losses by step, counted from 1."""
     evaluations: dict[int, tuple[float, float]]
     """Loss and accuracy on the test set, by epoch."""
     result: tuple[str, int, float]
@@ -63,7 +63,7 @@ def read(text):
 
 
 def options_of(page, world_size, stages):
-    """Return a page's options for a number of processes, and how many of them the launcher starts."""
+    """Return a page's options for a number of processes, and the number that the launcher starts."""
     if page == "horovod":
         need_horovod()
     own = {
@@ -76,7 +76,7 @@ def options_of(page, world_size, stages):
 
 
 def run(page, folder, world_size, argv, **env):
-    """Run a page to its end, on CPUs by default; return what rank 0 printed, and all others nothing."""
+    """Run a page until it ends, on CPUs by default; return rank 0's output. The other ranks print no losses."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     setup = functools.partial(run_page, page, [*argv, *EVERY_STEP])
     outcome = Ranks(page, [], world_size, folder, setup=setup, **env).wait()
@@ -152,7 +152,7 @@ HOROVODRUN = (".venv/bin/horovodrun", "--gloo", "-np", "2", "--disable-cache", "
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "launcher"), [("ddp", TORCHRUN), ("horovod", HOROVODRUN)])
 def test_its_own_launcher_starts_two_processes(reference, page, launcher):
-    """That of spawn is a plain python, which starts it in test_your_own.py."""
+    """spawn's launcher is a plain python, which starts it in test_your_own.py."""
     if page == "horovod":
         need_horovod()
     argv = (f"recipes/{page}/minimal.py", "--epochs", "1", *EVERY_STEP)
@@ -169,7 +169,7 @@ def source(page):
 
 
 def num_changed(page):
-    """Return how many lines differ between a page and its parent, removed and added ones."""
+    """Return the number of lines that were removed or added between a page's parent and the page."""
     texts = (source(name).splitlines() for name in (PARENTS[page], page))
     return sum(line[0] in "+-" for line in list(difflib.unified_diff(*texts, n=0))[2:])
 
@@ -202,7 +202,7 @@ def test_it_is_a_page_that_says_how_to_run_it(page):
 
 @pytest.mark.parametrize("page", PAGES[2:])
 def test_every_exchange_says_what_crosses_the_wire(page):
-    """Each use of a collective has a comment that begins with the technique, in its line or above it."""
+    """Each use of a collective has a comment that begins with the technique, on its line or above it."""
     lines = source(page).splitlines()
     for number, line in enumerate(lines):
         if re.search(r"(dist|hvd)\.(all_reduce|allreduce|broadcast|all_gather|batch_isend)", line):
@@ -225,7 +225,7 @@ def test_the_ladder_of_the_document_is_true():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_its_document_quotes_it(page):
-    """Each block of Python in a recipe's README.md stands in its minimal.py, line by line, but for indentation."""
+    """Each block of Python in a recipe's README.md is in its minimal.py, line by line, except for indentation."""
     text = (ROOT / "recipes" / page / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks

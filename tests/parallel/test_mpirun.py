@@ -46,7 +46,7 @@ def run(*words, **env):
 
 @contextlib.contextmanager
 def endless(tmp_path):
-    """Yield mpirun and its two ranks, which train until somebody stops them."""
+    """Yield mpirun and its two ranks, which train until they are stopped."""
     words = command("recipes.ddp.train", "--epochs", "1000000", "--runs-dir", str(tmp_path), "--no-tensorboard")
     job = subprocess.Popen(words, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -75,7 +75,7 @@ def assert_gone(processes, bound_s=20):
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
-    torchrun = train("ddp", tmp_path, 2, "--max-steps", "10")  # which the tests play
+    torchrun = train("ddp", tmp_path, 2, "--max-steps", "10")  # the tests set torchrun's variables
     outcome = run("recipes.ddp.train", *words_for(tmp_path, "mpirun", "--max-steps", "10"))
     assert outcome.returncode == 0, outcome.stderr
     assert "result recipe=ddp world_size=2" in outcome.stdout
@@ -119,7 +119,7 @@ def test_no_rank_outlives_mpirun(mpi, tmp_path):
 
 
 def mpi4py_with(vendor=("Open MPI", (4, 1, 4)), error=None):
-    """Return a module mpi4py of one process, or one whose MPI does not load."""
+    """Return an mpi4py module of one process, or one whose MPI does not load."""
     module = types.ModuleType("mpi4py")
     if error:
 

@@ -22,7 +22,7 @@ BAD = 13
 
 
 def spoilt(recipe, folder, world_size, where, ranks, *argv, name="run"):
-    """Train with a fault at step BAD; return what the ranks did, and the run."""
+    """Train with a fault at step BAD; return the Outcome and the run."""
     fault = Interrupt(signal.SIGCONT, BAD, ranks, where)
     words = words_for(folder, name, *WORDS, *argv)
     return Ranks(recipe, words, world_size, folder / f"out-{name}", interrupt=fault).wait(), folder / name
@@ -77,7 +77,7 @@ def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, wor
 
 
 def test_all_ranks_keep_equal_weights_after_a_skip(tmp_path):
-    """DDP compares no weights: a rank that stepped alone would go on with others, and the curves would part."""
+    """DDP does not compare weights: a rank that stepped alone would go on with different weights."""
     outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--on-nonfinite", "skip")
     assert set(outcome.statuses) == {0}, outcome.text
     _, single = spoilt("single", tmp_path, 1, "loss", [0], "--on-nonfinite", "skip", name="single")
@@ -86,7 +86,7 @@ def test_all_ranks_keep_equal_weights_after_a_skip(tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
-    """Once the weights are at fault, every step is."""
+    """Once the weights are bad, every step is."""
     argv = ("--on-nonfinite", "skip", "--lr", "1e30", "--warmup-steps", "0")
     outcome = Ranks("ddp", words_for(tmp_path, "run", *WORDS, *argv), 2, tmp_path / "out").wait()
     assert set(outcome.statuses) == {1}, outcome.text
@@ -95,7 +95,7 @@ def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
 
 @pytest.mark.slow
 def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
-    """Gradients that overflow are what a loss scale is for; only a loss is looked at, where it is logged."""
+    """A loss scale handles gradients that overflow, so only a loss is checked, when it is logged."""
     outcome, run = spoilt("ddp", tmp_path, 2, "loss", [1], "--amp", "fp16", "--on-nonfinite", "skip")
     assert set(outcome.statuses) == {0}, outcome.text
     assert "warning" not in outcome.text
@@ -105,7 +105,7 @@ def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
 
 
 def test_fp16_ends_once_its_scale_has_collapsed(tmp_path):
-    """GradScaler leaves every step out and says nothing: 2^16 is below 1 after 17 of them."""
+    """GradScaler skips every step silently, and its scale of 2^16 is below 1 after 17 steps."""
     argv = [*WORDS, "--checkpoint-every", "0", "--amp", "fp16"]
     fault = Interrupt(signal.SIGCONT, 0, [1], "gradient")
     outcome = Ranks("ddp", words_for(tmp_path, "run", *argv), 2, tmp_path / "out", interrupt=fault).wait()

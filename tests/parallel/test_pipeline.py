@@ -42,7 +42,7 @@ def assert_equal(run, expected, rel=1e-5):
 
 
 def optimizer_state(content):
-    """Return what the optimizer keeps of each parameter, by the parameter's place and the name of the value."""
+    """Return the optimizer's state by the parameter's index and the value's name."""
     state = content["optimizer"]["state"]
     return {f"{place}.{key}": value for place, values in state.items() for key, value in values.items()}
 
@@ -80,7 +80,7 @@ def test_a_resnet_normalises_each_microbatch_as_single_does_each_pass(tmp_path):
 def test_bf16_follows_single(tmp_path):
     options = ("--amp", "bf16", "--max-steps", "4")
     expected = train("single", tmp_path, 1, *options)
-    # Each stage rounds as the whole model does; only the order of sums over microbatches differs.
+    # Each stage rounds like the whole model; only the order of sums over microbatches differs.
     assert losses(train("pipeline", tmp_path, 2, *options)) == pytest.approx(losses(expected), rel=2**-8)
 
 
@@ -142,7 +142,7 @@ def images_with_a_bad_one(tmp_path):
             path = tmp_path / "images" / half / f"class{i % 2}" / f"{i:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (10 * i, 100, 100)).save(path)
-    path.write_bytes(b"no image")  # the last of val
+    path.write_bytes(b"no image")  # the last image of val
     return tmp_path / "images"
 
 
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
     words = ["--runs-dir", str(tmp_path), "--name", "full", "--epochs", "100000", "--no-tensorboard"]
     job = Ranks("pipeline", words, 2, tmp_path / "output")
     job.wait_for_text("epoch 2 ")
-    # Rank 0 cannot remove this "leftover" of an earlier write, as it could not on a disk gone read-only.
+    # Rank 0 cannot remove this "leftover" of an earlier write, as on a disk that has become read-only.
     (tmp_path / "full" / "checkpoints" / "blocked.tmp").mkdir()
     outcome = job.wait()
     assert outcome.statuses == [2, 2]

@@ -61,8 +61,8 @@ def spawn(nodes, nproc_per_node):
 
 
 LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (horovodrun_gloo, 1), (horovodrun_mpi, 1)]
-"""Each returns the command that starts the probe on so many nodes, or skips. horovodrun starts other nodes by ssh;
-scripts/launch/horovod.py is the way without. test_mpirun.py has mpirun on one node."""
+"""Each returns the command that starts the probe on this many nodes, or skips. horovodrun starts other nodes with
+ssh; scripts/launch/horovod.py does without. test_mpirun.py has mpirun on one node."""
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_map(launcher, nodes):
         command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
     )
     assert outcome.returncode == 0, outcome.stderr
-    [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun marks each line with the rank
+    [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun prefixes each line with the rank
     content = json.loads(found)
     assert content["world_size"] == world_size
     assert content["sum"] == sum(range(world_size + 1))
@@ -88,7 +88,7 @@ def test_map(launcher, nodes):
 
 
 def test_the_map_for_programs_is_one_write(monkeypatch):
-    """With an unbuffered output each write goes out by itself, and mpirun may put the rank's mark before it."""
+    """Unbuffered output sends each write by itself, and mpirun may prefix it with the rank."""
     written = []
     monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(write=written.append, flush=lambda: None))
     row = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, "local_world_size": 1}
@@ -112,7 +112,7 @@ def test_spawned_ranks_refuse_in_one_line():
 
 
 def be_horovod():
-    """Stand in for Horovod, which alone tells a process its rank."""
+    """Replace Horovod, which alone gives a process its rank, with a stand-in."""
     rank = int(os.environ.pop("RANK"))
     del os.environ["LOCAL_RANK"]
     module = types.ModuleType("horovod.torch")

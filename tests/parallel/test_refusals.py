@@ -30,7 +30,7 @@ from tests.support import (
 
 
 def assert_refused(outcome, words):
-    """Every rank ends with 2; rank 0 alone says why, in one line."""
+    """Assert that every rank ends with status 2 and that only rank 0 prints the reason, in one line."""
     assert set(outcome.statuses) == {2}, outcome.text
     errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in outcome.outputs]
     assert [len(lines) for lines in errors] == [1] + [0] * (len(outcome.statuses) - 1), outcome.text
@@ -98,7 +98,7 @@ def leave_at_once():
 
 
 def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
-    """Rank 0 has no such mistake, and still waits for the others."""
+    """Rank 0 has valid options, and still waits for the others."""
     own = {rank: ["--epoch", "3"] for rank in (2, 3)}
     words = words_for(tmp_path, "a", "--timeout-s", "60")
     job = Ranks("ddp", words, 4, tmp_path / "out", nodes=2, own_argv=own, setup=leave_at_once)
@@ -130,7 +130,7 @@ def test_a_launcher_ends_a_node_before_it_repeats_what_rank_0_has_printed(tmp_pa
 
 
 def test_what_one_rank_alone_meets_ends_all(tmp_path):
-    """Only rank 2's share of the test set has the image that does not decode: rank 0 says whose it was."""
+    """Only rank 2's share of the test set has the image that does not decode; rank 0 names the rank."""
     from PIL import Image
 
     for half, count in (("train", 12), ("val", 9)):
@@ -210,7 +210,7 @@ def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_p
 
 
 def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_path):
-    """The file system refuses to let a file grow: like a full disk, and without the need of root."""
+    """A limit on file sizes makes writes fail as on a full disk, without root."""
     folder = shutil.copytree(trained, tmp_path / "ddp-2")
     newest = max(folder.glob("checkpoints/step-*.pt"))
     before = newest.read_bytes()
@@ -221,7 +221,7 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
     assert f"{newest} is intact: fix this, then add --resume auto" in outcome.outputs[0]
     assert newest.read_bytes() == before
     assert not list(folder.glob("checkpoints/*.tmp"))
-    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # with space again it goes on
+    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # once there is space, the run goes on
     assert last_step(folder) == 60
 
 
@@ -291,9 +291,9 @@ PATHS = {"local": by_local, "torchrun": by_torchrun, "python": by_python}
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "case"), [("local", "option"), *((path, "missing folder") for path in PATHS)])
 def test_every_launch_path_says_it_once(tmp_path, path, case):
-    """Before any process group is made, and after: what one rank or all of them refuse.
+    """Ranks refuse before a process group exists ("option") and after ("missing folder").
 
-    test_injection.py and test_sbatch.py do so by scripts/launch.sh.
+    test_injection.py and test_sbatch.py do the same with scripts/launch.sh.
     """
     argv, words = REFUSED[case]
     result = PATHS[path](*words_for(tmp_path, "a", *argv))
@@ -421,7 +421,7 @@ def test_a_taken_port(taken_port):
 
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "probe"])
 def test_a_taken_port_without_our_launcher(taken_port, tmp_path, recipe):
-    """srun or mpirun start the ranks directly."""
+    """As if srun or mpirun started the ranks directly."""
     job = Ranks(recipe, ["--timeout-s", "3"], 2, tmp_path / "out", MASTER_PORT=taken_port)
     job.processes[0].join(30)
     assert job.processes[0].exitcode == 2, job.output(0)
@@ -429,11 +429,11 @@ def test_a_taken_port_without_our_launcher(taken_port, tmp_path, recipe):
     assert f"rank 0 cannot meet the others at 127.0.0.1:{taken_port} (" in error
     assert "address already in use" in error
     assert "Traceback" not in job.output(0)
-    job.kill()  # torch gives the others no bound while a stranger holds the port; srun and mpirun end them
+    job.kill()  # while a stranger holds the port, torch lets the others wait for ever; srun and mpirun end them
 
 
 def test_a_lost_race_for_the_port_is_no_refusal(taken_port, tmp_path):
-    """The launcher chose the port: 75 lets it choose another."""
+    """The launcher chose the port: status 75 makes it choose another."""
     env = {"MASTER_PORT": taken_port, "PORT_IS_CHOSEN": "1"}
     job = Ranks("ddp", words_for(tmp_path, "a", "--timeout-s", "3"), 2, tmp_path / "out", **env)
     job.processes[0].join(30)
@@ -457,7 +457,7 @@ def test_an_unreachable_head_without_our_launcher(tmp_path):
 
 @pytest.mark.slow
 def test_launching_leaves_no_file_behind(tmp_path):
-    """Agents keep logs in a temporary folder, which goes with them."""
+    """Agents keep logs in a temporary folder, and remove it when they end."""
     node = {**NODE, "MASTER_PORT": str(free_port()), "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
     refused_by("scripts/launch.sh", "ddp", "--epoch", "3", **node)
     assert list(tmp_path.iterdir()) == []

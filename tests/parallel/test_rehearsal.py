@@ -12,17 +12,17 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--grad-compression", "fp16")], ids=["plain", "fp16"])
 def test_a_step_is_the_same_at_two_ranks_and_at_1024(words):
     few, many = rehearsal.rehearse_all([2, 1024], words)
-    # The gradients, one bucket: those of LeNet for three channels of 12 pixels.
+    # One bucket holds all gradients: those of LeNet for images of three channels and 12 pixels.
     args = train.options(["--data", "synthetic", "--image-size", "12"])
     gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
     assert many["step_kinds"] == [["allreduce", gradients // (2 if words else 1), 1]]
     assert few["step_kinds"] == many["step_kinds"]
-    # Votes, 4 bytes, go around all ranks: 1,024 have one in 16 steps, and one before the last checkpoint. The last
-    # evaluation has five batches a rank with two ranks, and one with 1,024: a vote in the first of 16.
+    # Votes, 4 bytes, go around all ranks: 1,024 ranks vote once in 16 steps, and before the last checkpoint. In
+    # the last evaluation, a rank has five batches with two ranks, and one with 1,024: a vote in the first of 16.
     assert few["votes"] == rehearsal.STEPS + 5
     assert many["votes"] == rehearsal.STEPS // 16 + 1 + 1
     assert few["other_collectives"] == many["other_collectives"]
-    # What ranks gather from all of the others comes in setting up, at an epoch's end and in the end alone.
+    # Ranks gather data from all others only during setup, at the end of an epoch and at the end of the run.
     assert many["other_bytes"] < few["other_bytes"] + 1024 * 1024
     assert many["printed_lines"] <= few["printed_lines"] + 10, "not a line for each of 128 nodes"
     assert many["config_bytes"] < few["config_bytes"] + 128 * 80, "a line for each of 128 nodes"

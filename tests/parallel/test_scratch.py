@@ -39,7 +39,7 @@ def single(tmp_path_factory):
 
 
 def test_every_step_of_naive_equals_single(single, tmp_path):
-    """test_contract.py has the ring."""
+    """test_contract.py tests the ring."""
     run = train("scratch", tmp_path, 2, *STEPS, "--allreduce", "naive")
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
     assert accuracies(run) == accuracies(single)
@@ -47,7 +47,7 @@ def test_every_step_of_naive_equals_single(single, tmp_path):
 
 
 def in_ranks(function, world_size, folder, **env):
-    """Call function(folder) in world_size processes that know their ranks; return what each wrote to its file."""
+    """Call function(folder) in world_size processes with rank variables; return what each wrote to its file."""
     context = multiprocessing.get_context("forkserver")
     shared = {
         **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"},
@@ -75,7 +75,7 @@ def _in_rank(function, folder, env):
 
 
 def reduce_buffers(folder):
-    """Reduce buffers of all sizes both ways; return for each whether the sum is right, its bits and the bytes."""
+    """All-reduce buffers of all sizes both ways; return for each whether the sum is right, its bits and bytes."""
     results = []
     world, traffic = join_world(scratch.options([]), read_ranks("scratch")), scratch.Traffic()
     for allreduce in ("naive", "ring"):
@@ -105,8 +105,8 @@ def test_all_reduce_adds_up_and_sends_what_the_readme_says(tmp_path, world_size)
                 share = buffer_bytes * (world_size - 1 if rank == 0 else 1)
                 assert (sent, received) == (share, share)
             else:
-                # Chunk c has a float more where c is below the remainder. A rank sends all chunks twice, but for
-                # chunk rank + 1 in the first half and chunk rank + 2 in the second; its left neighbour likewise.
+                # Chunk c has one more float if c is below the remainder. A rank sends all chunks twice, except
+                # chunk rank + 1 in the first half and rank + 2 in the second; its left neighbour does likewise.
                 chunks = [4 * (size // world_size + (c < size % world_size)) for c in range(world_size)]
                 kept = [(rank + 1) % world_size, (rank + 2) % world_size]
                 assert sent == 2 * buffer_bytes - sum(chunks[c] for c in kept)
@@ -116,7 +116,7 @@ def test_all_reduce_adds_up_and_sends_what_the_readme_says(tmp_path, world_size)
 
 
 def digests_of_training(folder):
-    """Train a few steps; return the digest of all parameters after each."""
+    """Train a few steps; return the digest of all parameters after each step."""
     digests = []
     step = loop.optimizer_step
 
@@ -155,8 +155,8 @@ def test_a_lost_rank_ends_the_others(tmp_path):
     ranks = Ranks("scratch", argv, 3, tmp_path / "out")
     ranks.wait_for_text("epoch 1")
     ranks.send(signal.SIGKILL, [1])
-    # Mostly within a second. Once in many hundred times gloo does not tell a rank that its peer has gone: then
-    # the time-out does, and where there is a launcher, it.
+    # Usually within a second. Once in many hundred times, gloo does not notify a rank that its peer has gone; then
+    # the timeout ends it, or the launcher if there is one.
     outcome = ranks.wait(30)
     assert outcome.statuses == [1, -signal.SIGKILL, 1]
     assert "lost another rank" in outcome.outputs[0]

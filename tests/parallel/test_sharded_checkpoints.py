@@ -44,7 +44,7 @@ def assert_same_end(run, other):
 
 
 def assert_no_file_is_left_over(run):
-    """Every shard file belongs to a checkpoint, and none is missing."""
+    """Assert that every shard file belongs to a checkpoint, and that none is missing."""
     paths = [*CheckpointFolder(run / "checkpoints").paths(), run / "checkpoints" / "best.pt"]
     named = {entry["name"] for path in paths for entry in read_checkpoint(path)["shards"]["files"]}
     assert shard_names(run) == sorted(named)
@@ -67,7 +67,7 @@ def test_every_rank_writes_its_share_and_the_curve_is_that_of_plain_checkpoints(
 
 
 def note_read_bytes(folder):
-    """Let each rank write the bytes that it reads of shard files, and those that it keeps."""
+    """Make each rank write the bytes that it reads from shard files, and those that it keeps."""
     note_restored_bytes(folder)
     read_piece, total = shard_files._read_piece, 0
 
@@ -90,7 +90,7 @@ DOCS = ("--data-dir", str(ROOT / "docs"))  # little to evaluate
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", [("fsdp", 4, "--replicas", "2"), ("tensor", 4)], ids=["fsdp", "tensor"])
 def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
-    """Of columns, whole rows are read: a matrix that tensor parallelism has cut so is read once in all."""
+    """Ranks read whole rows of a shard: a matrix that tensor parallelism cut by columns is read once in total."""
     recipe, world_size, *layout = writer
     first = train(recipe, tmp_path, world_size, *GPT, *DOCS, *layout, *SHARDED)
     content = read_checkpoint(max((first / "checkpoints").glob("step-*.pt")))
@@ -119,7 +119,7 @@ def limit_files(rank, size):
 
 
 def spoil_weights(rank):
-    """Let the check of a rank's weights fail at the second checkpoint."""
+    """Make the check of a rank's weights fail at the second checkpoint."""
 
     def is_sound(self, step, weights):
         if step == 6:
@@ -156,7 +156,7 @@ def test_what_one_rank_meets_ends_the_job_in_one_line(tmp_path, setup, statuses,
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "count"), [(1, 3), (1, 4), (0, 5), (0, 6), (0, 7), (0, 8)])
 def test_a_rank_killed_in_a_save_costs_no_checkpoint(undisturbed, tmp_path, rank, count):
-    """Each save flushes a shard file and the folder; rank 0's also step-N.pt, its config.json before them."""
+    """Each save flushes a shard file and the folder; rank 0 also flushes step-N.pt, and config.json before."""
     interrupt, wait = Interrupt(signal.SIGKILL, count, [rank], "fsync"), WAITS[count % 2]
     words = words_for(tmp_path, "fsdp-3", *STEPS, wait)
     outcome = Ranks("fsdp", words, 2, tmp_path / "out", interrupt=interrupt).wait()

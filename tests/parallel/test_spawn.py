@@ -34,7 +34,7 @@ STEPS = shlex.split(
 
 
 class Starters:
-    """A starter for each node, each in a session of its own, as a cluster would start them."""
+    """One starter per node, each in its own session, as a cluster would start them."""
 
     def __init__(
         self, folder: Path, nnodes: int, nproc_per_node: int, *argv: str, early: bool = False, **env: str
@@ -77,13 +77,13 @@ class Starters:
         """Return a starter's ranks, without the helper process of multiprocessing."""
         found = []
         for child in psutil.Process(self.nodes[node].pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived helper: it ends while we look
+            with contextlib.suppress(psutil.NoSuchProcess):  # a short-lived helper may end meanwhile
                 if "spawn_main" in " ".join(child.cmdline()):
                     found.append(child)
         return found
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> list[int]:
-        """Return the starters' exit statuses; none of them, and none of their ranks, may outlive the bound."""
+        """Return the starters' exit statuses; fail the test if a starter or rank still runs after timeout_s."""
         deadline = time.monotonic() + timeout_s
         try:
             statuses = [node.wait(max(0.1, deadline - time.monotonic())) for node in self.nodes]
@@ -147,13 +147,13 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     sent_at = time.monotonic()
     assert starters.wait() == [0], starters.text()
     if time.monotonic() - sent_at > spawn.MEETING_S and "before the ranks had met" in starters.text():
-        return  # a slow import; nothing is lost with such ranks
+        return  # the import was slow; ranks that have not met lose no work
     assert "stopped by SIGTERM: wrote" in starters.text()
 
 
 @pytest.mark.slow
 def test_a_signal_while_ranks_wait_for_another_node_ends_them(tmp_path):
-    """Otherwise they would wait for it for --timeout-s, and Slurm kills a job 30 s after the signal."""
+    """Otherwise they would wait for that node for --timeout-s, but Slurm kills a job 30 s after the signal."""
     starters = Starters(tmp_path, 2, 1, "--epochs", "10000")
     starters.nodes[1].kill()
     starters.nodes.pop().wait()
@@ -166,7 +166,7 @@ def test_a_signal_while_ranks_wait_for_another_node_ends_them(tmp_path):
 @pytest.mark.slow
 def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
     starters = Starters(tmp_path, 1, 2, "--epochs", "10000")
-    name = "recipes.spawn.train"  # launch.sh and scripts/launch/hold_signals.py are over
+    name = "recipes.spawn.train"  # launch.sh and scripts/launch/hold_signals.py have done their part
     starters.wait_for(lambda: psutil.Process(starters.nodes[0].pid).cmdline()[1:3] == ["-m", name], name)
     starters.nodes[0].send_signal(signal.SIGTERM)
     assert starters.wait() == [0], starters.text()

@@ -16,7 +16,7 @@ def submit(*arguments, **env):
 
 
 def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
-    """TERM to it reaches the ranks, here of a script, which needs no torch."""
+    """TERM reaches the ranks, here of a script, which needs no torch."""
     source = "import os, time; print('trains', os.environ['NODE_RANK'], flush=True); time.sleep(100)"
     (tmp_path / "train.py").write_text(source)
     env = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path / "runs")}

@@ -52,7 +52,7 @@ def single(request, tmp_path_factory):
 
 
 def moments(run):
-    """Return the optimizer's tensors of a run's newest checkpoint, by parameter and name."""
+    """Return the optimizer's tensors in a run's newest checkpoint, by parameter and name."""
     state = newest_checkpoint(run)["optimizer"]["state"]
     return {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
 
@@ -96,7 +96,7 @@ def test_tokens_and_vocabulary_in_shards_have_the_losses_of_single(single, tmp_p
 
 @pytest.mark.slow
 def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
-    """4 ranks of a replica have 2, 2, 1 and 0 of 5 places; single goes on from their shards."""
+    """The 4 ranks of a replica have 2, 2, 1 and 0 of 5 positions; single resumes from their shards."""
     argv = (*MODELS["gpt-tiny"], *STEPS, "--seq-len", "5", "--global-batch-size", "6")
     words = ("--tensor-parallel", "4", SEQUENCE, LOSS, "--sharded-checkpoints")
     whole, run = train("single", tmp_path, 1, *argv), train("tensor", tmp_path, 4, *argv, *words)
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_single_goes_on_in_shards(single, tmp_path):
 
 
 def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sample(tmp_path):
-    """4 ranks train batches of 3 samples: the replicas have 1 and 2."""
+    """4 ranks in two replicas train on batches of 3 samples: the replicas have 1 and 2."""
     argv = ("--max-steps", "3", "--global-batch-size", "3", "--data", "synthetic", "--num-samples", "20")
     argv += ("--image-size", "8", "--lr", "0.001")
     run, whole = train("tensor", tmp_path, 4, *argv), train("single", tmp_path, 1, *argv)
@@ -126,7 +126,7 @@ def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sampl
 
 @pytest.mark.slow
 def test_bf16_stays_close(tmp_path):
-    """2^-8 is bfloat16's rounding."""
+    """2^-8 is bfloat16's rounding error."""
     argv = (*GPT, "--max-steps", "3", "--amp", "bf16")
     run, whole = train("tensor", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv)
     assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
@@ -164,7 +164,7 @@ def test_refusals(tmp_path, world_size, argv, message):
 
 @pytest.mark.parametrize("has_earlier_pass", [True, False])
 def test_a_parameter_that_only_some_passes_or_replicas_use_is_refused(has_earlier_pass):
-    """Its gradient would not be summed, and the replicas would drift apart."""
+    """Its gradient would not be summed, and the replicas would diverge."""
     layers = nn.ModuleDict({"used": nn.Linear(2, 2), "frozen": nn.Linear(2, 2), "seldom": nn.Linear(2, 2)})
     layers["frozen"].requires_grad_(False)
     replicas, everyone = Mock(), Mock()
@@ -184,7 +184,7 @@ def test_a_parameter_that_only_some_passes_or_replicas_use_is_refused(has_earlie
 
 
 class Forgetful(nn.Module):
-    """A model of which the second rank leaves out a layer."""
+    """A model in which the second rank skips a layer."""
 
     def __init__(self, data):
         super().__init__()
@@ -197,7 +197,7 @@ class Forgetful(nn.Module):
 
 
 def test_a_parameter_that_one_replica_does_not_use_ends_the_job_with_its_name(tmp_path):
-    """The other replica waits for its gradient, and ends as soon as that rank has gone."""
+    """The other replica waits for the gradient, and ends as soon as that rank has gone."""
     words = words_for(tmp_path, "run", "--device", "cpu", "--model", "tests.parallel.test_tensor:Forgetful")
     outcome = Ranks("tensor", [*words, "--tensor-parallel", "1"], 2, tmp_path / "out").wait(60)
     assert outcome.statuses == [1, 2], outcome.text
@@ -217,13 +217,13 @@ def test_switches_that_would_do_nothing_or_harm_are_refused():
 
 
 def planned(recipe, world_size, *argv):
-    """Return what the plan says of a job, each rank a node."""
+    """Return the plan's row for a job with one rank per node."""
     words = ["--nodes", str(world_size), "--gpus", "1", "--compute-ms", "1", "--samples", "1000000"]
     return make_plan([recipe, *words, *argv])[0]["rows"][-1]
 
 
 def gradient_bytes(ranks, switches=()):
-    """Return the bytes of gpt-tiny's gradients that a rank sums over the replicas, and over all ranks."""
+    """Return the bytes of gpt-tiny's gradients that a rank sums over the replicas and over all ranks."""
     args = options([*GPT, "--device", "cpu"])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
     sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
@@ -237,9 +237,9 @@ def gradient_bytes(ranks, switches=()):
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "ranks", "amp"), [(2, 2, "none"), (1, 4, "none"), (1, 2, "bf16")])
 def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, ranks, amp):
-    """Each of 4 blocks sums 4 times b samples of 16 places and 64 numbers; replicas sum what a rank holds.
+    """Each of 4 blocks all-reduces b samples of 16 x 64 numbers 4 times; replicas sum the gradients of a rank.
 
-    Under bf16, the two sums that are forward's have two bytes a number.
+    With bf16, the two all-reduces of the forward pass have two bytes per number.
     """
     own = (*GPT, "--global-batch-size", "8", "--device", "cpu", "--tensor-parallel", str(ranks), "--amp", amp)
     words = words_for(tmp_path, "run", *own, "--max-steps", "5")
@@ -270,9 +270,9 @@ def test_a_ranks_packed_rows_lie_where_the_whole_model_has_them(ranks):
     [(2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))],
 )
 def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ranks, switches):
-    """An activation is b samples of 16 places and 64 numbers: units of (N-1)/N of its bytes.
+    """An activation is b samples of 16 x 64 numbers; a unit is (N-1)/N of its bytes.
 
-    A reduce-scatter should send one of them; gloo's is an all-reduce of which it keeps a part, and sends two.
+    A reduce-scatter should send one unit; gloo's sends two, because it is an all-reduce that keeps only a part.
     """
     words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")
     words += ["--tensor-parallel", str(ranks), *switches]
@@ -280,10 +280,10 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
     outcome = Ranks("tensor", words, replicas * ranks, tmp_path, setup=setup).wait()
     assert not any(outcome.statuses), outcome.text
     places, n = 8 // replicas * 16, replicas * ranks
-    units = 4 * 8  # of each of 4 blocks: 4 all-reduces, or as many all-gathers and reduce-scatters
+    units = 4 * 8  # each of 4 blocks: 4 all-reduces, or 4 all-gathers and 4 reduce-scatters
     units += 2 if SEQUENCE in switches else 0  # the tokens before the head, their gradient after the embedding
     units += (3 if SEQUENCE in switches else 4) if LOSS in switches else 0
-    units += 4 * 4 + (LOSS in switches) if SEQUENCE in switches else 0  # gloo's second ones
+    units += 4 * 4 + (LOSS in switches) if SEQUENCE in switches else 0  # second units of gloo's reduce-scatters
     activations = units * places * 64 * 4 + (6 * places * 4 if LOSS in switches else 0)
     own, norms = gradient_bytes(ranks, switches)
     expected = (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * own + 2 * (n - 1) / n * norms
@@ -295,7 +295,7 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
 
 
 def note_held(folder):
-    """Let each rank write what it holds in a step, what its gradients' sums take, and what a checkpoint does."""
+    """Make each rank write the bytes that it holds in a step, in its gradients' sums and for a checkpoint."""
     note_bytes(folder)
     finish, begin = GradientSum.finish, CheckpointWriter.begin
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def planned_bytes(*words):
-    """Return what a node sends for a step by the plan."""
+    """Return the bytes that a node sends per step according to the plan."""
     args = options([*wire_ranks.WORDS, *words])
     gradients = look_at(args, kind_of(args, None, None)).gradients
     method = Method("ddp", device="cpu", grad_compression=args.grad_compression)
@@ -34,8 +34,8 @@ def test_bytes_of_a_step(tmp_path):
     assert planned_bytes() == 2 * planned_bytes("--grad-compression", "fp16") == limit
     results = {name: json.loads((tmp_path / name / "result.json").read_text()) for name in wire_ranks.VARIANTS}
     sent = {name: result["sent_bytes_per_step"] / limit for name, result in results.items()}
-    # The clock stops and starts within a step: what lies in a buffer of the socket then is not counted. How much
-    # the headers add depends on the machine: at most 66 bytes to every 1,448, in frames of 1,514.
+    # Counting starts and stops within a step, and does not include bytes that are still in a socket's buffer. The
+    # size of the headers depends on the machine: at most 66 bytes per 1,448, in frames of 1,514.
     framed = 1514 / 1448
     assert 0.98 < sent["ddp-fp32"] <= framed, sent
     assert 0.49 < sent["ddp-fp16"] <= framed / 2, sent

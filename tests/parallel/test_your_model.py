@@ -28,7 +28,7 @@ SAME = {"ddp": (), "horovod": ("--compression", "none"), "pipeline": ("--num-mic
 
 
 def import_from(folder):
-    """Let a rank import modules from a folder, as if it had started there."""
+    """Make a rank import modules from a folder, as if it had started there."""
     sys.path.insert(0, str(folder))
 
 
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """Return a function: the run of a recipe with some options; each is trained once."""
+    """Return a function that returns a recipe's run with some options; each is trained once."""
 
     def start(recipe, world_size, *argv):
         if recipe == "horovod":
@@ -131,7 +131,7 @@ def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
 
 @pytest.mark.parametrize("broken", ["56", *slow("57,63")], ids=["before training", "in training"])
 def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder, tmp_path, broken):
-    """The digest that ranks compare reads every eighth sample, 56 among them. Rank 1 meets 57 in step 5."""
+    """The digest that ranks compare reads every eighth sample, including 56. Rank 1 reads sample 57 in step 5."""
     argv = ("--data", "mine:breaks", "--model", "mine:net", "--max-steps", "8", "--device", "cpu")
     argv = (*argv, "--global-batch-size", "8", "--checkpoint-every", "1")
     words = words_for(tmp_path, "ddp", *argv)
@@ -158,7 +158,7 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder,
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):
-    """Best is the lowest: the last epoch of two."""
+    """The lowest value is the best: that of the last of two epochs."""
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(f"{number}: all work and no play\n" * 20)
     argv = ("--data", "text", "--data-dir", str(tmp_path), "--seq-len", "16", "--epochs", "2")

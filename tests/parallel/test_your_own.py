@@ -1,6 +1,6 @@
 """A script of the user's own in a recipe's place: the contract of docs/your-own.md, on this machine.
 
-The scripts here need no torch, and most run as one process, whose launcher needs none either.
+The scripts here need no torch. Most run as one process, whose launcher needs no torch either.
 """
 
 import ast
@@ -65,7 +65,7 @@ DEAF = f"{WAIT}\nimport signal\nfor number in (10, 15): signal.signal(number, si
 
 
 class Job(Command):
-    """`make run SCRIPT=... NAME=mine`, in a folder of its own."""
+    """`make run SCRIPT=... NAME=mine`, in its own folder."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
     same = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RUN_DIR": str(job.run)}
     for one in found:
         assert one[3].items() >= {**same, "RESUME": "none"}.items()
-        # PET_: an operator's, for torchrun in the place of our agent; one that the script starts is another job.
+        # PET_: an operator sets it for a torchrun in place of our agent; a torchrun of the script is another job.
         assert not one[3].keys() & {"SCRIPT", "LAUNCHER_PID", "PET_NNODES"}
     assert not job.run.exists(), "nothing was written to it"
 
@@ -151,7 +151,7 @@ def test_one_that_does_not_handle_signals_is_ended_by_them_with_status_0(tmp_pat
 
 
 def test_one_that_handles_them_gets_each_once_and_writes_its_checkpoint(tmp_path):
-    """The launcher repeats a signal each second: a second one would interrupt the handler."""
+    """The launcher repeats a signal every second; a second signal would interrupt the handler."""
     job = Job(tmp_path, AWARE)
     job.wait_for_ranks()
     job.process.send_signal(signal.SIGTERM)
@@ -179,7 +179,7 @@ def test_one_that_ignores_them_is_killed_at_the_bound(tmp_path):
 
 
 def agent(folder, *before, **env):
-    """Return a node with two ranks that wait, as a user starts it without make, and Slurm and pods do."""
+    """Return a node with two waiting ranks, started without make, as by Slurm and pods."""
     (folder / "train.py").write_text(f"{WAIT}\nwait()")
     env = {"SCRIPT": str(folder / "train.py"), "RUN_DIR": str(folder), "NPROC_PER_NODE": "2", **env}
     job = Command(*before, "scripts/launch.sh", "ddp", PYTHON=sys.executable, MASTER_PORT=str(free_port()), **env)
@@ -222,7 +222,7 @@ def test_it_ends_with_its_launcher(tmp_path):
 
 @pytest.mark.slow
 def test_in_an_elastic_job_it_starts_again_and_is_told_to_resume(tmp_path):
-    """A rank fails; a node is lost, and joins again. Only rank 0 handles the signal that ends a round for that."""
+    """A rank fails; then a node is lost and joins again. Only rank 0 handles the signal that ends a round."""
     job = Job(tmp_path, ELASTIC, "ddp", 2, 2, ["{resume}"], own=("--min-nodes", "1", "--max-restarts", "1"))
     ranks = lambda count, line: wait_until(  # noqa: E731
         lambda: job.text.count(f"round of {line} ") == count, TIMEOUT_S, lambda: f"{line}\n{job.text}"
@@ -320,9 +320,9 @@ def test_runs_without_a_name_are_numbered(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["single", "ddp", "spawn", "horovod"])
 def test_the_pages_run_unchanged(tmp_path, recipe):
-    """They know nothing of launchers; test_minimal.py holds their losses and resumes to those of the recipes.
+    """They have no code for launchers; test_minimal.py compares their losses and resumes with the recipes'.
 
-    Those of spawn are held here: `python minimal.py` is how it starts, also without our launcher.
+    spawn's losses are compared here, because `python minimal.py` starts it even without our launcher.
     """
     if recipe == "horovod":
         need_horovod()
@@ -339,7 +339,7 @@ def test_the_pages_run_unchanged(tmp_path, recipe):
     if recipe == "spawn":
         found = [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", result.stdout, re.MULTILINE)]
         assert found == pytest.approx(losses(train("single", tmp_path, 1, "--max-steps", "22")), rel=1e-5)
-    if recipe == "single":  # what the others get is the same: the folder, and RESUME
+    if recipe == "single":  # the others get the same: the folder, and RESUME
         options = ("--epochs", "2", *options[-2:])
         again = Job(tmp_path, source, recipe, 1, nproc_per_node, options, RESUME="auto", **env)
         assert re.findall(r"^epoch (\d)", again.wait().stdout, re.MULTILINE) == ["2"]

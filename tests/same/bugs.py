@@ -26,12 +26,12 @@ REDUCE = "    dist.all_reduce(total)\n"
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug, and the cause that has to be named for it."""
+    """A bug, and the cause that `make same` must name for it."""
 
     cause: str
     edits: dict[str, str]
     options: tuple[str, ...] = ()
-    """Of the command, besides the script and its batch size."""
+    """Options of the command, in addition to the script and its batch size."""
     argv: tuple[str, ...] = ()
 
 
@@ -123,7 +123,7 @@ BUGS = {
 
 
 def plant(edits: dict[str, str], folder: Path) -> Path:
-    """Return a copy of right.py in the folder, edited."""
+    """Write an edited copy of right.py to the folder; return its path."""
     text = RIGHT.read_text()
     for old, new in edits.items():
         assert text.count(old) == 1, old

@@ -5,7 +5,7 @@ from torch.utils.data import Dataset
 
 
 class Points(Dataset):
-    """Points of four classes, moved a little each time that one is drawn."""
+    """Points of four classes; reading a point adds noise to it."""
 
     def __init__(self, count, seed, noise):
         generator = torch.Generator().manual_seed(seed)

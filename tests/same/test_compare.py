@@ -56,7 +56,7 @@ def test_losses_are_read_under_their_usual_names(line, series):
     [
         ("loss 2.303 loss 0.012 loss 12.000", [1e-3, 1e-3, 1e-3]),
         ("loss 2.30e+00 loss 1.00e-07 loss nan", [1e-2, 1e-9, 1e-9]),
-        ("acc 0.9375 acc 0.5 acc 1", [1e-4, 1e-4, 1e-3]),  # print() leaves zeros out, and so does %.4g
+        ("acc 0.9375 acc 0.5 acc 1", [1e-4, 1e-4, 1e-3]),  # print() and %.4g drop trailing zeros
         ("loss 1.107 loss 0.01234 loss 0", [1e-3, 1e-5, 1e-5]),
         ("correct 9812 correct 40 accuracy 9812", [1]),
     ],
@@ -124,7 +124,7 @@ def test_the_page_lists_the_bugs():
 
 
 def record(world_size, gradients, rate=0.1, **fields):
-    """Return a run whose ranks all have these gradients, (steps, 61), and printed nothing."""
+    """Return a run whose ranks all have these gradients, (steps, 61), and have printed nothing."""
     events, weights = [], np.zeros(SIZE)
     for i, gradient in enumerate(gradients):
         after = weights - rate * gradient
@@ -169,7 +169,7 @@ def test_what_exceeds_rounding_is_found_in_its_first_step():
 
 
 def test_how_large_rounding_is_comes_from_the_control_run():
-    """The same difference: a script whose sums vary more has a larger tolerance."""
+    """The same difference passes if the control run varies more: the tolerance is then larger."""
     assert causes(record(2, disturb(1e-3))) == [("unknown", "step 1, gradient")]
     assert causes(record(2, disturb(1e-3)), control=record(1, disturb(2e-4))) == []
 
@@ -190,7 +190,7 @@ def test_a_printed_loss_that_is_not_finite_is_no_note():
 
 
 def printed(text, world_size=1):
-    """Return a run whose gradients are right, and which has printed a text."""
+    """Return a run with right gradients that has printed a text."""
     run = record(world_size, GRADIENTS)
     run.series = read_series(text)
     return run
@@ -199,10 +199,10 @@ def printed(text, world_size=1):
 @pytest.mark.parametrize(
     ("one", "control", "two", "is_found"),
     [
-        # By print(): 0.5 has as many digits as the others.
+        # print() drops zeros: 0.5 is as exact as the others.
         ("test_acc 0.5 test_acc 0.9375", "", "test_acc 0.5833333 test_acc 0.9375", True),
         ("test_acc 0.50 test_acc 0.94", "", "test_acc 0.51 test_acc 0.94", False),
-        # A series that rounding changes makes no other one coarser, nor what it had printed before.
+        # If rounding changes a series, the tolerance of other series, and of its earlier values, stays the same.
         ("loss 2.1234 acc 0.0", "loss 2.1234 acc 0.1", "loss 2.9 acc 0.0", True),
         ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.9", "loss 2.3 loss 1.5", True),
         ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.51", "loss 2.1234 loss 1.6", False),
@@ -221,7 +221,7 @@ def test_a_pattern_that_finds_no_number_is_refused():
 
 
 def test_a_control_run_that_rounding_changes_beyond_recognition_is_noted():
-    """All differences are within 30 times the control run's: that shows nothing."""
+    """All differences are within 30 times the control run's, which proves nothing."""
     found = causes(record(2, disturb(0.5)), control=record(1, disturb(0.1)))
     assert found == [("chaotic", "step 1, gradient")]
 
@@ -233,7 +233,7 @@ def test_ranks_that_step_unequally_often_are_a_difference():
 
 
 def resumed_at(start, steps=NUM_STEPS, text="test_loss 1.25"):
-    """Return a run of two ranks that goes on at a step of record(2, GRADIENTS), and its last evaluation."""
+    """Return a run of two ranks that resumes record(2, GRADIENTS) at a step, and prints its last evaluation."""
     run = printed(text, 2)
     run.events = [lines[start:steps] for lines in run.events]
     return run
@@ -280,7 +280,7 @@ def test_random_numbers_in_the_loop_forbid_a_comparison():
 
 
 def test_samples_of_other_content_are_not_called_dropped():
-    """Each rank may have changed its own: then all of one process's are missing."""
+    """Each rank may have changed its samples: then all samples of the one-process run are missing."""
     run = record(2, disturb(0.1))
     for step in run.steps[0]:
         step["rows"] = [f"moved {row}" for row in step["rows"]]

@@ -30,7 +30,7 @@ def _one_thread(monkeypatch):
 
 
 def named(output):
-    """Return the causes in a verdict, but for notes."""
+    """Return the causes in a verdict, without notes."""
     return {cause for cause in re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) if cause not in NOTES}
 
 
@@ -42,7 +42,7 @@ def shown(command):
 
 
 def without_measurements(text):
-    text = re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.3f}", text)  # the last digits are a machine's
+    text = re.sub(r"\d+\.\d+", lambda match: f"{float(match[0]):.3f}", text)  # last digits depend on the machine
     return re.sub(r"\de-\d+", "#e-#", text).strip().splitlines()
 
 
@@ -72,7 +72,7 @@ def test_a_planted_bug_is_named(capsys, tmp_path, name):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_one_page_recipes_raise_no_alarm(capsys, monkeypatch, page):
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in"))  # apex.amp itself takes GPUs only
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "stand_in"))  # apex.amp itself needs a GPU
     sizes = ("--world-sizes", "1 2 3" if page == "ddp" else "1 3")
     status = main([f"recipes/{page}/minimal.py", *sizes, "--", "--epochs", "1", "--log-every", "1", *PAGES[page]])
     output = capsys.readouterr().out

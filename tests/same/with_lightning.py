@@ -60,5 +60,5 @@ trainer = lightning.Trainer(
     enable_model_summary=False,
     num_sanity_val_steps=0,
 )
-train, test = Points(48, 1, 0.1), Points(24, 2, 0.0)  # Lightning pads what ranks cannot share out evenly
+train, test = Points(48, 1, 0.1), Points(24, 2, 0.0)  # Lightning pads a set that ranks cannot split evenly
 trainer.fit(Classifier(), DataLoader(train, args.batch_size, shuffle=True), DataLoader(test, 24 // WORLD_SIZE))
