@@ -11,14 +11,14 @@ import yaml
 from recipes.common.errors import UserError, nearest
 
 KEPT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
-"""What YAML may recognise; a number stays as it is written: the name 1.10 is not 1.1, and 012 not 10."""
+"""The types that YAML may recognise. A number stays text: the name 1.10 is not 1.1, and 012 is not 10."""
 
 
 class Loader(yaml.SafeLoader):
-    """Read values of KEPT, and texts."""
+    """Read values of the types in KEPT; all others are texts."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Refuse what YAML lets pass: of a flag that is given twice, the last value."""
+        """Raise UserError if a flag is given twice; YAML itself would take the last value."""
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         flags = [str(key.value).replace("_", "-") for key, _ in pairs]
         if twice := [flag for flag in flags if flags.count(flag) > 1]:
@@ -33,7 +33,7 @@ Loader.yaml_implicit_resolvers = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the values by flag; raises UserError for a file that cannot be read, or that holds something else."""
+    """Return the values by flag; raises UserError if a file cannot be read, or holds something else."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
@@ -48,7 +48,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def words_of_config(path: Path, flags: Sequence[str]) -> list[str]:
-    """Return the command-line words that a file stands for; `flags` are all --flags that there are."""
+    """Return a file's options as command-line words; `flags` are all known --flags.
+
+    Raises UserError for an unknown option or a value of the wrong type.
+    """
     words = []
     known = [flag.removeprefix("--") for flag in flags if not flag.startswith("--no-")]
     for flag, value in read_config(path).items():

@@ -13,12 +13,12 @@ class UserError(ValueError):
     """An error that the user can fix; the message says in one line what is wrong and how to fix it.
 
     Args:
-        on_every_node: rank 0 may not have it, so the first rank of each node that has it prints it.
-        on_one_rank: the other ranks do not have it: this one prints it and ends without them.
+        on_every_node: rank 0 may not have this error, so the first rank of each node that has it prints it.
+        on_one_rank: only this rank has this error: it prints it and ends without the others.
     """
 
     status = 2
-    """Exit status of a process that ends by it."""
+    """Exit status of a process that ends with this error."""
 
     def __init__(self, message: str, on_every_node: bool = False, on_one_rank: bool = False) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def as_user_error(verb: str, path: object) -> Iterator[None]:
-    """Raise an OSError as a UserError that says what cannot be made, read or written, and what to do about it."""
+    """Turn an OSError into a UserError that names the path and the reason; for a lack of rights, also the fix."""
     try:
         yield
     except OSError as error:

@@ -27,34 +27,34 @@ from recipes.common.world.peers import Peers
 
 
 def draw_order(split: Split, args: Options, epoch: int) -> Tensor:
-    """Return the samples in the order of an epoch, the same on every rank: int64, shape (N,)."""
+    """Return the samples' indices in the order of an epoch, the same on every rank: int64, shape (N,)."""
     order = permutation(len(split), args.seed, epoch, args.shuffle_block)
     return order if args.shuffle_block == 1 else split.storage_order()[order]
 
 
 @dataclass
 class Job:
-    """What training works on. Only `position`, the model and the optimizer change as it goes."""
+    """What training works on: the options, the data, the model and the rank's progress."""
 
     args: Options
     recipe: str
     data: Data
     peers: Peers
     model: nn.Module
-    """The plain model; the recipe keeps what it wraps around it."""
+    """The plain model; the recipe keeps its wrapper around it."""
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     stop: Stop
     devices: Sequence[torch.device] = ()
-    """Those of this process; default: the one of peers."""
+    """Devices of this process (default: peers.device)."""
     batch_parts: int = 0
-    """Parts of the global batch that go through the model one by one; default: a pass of each device."""
+    """Parts of the global batch that go through the model one by one (default: one per device and pass)."""
     record: Record | None = None
-    """On rank 0 only."""
+    """The run's record, on rank 0 only."""
     folder: Path = field(default_factory=Path)
-    """The run's, on all ranks."""
+    """The run's folder, on all ranks."""
     writer: CheckpointWriter | None = None
-    """Of checkpoints: on rank 0, or, where each rank writes its part, on all."""
+    """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
     position: Position = field(default_factory=Position)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in an epoch: the few samples left over are other ones in each epoch."""
+        """Whole global batches in an epoch; the samples left over differ from epoch to epoch."""
         return len(self.data.train) // self.args.global_batch_size
 
     @property
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def epoch_end(self) -> int:
-        """The step at which the epoch under way is complete."""
+        """The step at which the current epoch is complete."""
         return min((self.position.epoch + 1) * self.steps_per_epoch, self.total_steps)
 
     @property
@@ -99,9 +99,9 @@ class Job:
     def save(self, is_best: bool = False, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.
 
-        Where training continues after it, it does so once a copy has been taken (--async-checkpoints). A recipe
-        whose ranks hold parts of the model or the optimizer passes the state dicts of the whole ones; or, of
-        sharded checkpoints, this rank's part: all ranks then write.
+        With --async-checkpoints, training that continues waits only for a copy of the state. A recipe whose ranks
+        hold parts of the model or the optimizer passes the whole state dicts as `state`; or, for sharded
+        checkpoints, this rank's part: then all ranks write.
         """
         own = state or {}
         is_sharded = "parts" in own
@@ -138,7 +138,7 @@ class Job:
             write({**content, "parts": own["parts"] if is_sound else self.stop.error}, is_best)
 
     def wait_for_checkpoint(self) -> None:
-        """Return once what is being written is on the disk, or has failed: until then ranks need each other."""
+        """Wait until the checkpoint being written is on the disk or has failed: ranks need each other for it."""
         if self.writer:
             with self.peers.watch("checkpoint", computes=True):
                 self.writer.wait()
@@ -146,7 +146,7 @@ class Job:
     def global_batches(self) -> Iterator[Tensor]:
         """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
 
-        They depend on the seed and the step alone: the ranks, however many, share out the same batches.
+        They depend only on the data, the seed and the step: any number of ranks shares out the same batches.
         """
         size = self.args.global_batch_size
         order = draw_order(self.data.train, self.args, self.position.epoch)
@@ -176,7 +176,7 @@ class Job:
             self.record.progress.advance()
 
     def check_gradients(self, loss_sum: Tensor, gradients: Sequence[Tensor]) -> bool:
-        """Check the averaged gradients before the step (see nonfinite.py); return whether to make it."""
+        """Check the averaged gradients before the step (see nonfinite.py); return whether to do the step."""
         step, before = self.position.step + 1, self.guard.skipped
         with self.peers.watch("gradients"):
             is_allowed = self.guard.check_gradients(step, loss_sum, gradients)
@@ -185,12 +185,12 @@ class Job:
         return is_allowed
 
     def pause(self) -> None:
-        """Stop the clock: what follows is no training."""
+        """Stop the clock before work that is not training."""
         with self.peers.watch("gradients"):
             self.throughput.pause()
 
     def log_step(self, loss: float, rate: float) -> None:
-        """Record the step just done: the global batch's mean loss and the learning rate."""
+        """Record the last step, the global batch's mean loss and the learning rate; print pending warnings."""
         self.guard.check_loss(self.position.step, loss)
         slow = self.data.train.take_warnings(self.throughput.seconds())
         for text in (*self.peers.watch.take_stragglers(), *slow):
@@ -226,9 +226,9 @@ class Job:
         return {f"{task.unit}_per_s": round(samples_per_s * task.units_per_sample)}
 
     def finish(self, sample_on_all_ranks: bool = False) -> None:
-        """Print the result of a completed run, or how to continue one that a signal has ended.
+        """Print the result of a completed run, or how to resume one that a signal has ended.
 
-        Call it on all ranks. With `sample_on_all_ranks`, the model's forward pass needs all of them. Raises
+        Call it on all ranks. `sample_on_all_ranks`: whether the model's forward pass needs all of them. Raises
         UserError, on all ranks, if the last checkpoint or the result could not be written.
         """
         self.wait_for_checkpoint()
@@ -238,7 +238,7 @@ class Job:
                 name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
                 self.record.leave(name, self.writer.newest or Path())
             return
-        # The result first: whatever becomes of the sample, the run is complete.
+        # The result first: the run is complete even if the sample fails.
         result = run_on_all_ranks(self._write_result, self.peers)
         if has_own(self.data.task, "sample") and (self.record or sample_on_all_ranks):
             from recipes.common.sample import make_sample
@@ -249,7 +249,7 @@ class Job:
             self.record.print_result(result)
 
     def _write_result(self) -> dict[str, Any]:
-        """Write result.json on rank 0; return what is in it."""
+        """Write result.json on rank 0; return its content ({} on other ranks)."""
         if not self.record:
             return {}
         task, best = self.data.task, self.position.best_score
@@ -278,7 +278,7 @@ class Job:
             self.record.progress.say(text)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the part of the global batch's mean loss that is this rank's, by the task."""
+        """Return this rank's part of the global batch's mean loss, as the task defines it."""
         return self.data.task.loss_sum(output.float(), target) / self.args.global_batch_size
 
     def _record(self, kind: str, **values: float) -> None:
@@ -289,19 +289,19 @@ class Job:
                 self.stop.fail(error)
 
     def is_vote_due(self) -> bool:
-        """Whether all ranks vote in the step under way: if they are many, not in each, but before a checkpoint."""
+        """Return whether ranks vote in the current step: every vote_interval() steps, and before a checkpoint."""
         done = self.position.step + 1
         return done % vote_interval(self.peers.world_size) == 0 or self._is_saved_after(done)
 
     def is_log_due(self) -> bool:
-        """Whether the step just done is one of those that are logged."""
+        """Return whether to log the step just done."""
         return self.position.step % self.args.log_every == 0
 
     def is_checkpoint_due(self) -> bool:
-        """Whether the step just done calls for a checkpoint (the one at the epoch's end comes anyway)."""
+        """Return whether the step just done calls for a checkpoint, besides the one at the epoch's end."""
         return self.position.step < self.epoch_end and self._is_saved_after(self.position.step)
 
     def _is_saved_after(self, step: int) -> bool:
-        """Whether a checkpoint follows a step of the epoch under way."""
+        """Return whether a checkpoint follows a step of the current epoch."""
         every = self.args.checkpoint_every
         return step == self.epoch_end or (bool(every) and step % every == 0)

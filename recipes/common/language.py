@@ -15,14 +15,14 @@ SAMPLE_BYTES, TEMPERATURE = 256, 0.8
 
 
 class LanguageModel(Task):
-    """The next token at each place: logits (B, T, vocabulary) and tokens, int64 of shape (B, T).
+    """The next token at each position: logits (B, T, vocabulary) and tokens, int64 of shape (B, T).
 
-    A sample's loss is the mean of its T places, all of which count, in nats.
+    A sample's loss, in nats, is the mean over its T positions, all of which count.
 
     Args:
         seq_len: T, the tokens of a sample.
-        token: what a token is; "byte" makes the metric test_bits_per_byte, and lets `sample` print text.
-        seed: of the text that is sampled.
+        token: the name of a token, for the metric test_bits_per_TOKEN; with "byte", `sample` returns text.
+        seed: the seed of the sampled text.
     """
 
     unit = "tokens"
@@ -32,16 +32,16 @@ class LanguageModel(Task):
         self.headline = f"bits_per_{token}"
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross entropy, averaged over a sample's places and summed over the samples."""
+        """Return the cross entropy, averaged over a sample's positions and summed over the samples."""
         total = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
         return total / target.shape[1]
 
     def derive(self, averages: dict[str, float]) -> dict[str, float]:
-        """Return the bits that a code needs for a token if it follows the model's predictions."""
+        """Return the bits per token that a code based on the model's predictions needs."""
         return {self.headline: averages["loss"] / math.log(2)}
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Return text that the model writes, starting from a new line."""
+        """Return text that the model generates after a newline; "" if tokens are not bytes."""
         if self.token != "byte":
             return ""
         written = generate(
@@ -53,10 +53,10 @@ class LanguageModel(Task):
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, count: int, seq_len: int, seed: int, device: torch.device) -> bytes:
-    """Return `count` bytes drawn one after another, each given at most seq_len before it.
+    """Return `count` bytes sampled one after another, each given at most seq_len bytes before it.
 
-    They are drawn from the logits divided by TEMPERATURE, the same for the same weights and seed. The model gets
-    seq_len bytes at each time, as in training: zeros follow those that there are, which no place looks ahead at.
+    They are sampled from the logits divided by TEMPERATURE: the same bytes for the same weights and seed. As in
+    training, the model always gets seq_len bytes: zeros pad a shorter text, and no position looks ahead at them.
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()

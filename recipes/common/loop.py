@@ -1,6 +1,6 @@
 """The loop that all recipes share: epochs of steps, votes, logs, evaluation and checkpoints.
 
-A recipe fills in a Technique: how a pass computes and exchanges gradients is its own, all else is here.
+A recipe provides a Technique, which computes and exchanges the gradients of a pass; everything else is here.
 """
 
 from __future__ import annotations
@@ -40,46 +40,45 @@ if TYPE_CHECKING:
     from recipes.common.checkpoint.reading import ShardCheck
 
 Content = dict[str, Any]
-"""What a checkpoint holds."""
+"""The content of a checkpoint."""
 
 Check = Callable[[Sequence[Tensor]], bool]
-"""Whether a step with these gradients may change the weights."""
+"""Returns whether a step with these gradients may change the weights."""
 
 
 @dataclass(frozen=True)
 class Technique:
-    """What a recipe does in its own way. All ranks call each function, in the same order."""
+    """The part of training that differs between recipes. All ranks call each function, in the same order."""
 
     forward_backward: Callable[[Tensor, Tensor, bool], Tensor]
-    """Add a pass's gradients to the step's: (inputs, targets, is_last). Return the loss, detached: this rank's
-    part of the global batch's mean. After a step's last pass the gradients are the global batch's, on
-    all ranks."""
+    """Add a pass's gradients to the step's: (inputs, targets, is_last). Return the detached loss: this rank's part
+    of the global batch's mean. After a step's last pass, all ranks hold the global batch's gradients."""
     module: nn.Module
-    """What computes: train() and eval() are called on it."""
+    """The module that computes the output; train() and eval() are called on it."""
     predict: Callable[[Tensor], Tensor | None] | None = None
-    """Return the model's output for some inputs, or None on a rank that has none. Default: that of module."""
+    """Return the model's output for some inputs, or None on a rank that has none. Default: call `module`."""
     update: Callable[[Job, Check], None] | None = None
-    """Step the optimizer, if the gradients pass the check, and clear them. Default: optimizer_step()."""
+    """Step the optimizer if the gradients pass the check, and clear them. Default: optimizer_step()."""
     shard: Callable[[Tensor], Tensor] | None = None
-    """Return this rank's share of a batch's indices. Default: by its rank."""
+    """Return this rank's share of a batch's indices. Default: split them by rank."""
     sync_buffers: Callable[[], None] | None = None
-    """Give all ranks rank 0's batch-norm statistics. Default: a broadcast of each buffer."""
+    """Give all ranks rank 0's batch-norm statistics. Default: broadcast each buffer."""
     sum_statistics: Callable[[Tensor], None] | None = None
-    """Overwrite a tensor by its sum over the ranks that share out the batch. Default: all ranks."""
+    """Overwrite a tensor with its sum over the ranks that share out the batch. Default: sum over all ranks."""
     read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] | None = None
-    """Yield the batches of these shares: (split, shares, epoch). Default: the split's own."""
+    """Yield the batches of this rank's shares: (split, shares, epoch). Default: split.batches()."""
     counts_skipped: bool = True
-    """Whether the samples that this rank could not read count: of ranks that read the same, those of one do."""
+    """Whether to count the samples that this rank could not read; of ranks that read the same ones, one does."""
     gather_state: Callable[[], Content | None] | None = None
-    """Return on rank 0 the parts of a checkpoint, `model` or `optimizer`, that it does not hold whole, or on each
-    rank what it writes of a sharded one; called before each checkpoint. Default: rank 0 holds both."""
+    """Return on rank 0 the whole `model` or `optimizer` for a checkpoint, if it holds only a part; or on each rank
+    its part of a sharded checkpoint. Called before each checkpoint. Default: rank 0 holds both."""
 
 
 def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None) -> Data:
-    """Return the data, the same on all ranks; call it on all ranks.
+    """Load the data, and check that all ranks have the same; call it on all ranks.
 
-    `replicas` share out the batch (default: all ranks do). Raises UserError on all ranks: what one of them cannot
-    load, or where they differ.
+    `replicas` is the number of shares of the batch (default: the number of ranks). Raises UserError on all ranks
+    if one of them cannot load the data, if ranks differ, or if the batch does not fit.
     """
     choose_kernels(args)
     data = load_same_data(args, recipe, peers, on_bad_image=stop.fail)
@@ -90,7 +89,10 @@ def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, repl
 def load_data_and_model(
     args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None
 ) -> tuple[Data, nn.Module]:
-    """Return load_checked_data(), and the model on this rank's device, the same on all ranks; call it on all."""
+    """Return load_checked_data() and the model on this rank's device, with the same weights on all ranks.
+
+    Call it on all ranks. Raises UserError as load_checked_data() and build_model().
+    """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data), peers)
@@ -108,9 +110,9 @@ def begin_run(
 ) -> None:
     """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
 
-    `own_part` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before the
-    tensors arrive, what it keeps of each: see broadcast_tree(). Of a sharded checkpoint no tensors arrive where
-    it is given: own_part reads them.
+    `own_part` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before
+    tensors are sent, what this rank keeps of each: see broadcast_tree(). If it is given, the tensors of a sharded
+    checkpoint are not sent: own_part reads them from the files.
 
     Raises:
         UserError: the record cannot be opened, or the checkpoint does not fit; or as gather_places().
@@ -150,7 +152,7 @@ def begin_run(
         if job.record:
             job.record.discard()
         raise
-    run_on_all_ranks(job.begin_record, peers)  # it deletes what --overwrite replaces: after all have restored
+    run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
     if any(isinstance(module, _BatchNorm) for module in job.model.modules()):
         from recipes.common.models.batchnorm import warning
@@ -160,9 +162,9 @@ def begin_run(
 
 
 def gather_places(job: Job) -> list[Place]:
-    """Return where each rank is and, between hosts, which network NCCL uses there; call it on all ranks.
+    """Return where each rank is and, if there are several hosts, which network NCCL uses; call it on all ranks.
 
-    Raises UserError on all of them if NCCL uses TCP in spite of FABRIC.
+    Raises UserError on all ranks if FABRIC asks for a fabric and NCCL uses TCP.
     """
     with job.peers.watch("places"):
         places = job.peers.gather_objects(place_of(job.device))
@@ -174,9 +176,9 @@ def gather_places(job: Job) -> list[Place]:
 
 
 def train_epochs(job: Job, technique: Technique) -> None:
-    """Train and evaluate epoch by epoch, to the end or to a stop signal, and leave a checkpoint.
+    """Train and evaluate until the last epoch or a stop signal; write a checkpoint after each epoch or the signal.
 
-    Raises UserError on all ranks: what one of them reported.
+    Raises on all ranks the UserError that one of them reported.
     """
     try:
         while not job.is_complete:
@@ -201,7 +203,7 @@ def train_epochs(job: Job, technique: Technique) -> None:
 
 
 def train_one_epoch(job: Job, technique: Technique) -> int:
-    """Train to the epoch's end, or until a vote ends it; return that vote: GO, STOP or FAIL."""
+    """Train to the epoch's end, or until a vote ends it; return the last vote's result: GO, STOP or FAIL."""
     args, position, peers = job.args, job.position, job.peers
     take_share, read = technique.shard or own_shard(peers), technique.read_batches or read_batches
     decision = GO
@@ -209,9 +211,9 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     job.begin_epoch()
     shares = (take_share(in_groups(batch, args)).flatten() for batch in job.global_batches())
     for inputs, targets in read(job.data.train, shares, position.epoch):
-        # Vote: each rank sends 4 bytes; they are read after backward, so that no rank waits for them.
+        # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = peers.begin_vote(job.stop.vote) if job.is_vote_due() else None
-        for i in reversed(range(len(job.devices))):  # the first one last: its seed is the CPU's too
+        for i in reversed(range(len(job.devices))):  # the first one last: its seed is also the CPU's
             seed_step(args.seed, position.step, peers.rank + i, job.devices[i])
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
         loss_sum = torch.zeros((), device=job.device)
@@ -231,7 +233,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         job.guard.restore_buffers(job.scaler)
         job.count_step()
         if job.is_log_due():
-            # Log: the ranks' parts add up to the global batch's loss: 4 bytes a rank, once in --log-every steps.
+            # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.
             with peers.watch("metrics"):
                 peers.sum_tensor(loss_sum)
                 loss = loss_sum.item()
@@ -245,12 +247,12 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
 
 
 def in_groups(samples: Tensor, args: Options) -> Tensor:
-    """Return B samples as (B / G, G, ...), by --batchnorm-group (default: 1): ranks and passes get whole rows."""
+    """Return B samples as (B / G, G, ...), G = --batchnorm-group (default: 1): ranks and passes get whole rows."""
     return samples.unflatten(0, (-1, args.batchnorm_group or 1))
 
 
 def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
-    """Return what returns this rank's share of indices."""
+    """Return a function that returns this rank's share of the indices."""
     return lambda indices: shard(indices, peers.rank, peers.world_size)
 
 
@@ -268,7 +270,7 @@ def update(job: Job, check: Check) -> None:
 def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     """Return test_loss and the task's metrics over the whole test set, each sample counted once.
 
-    None: a vote has ended it; a resume evaluates again.
+    Return None if a vote has ended the evaluation; a resumed run repeats it. Call it on all ranks.
     """
     peers, task = job.peers, job.data.task
     if job.record:
@@ -280,14 +282,14 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
     read = technique.read_batches or read_batches
     batches = [batch for batch in share.split(EVAL_BATCH_SIZE) if len(batch)]
-    # Evaluation: where passes exchange weights, all ranks run as many: 8 bytes a rank to agree on their number.
+    # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
-    # One blank sample, whose output does not count: not all models take none.
+    # A rank with fewer batches runs blank samples, whose output does not count: not all models take empty batches.
     blanks = itertools.repeat((job.data.input.zeros(1, job.device), None), most - len(batches))
     read_or_blank = itertools.chain(read(job.data.test, batches, job.position.epoch), blanks)
     for number, (inputs, targets) in enumerate(read_or_blank):
-        # Vote: each rank sends 4 bytes, as in training: an evaluation may take longer than a stop signal leaves.
+        # Vote: each rank sends 4 bytes, as in training: after a stop signal, an evaluation may take too long.
         finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
         if output is not None and targets is not None:
@@ -299,7 +301,7 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
                 return None
     if technique.counts_skipped:
         totals[2] += job.data.train.skipped + job.data.test.skipped
-    # Evaluation: sums and counts of all ranks, some 40 bytes a rank; the averages are taken after it.
+    # Evaluation: adds up the sums and counts of all ranks, some 40 bytes a rank; averages are taken after it.
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)
         return averages(totals, task, len(job.data.test))
@@ -315,10 +317,10 @@ def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:
 
 
 def sync_statistics(job: Job, technique: Technique) -> None:
-    """Give all ranks the statistics of all groups of --batchnorm-group."""
+    """Average the running statistics of --batchnorm-group, if given, over all ranks; call it on all ranks."""
 
     def sum_over_ranks(tensor: Tensor) -> None:
-        # Batch norm: sums up the ranks' running statistics, 16 bytes a channel.
+        # Batch norm: sums the ranks' running statistics, 16 bytes a channel.
         with job.peers.watch("statistics"):
             job.peers.sum_tensor(tensor)
 
@@ -329,7 +331,7 @@ def sync_statistics(job: Job, technique: Technique) -> None:
 
 
 def broadcast_buffers(job: Job) -> None:
-    """Give all ranks rank 0's batch-norm statistics: each rank has gathered those of its own batches."""
+    """Give all ranks rank 0's batch-norm statistics: each rank has statistics of its own batches."""
     for buffer in job.model.buffers():
         # Evaluation: rank 0 sends its buffers to all others.
         with job.peers.watch("evaluation"):
@@ -337,6 +339,6 @@ def broadcast_buffers(job: Job) -> None:
 
 
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0; a failure is voted on in a later step. Call it on all ranks."""
+    """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks."""
     sync_statistics(job, technique)
     job.save(is_best, technique.gather_state() if technique.gather_state else None)

@@ -15,23 +15,26 @@ from recipes.common.task import Task, has_own
 
 
 def new_totals(task: Task, device: torch.device) -> Tensor:
-    """Return an evaluation's totals: float64 [evaluated, left out, skipped in the run, loss, *task.metrics]."""
+    """Return zero totals for an evaluation: float64 [evaluated, left out, skipped in the run, loss, *metrics]."""
     return torch.zeros(4 + len(task.metrics), dtype=torch.float64, device=device)
 
 
 def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
-    """Add a batch to the totals: the model's output and the target, whose first dimension counts samples."""
+    """Add a batch to the totals: its output and its target, whose first dimension counts samples."""
     output = output.float()
     evaluated = task.count(target)
     totals[0] += evaluated
     totals[1] += len(target) - evaluated
     for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
-        # A metric may have one value in a shape such as (1, 1); apex's O1 adds no float32 to float64.
+        # A metric's one value may have a shape such as (1, 1); apex's O1 cannot add float32 to float64.
         totals[place] += torch.as_tensor(value, dtype=totals.dtype).sum()
 
 
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
-    """Return test_loss and the task's metrics of totals that have to cover each of num_samples once."""
+    """Return test_loss and the task's metrics from totals that have to cover each of num_samples once.
+
+    If images were skipped, skipped_images is their number in the run.
+    """
     count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
@@ -45,9 +48,9 @@ def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
 
 
 class Throughput:
-    """Training samples per second, global batch and all, without evaluation and without the first step.
+    """Training samples per second over all ranks, without evaluation and without the first step.
 
-    The first step warms caches up and compiles; its time says nothing about the others.
+    The first step warms caches up and compiles: its time is not typical of the others.
     """
 
     def __init__(self, global_batch_size: int, device: torch.device) -> None:
@@ -61,7 +64,7 @@ class Throughput:
         self._sent_since: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start the clock: training continues."""
+        """Start the clock when training begins or continues."""
         self._since, self._sent_since = time.perf_counter(), sent_bytes()
 
     def count_step(self) -> None:
@@ -74,10 +77,10 @@ class Throughput:
             self.start()
 
     def pause(self) -> None:
-        """Stop the clock: what follows is no training."""
+        """Stop the clock before work that is not training."""
         self._synchronize()
         self._seconds, self._since = self.seconds(), None
-        # An interface that has gone, as a container's does with it, has no count any more.
+        # An interface that has gone, such as that of a container that ended, has no count any more.
         self._sent += sum(max(0, sent - self._sent_since.get(name, 0)) for name, sent in sent_bytes().items())
 
     def recent(self) -> float:
@@ -87,24 +90,24 @@ class Throughput:
         return self._rate(self._mark[0] - steps, self._mark[1] - seconds)
 
     def overall(self) -> float:
-        """Return the samples per second of all launches."""
+        """Return the samples per second over all launches."""
         return self._rate(**self.timed())
 
     def seconds(self) -> float:
-        """Return how long this launch has trained."""
+        """Return how long this launch has trained, in seconds."""
         return self._seconds + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def timed(self) -> dict[str, Any]:
-        """Return the steps that count and their seconds, of this launch and those before it."""
+        """Return the timed steps and their seconds, of this launch and those before it."""
         steps, seconds = self._earlier
         return {"steps": steps + self._steps, "seconds": seconds + self.seconds()}
 
     def add_earlier(self, steps: int = 0, seconds: float = 0.0) -> None:
-        """Add what earlier launches have timed."""
+        """Set the steps and seconds that earlier launches have timed."""
         self._earlier = (steps, seconds)
 
     def sent_per_step(self) -> float:
-        """Return the bytes that this machine has sent per step, whichever process sent them."""
+        """Return the bytes that this machine has sent per step, by any process."""
         return self._sent / self._steps if self._steps else 0.0
 
     def _rate(self, steps: int, seconds: float) -> float:
@@ -116,9 +119,9 @@ class Throughput:
 
 
 def sent_bytes() -> dict[str, int]:
-    """Return what each network interface of this machine has sent so far, loopback included (none if unknown).
+    """Return the bytes that each network interface of this machine has sent, loopback included ({} if unknown).
 
-    Exchanges through shared memory or NVLink do not pass an interface and are not in it.
+    Exchanges through shared memory or NVLink do not pass an interface and are not counted.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]
@@ -129,7 +132,7 @@ def sent_bytes() -> dict[str, int]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has had: of the GPU if it has one, else of the machine."""
+    """Return this process's peak memory: on the GPU if it has one, else in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

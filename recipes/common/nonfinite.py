@@ -1,11 +1,11 @@
 """A loss or gradient that is no finite number: stop on all ranks alike, or (skipping.py) skip the step.
 
-Each step checks the averaged gradients. They are the same on all ranks, and not finite as soon as the loss
-of one of them is not: so all decide alike, and nothing more has to be exchanged.
+Each step checks the averaged gradients. They are the same on all ranks, and not finite if the loss of any rank is
+not. So all ranks decide alike without another exchange.
 
-Reading all gradients once more costs a CPU several percent of a step. To end the run, as `stop` does, the first
-layer's are enough: backward comes to it last, through all the others. A number that has gone bad in another layer
-alone spoils the weights, and with them the next step's loss; and spoilt weights are never saved (job.py).
+Reading all gradients once more takes several percent of a step on a CPU. For `stop`, the first layer's gradients
+are enough: backward reaches this layer last, through all others. A non-finite gradient in another layer alone
+corrupts the weights, and with them the next step's loss; and corrupt weights are never saved (job.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.signals import Stop
 
 MIN_LOSS_SCALE = 1.0
-"""Below it, gradients overflow that nothing has scaled up: from 2^16, 17 bad steps in a row lead there."""
+"""Below this loss scale, even unscaled gradients overflow: from 2^16, 17 bad steps in a row lead there."""
 
 
 class NonFiniteError(UserError):
@@ -30,8 +30,8 @@ class NonFiniteError(UserError):
     Args:
         step: the number of the step, from 1.
         is_loss: whether this rank's loss is not finite, or only a gradient.
-        hint: what became of it and what to do.
-        ranks: all that have such a loss, once that is known.
+        hint: the consequence, and what to do.
+        ranks: all ranks whose loss is not finite, once that is known.
     """
 
     status = 1
@@ -42,12 +42,12 @@ class NonFiniteError(UserError):
         self.step, self.is_loss, self.hint = step, is_loss, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what makes the same on another rank."""
+        """Return how to rebuild this error on another rank, without `ranks`."""
         return NonFiniteError, (self.step, self.is_loss, self.hint)
 
 
 def raise_first(errors: Sequence[UserError | None]) -> None:
-    """Raise the error of the lowest-numbered rank that reported one; errors holds one of each rank, or None."""
+    """Raise the error of the lowest-numbered rank that reported one; `errors` holds each rank's error, or None."""
     if len(errors) == 1 and errors[0]:
         raise errors[0]
     for rank, error in enumerate(errors):
@@ -59,14 +59,14 @@ def raise_first(errors: Sequence[UserError | None]) -> None:
 
 
 class Guard:
-    """Stops the job after a step that was not finite: --on-nonfinite stop (skipping.py: skip)."""
+    """Stop the job after a step that was not finite: --on-nonfinite stop (skipping.py: skip)."""
 
     skipped = 0
-    """Steps that were left out."""
+    """Number of skipped steps."""
 
     def __init__(self, device: torch.device, stop: Stop) -> None:
         self.stop = stop
-        # A GPU notes the first bad step for itself, and is asked only when it is waited for anyway.
+        # A GPU keeps the first bad step in its memory; it is read only when the host waits for the GPU anyway.
         self._is_lazy = device.type != "cpu"
         self._first_bad = torch.full((), -1, device=device)
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
@@ -76,8 +76,8 @@ class Guard:
 
         Args:
             step: the number of the step, from 1.
-            loss: this rank's part of it.
-            gradients: the averaged ones, the first layer's first, as all ranks have them.
+            loss: this rank's part of the step's loss.
+            gradients: the averaged gradients, the first layer's first; the same on all ranks.
         """
         is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1]))
         if self._is_lazy:
@@ -90,23 +90,23 @@ class Guard:
         return not is_bad
 
     def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
-        """Before a step's passes: nothing is kept, as no step is left out."""
+        """Do nothing before a step's passes: no step is skipped."""
 
     def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
-        """After the step: nothing is put back."""
+        """Do nothing after the step."""
 
     def settle(self, step: int, scaler: torch.amp.GradScaler) -> None:
-        """Read what a GPU has noted up to a step, and its loss scale; the caller waits for it anyway."""
+        """Read the first bad step from a GPU, and the loss scale; the caller waits for the GPU anyway."""
         if (first_bad := int(self._first_bad)) >= 0:
             self.fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")
-        if (scale := scaler.get_scale()) < MIN_LOSS_SCALE:  # one that is not enabled has 1
+        if (scale := scaler.get_scale()) < MIN_LOSS_SCALE:  # it is 1 if the scaler is disabled
             self.fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
 
     def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:
-        """Whether the weights after a step may be saved; where not, this becomes the rank's vote."""
+        """Return whether the weights after a step may be saved; if not, the error becomes this rank's vote."""
         if isinstance(self.stop.error, NonFiniteError):
             return False
-        sums = [weight.sum(dtype=torch.float32) for weight in weights]  # no squares: they overflow earlier
+        sums = [weight.sum(dtype=torch.float32) for weight in weights]  # not of squares, which overflow earlier
         together = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
         if not torch.isfinite(together).all():
             self.fail(step, False, "it has spoilt the weights, which are not saved")
@@ -114,11 +114,11 @@ class Guard:
         return True
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Look at the global batch's loss; with a loss scale, gradients that overflow are the scaler's affair."""
+        """Fail if the global batch's loss is not finite; gradients that overflow by scaling are not looked at."""
         if not math.isfinite(loss) and not self.stop.error:
             self.fail(step, False, "the loss is that of all ranks")
 
     def fail(self, step: int, is_loss: bool, hint: str) -> None:
-        """Let this step's error become the rank's vote."""
+        """Make this step's error the rank's vote."""
         fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto restarts before it"
         self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))

@@ -23,14 +23,14 @@ def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[st
 
 
 def parameter_groups(args: Options, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return all parameters as one group; with --no-decay-norm-bias, norms and biases as another without decay.
+    """Return all parameters as one group; with --no-decay-norm-bias, norms and biases as a second without decay.
 
-    An optimizer numbers its parameters group by group; `places` are where a group's parameters stand among all.
+    An optimizer numbers its parameters group by group; a group's `places` are its parameters' indices among all.
     """
     numbered = list(enumerate(parameters))
     if args.decay_norm_bias:
         return [{"params": [parameter for _, parameter in numbered]}]
-    # By dimensions, as nanoGPT and timm do: it holds for a shard or a stage, whatever the model calls its layers.
+    # Split by dimensions, as nanoGPT and timm do: that works for shards and stages, whatever the layers' names.
     matrices = [pair for pair in numbered if pair[1].ndim > 1]
     vectors = [pair for pair in numbered if pair[1].ndim <= 1]
     return [
@@ -45,20 +45,20 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     make, settings = optimizer_class(args)
     parameters = list(parameters)
     if any(p.is_cuda for p in parameters) and not any(hasattr(p, "device_mesh") for p in parameters):
-        # One kernel updates all, and reads there what a loss scaler has found: the host need not wait for it. For
-        # SGD over shards (DTensor, which has a mesh) there is none. A pipeline's other stages stay on the CPU.
+        # A fused kernel updates all parameters and reads the loss scaler's result on the GPU: the host need not
+        # wait. SGD has none for shards (DTensor, with a mesh). A pipeline's other stages stay on the CPU.
         settings["fused"] = True
     return make(parameter_groups(args, parameters), **settings)
 
 
 def places_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return where each of the optimizer's parameters, in its own order, stands among those it was built from."""
+    """Return, in the optimizer's order, the index of each parameter among those that it was built from."""
     places = [group.get("places", range(len(group["params"]))) for group in optimizer.param_groups]
     return [place for own in places for place in own]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict as a checkpoint holds it: one group of all parameters, in the model's order."""
+    """Return the state dict in the form of checkpoints: one group of all parameters, in the model's order."""
     content, places = optimizer.state_dict(), places_of(optimizer)
     group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
     state = sorted((places[number], values) for number, values in content["state"].items())
@@ -66,10 +66,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def learning_rate(args: Options, step: int, total_steps: int) -> float:
-    """Return the rate of the step-th optimizer step, counted from 0: linear warm-up, then cosine to zero.
+    """Return the rate of an optimizer step, counted from 0: linear warm-up, then cosine to zero, or constant.
 
-    The linear scaling rule is that of Goyal et al. 2017, https://arxiv.org/abs/1706.02677. The rate
-    depends on the global batch and never on the number of processes.
+    --scale-lr is the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677: the rate then
+    depends on the global batch. It never depends on the number of processes.
     """
     peak = args.lr * (args.global_batch_size / 256 if args.scale_lr else 1.0)
     if step < args.warmup_steps:
@@ -81,7 +81,7 @@ def learning_rate(args: Options, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group the rate."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -92,15 +92,15 @@ def autocast(args: Options, device: torch.device) -> torch.autocast:
 
 
 def build_scaler(args: Options, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler that fp16 needs; for the other precisions it passes everything through."""
+    """Return the loss scaler that fp16 needs; for other precisions, a disabled one that changes nothing."""
     return torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
 
 def clear_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fused SGD momentum of zeros, which is the same as none.
+    """Set the momentum of a fused SGD to zeros, which is the same as none.
 
-    By itself it allocates its momentum in the first step and writes it only if the scaler lets that step pass;
-    where the first gradients overflow, the next step would add whatever lay in that memory.
+    Otherwise fused SGD allocates its momentum in the first step, but writes it only if the scaler lets that step
+    pass: if the first gradients overflow, the next step would add uninitialised memory.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
@@ -115,16 +115,17 @@ def optimizer_step(
     scaler: torch.amp.GradScaler,
     allows: Callable[[Sequence[Tensor]], bool] = lambda gradients: True,
 ) -> None:
-    """Unscale, clip, step if the gradients allow it, and clear them.
+    """Unscale and clip the gradients, step if allows(gradients), and clear them.
 
-    A scaler looks for what is not finite by itself: with one, such a step is left out and the scale lowered.
+    An enabled scaler checks for non-finite gradients by itself, without `allows`: it skips such a step and lowers
+    the scale.
     """
     parameters = list(parameters)
     if scaler.is_enabled() and not optimizer.state:
         clear_momentum(optimizer)
     if args.clip_grad_norm:
-        scaler.unscale_(optimizer)  # the norm is that of the gradient, not of the scaled one
-        gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # as good as all of them
+        scaler.unscale_(optimizer)  # clip by the norm of the unscaled gradient
+        gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # finite only if all of them are
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler.is_enabled() or allows(gradients):

@@ -1,7 +1,7 @@
 """The options that every recipe takes, from the command line and from a small YAML file (--config).
 
-A recipe adds its own in a dataclass that inherits from Options. What cannot work is refused with a UserError: one
-line that holds the offending value and how to fix it.
+A recipe adds its own in a dataclass that inherits from Options. Invalid options raise a UserError: one line with
+the offending value and how to fix it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "syntheti
 TASKS = ("auto", "classification", "language-model")
 
 MOST_GRAPHS = 8
-"""What torch compiles of one model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
+"""Times that torch compiles a model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004, "data_dir": STANDARD_LIBRARY}
 """Defaults with --data text that differ from those for images."""
 TEXT_EPOCHS, TEXT_STEPS = 1, 300
-"""Length of a run on text without --epochs and --max-steps: minutes on two cores, where an epoch is an hour."""
+"""Length of a run on text without --epochs and --max-steps: minutes on two cores; an epoch takes an hour there."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with refusals raised as UserError instead of a usage text and an exit."""
+    """An argparse parser whose errors are raised as UserError, instead of a usage text and an exit."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=HelpFormatter)
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print after its usage text."""
+        """Raise the message that argparse would print after its usage text."""
         raise UserError(message.removeprefix("argument "))
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help once, not once a rank."""
+        """Print the help on rank 0 only."""
         if os.environ.get("RANK", "0") == "0":
             super().print_help(file)
 
@@ -75,7 +75,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
-    """Return a type for argparse: a whole number between bounds, in digits alone."""
+    """Return a type for argparse: a whole number between bounds, written in digits only."""
     bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
 
     def parse_value(text: str) -> int:
@@ -116,7 +116,7 @@ fraction = _number(lambda value: 0 <= value < 1, "a number of at least 0 and bel
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Accept one of these values; a refusal names the nearest one and all of them."""
+    """Return a type for argparse: one of these values. Its error names the nearest value and all of them."""
 
     def parse_value(text: str) -> str:
         if text not in words:
@@ -130,24 +130,24 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 def is_reference(text: str) -> bool:
-    """Return whether an option names code of the user's: package.module:function."""
+    """Return whether an option names the user's own code: package.module:function."""
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
 
 def url_of(place: Path) -> str | None:
-    """Return the URL that was given as a path, which leaves one slash of two; None for a local path."""
+    """Return the URL that was given as a path (a Path turns its two slashes into one); None for a local path."""
     match = re.match(r"([a-z][a-z0-9+.-]+):/(?=[^/])", str(place))
     return f"{match[1]}://{str(place)[match.end() :]}" if match else None
 
 
 def one_of_or_own(*words: str) -> Callable[[str], str]:
-    """Accept one of the words, or package.module:function."""
+    """Return a type for argparse: one of the words, or package.module:function."""
     parse_value = one_of(*words, "package.module:function")
     return lambda text: text if is_reference(text) else parse_value(text)
 
 
 def plain_name(text: str) -> str:
-    """Accept a run's name: it becomes a folder below --runs-dir and cannot lead out of it."""
+    """Return a run's name if it is valid: it becomes a folder below --runs-dir and must not lead out of it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
         raise argparse.ArgumentTypeError(
             f"expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
@@ -296,7 +296,7 @@ class TrainingOptions(DataOptions):
 class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
-    has_shards = False  # whether the ranks of the recipe hold shards of the model: no option
+    has_shards = False  # not an option: whether the recipe's ranks hold shards of the model
     device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
     amp: str = choice("mixed precision; fp16: with a gradient scaler", "none", "bf16", "fp16")
     tf32: bool | None = switch(
@@ -319,7 +319,7 @@ class Options(TrainingOptions):
     deterministic: bool = switch("bit-for-bit repeatable kernels")
 
     def check(self) -> None:
-        """Raise UserError where options do not combine."""
+        """Raise UserError if options do not combine."""
         is_remote = self.data == "shards" and url_of(self.data_dir)
         if url_of(self.data_dir) and not is_remote:
             fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
@@ -336,7 +336,7 @@ class Options(TrainingOptions):
         if self.compile_mode != "default" and not self.compile:
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
         if self.records_graphs and self.accumulate_steps > 1:
-            # A pass's gradients lie in the graph's memory, which the next pass overwrites: pytorch#169545.
+            # A pass's gradients are in the graph's memory, which the next pass overwrites: pytorch#169545.
             what = "a CUDA graph overwrites the gradients of the pass before"
             raise UserError(
                 f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}: {what}; "
@@ -354,17 +354,17 @@ class Options(TrainingOptions):
 
     @property
     def has_own_code(self) -> bool:
-        """Whether --data, --model or --task names code of the user's."""
+        """Whether --data, --model or --task names the user's own code."""
         return any(map(is_reference, (self.data, self.model, self.task)))
 
     @property
     def passes(self) -> int:
-        """Passes of a rank through a model, one after another, in a step."""
+        """Number of a rank's passes through a model in a step, one after another."""
         return self.accumulate_steps
 
     @property
     def records_graphs(self) -> bool:
-        """Whether --compile-mode records CUDA graphs, if there is a GPU; both modes but the default one do."""
+        """Whether --compile-mode records CUDA graphs, if there is a GPU; all modes except the default one do."""
         return self.compile_mode != "default" and self.device != "cpu"
 
 
@@ -381,7 +381,7 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
         argv: the words of the command line (default: this process's).
 
     Raises:
-        UserError: an unknown option (with the nearest one), a bad value, a bad file.
+        UserError: an unknown option (with the nearest one), a bad value or file, or options that do not combine.
     """
     parser = Parser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
     declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
@@ -394,7 +394,7 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
     words = list(sys.argv[1:] if argv is None else argv)
     found = parser.parse_words(words)
     if config := getattr(found, "config", None):
-        from recipes.common.config_file import words_of_config  # PyYAML: 20 ms
+        from recipes.common.config_file import words_of_config  # importing PyYAML takes 20 ms
 
         words = [*words_of_config(config, parser.flags()), *words]
         found = parser.parse_words(words)
@@ -410,10 +410,10 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
 
 
 def check_batch(args: Options, world_size: int, num_train: int) -> None:
-    """Refuse a batch that leaves a rank without a sample, or that is larger than the training set.
+    """Raise UserError if a batch leaves a rank without a sample, or is larger than the training set.
 
-    A remainder is no fault: the global batch is spread over the ranks as evenly as it goes, in whole groups of
-    --batchnorm-group. Raises UserError with the smallest or largest size that works.
+    The error names the smallest or largest size that works. A remainder is allowed: the global batch is spread
+    over the ranks as evenly as possible, in whole groups of --batchnorm-group.
     """
     size, group, parts = args.global_batch_size, args.batchnorm_group, world_size * args.accumulate_steps
     if world_size > num_train:
@@ -433,7 +433,7 @@ def check_batch(args: Options, world_size: int, num_train: int) -> None:
 
 
 def check_divides(args: Options, size: int, parts: str, num_train: int) -> None:
-    """Raise UserError, with the nearest sizes that work, unless the global batch is a multiple of a size."""
+    """Raise UserError, with the nearest sizes that work, unless the global batch is a multiple of `size`."""
     if args.global_batch_size % size == 0 and args.global_batch_size <= num_train:
         return
     below = min(args.global_batch_size, num_train) // size * size

@@ -15,7 +15,7 @@ from recipes.common.optim import places_of
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
-    """Go on from a checkpoint's content; raises UserError if its model or optimizer has another shape."""
+    """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit."""
     try:
         job.model.load_state_dict(content["model"])
         load_optimizer_state(job.optimizer, content["optimizer"])
@@ -32,9 +32,9 @@ def restore(job: Job, content: dict[str, Any]) -> None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what optimizer_state() returns, without its settings: groups, decay and kernels are of this launch.
+    """Load what optimizer_state() returns without its settings: groups, decay and kernels stay this launch's.
 
-    Raises ValueError if it is of other parameters.
+    Raises ValueError if the number of parameters differs.
     """
     places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
     if len(saved) != len(places):
@@ -44,16 +44,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
     optimizer.load_state_dict({"state": own, "param_groups": groups})
     for parameter, values in optimizer.state.items():
-        for name, value in (values or {}).items():  # None: ZeRO's, of a parameter that another rank updates
-            # A fused kernel takes all tensors of a parameter in one memory format; the writer's may be another.
+        for name, value in (values or {}).items():  # None: with ZeRO, another rank updates this parameter
+            # A fused kernel needs all tensors of a parameter in one memory format; the checkpoint's may differ.
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
-    """Return where a checkpoint stands, for a run that may be longer than the one that wrote it."""
+    """Return a checkpoint's position in a run that may be longer than the one that wrote it."""
     values = content["position"]
-    if "test_accuracy" in values:  # of version 0.1.0, which had no other tasks
+    if "test_accuracy" in values:  # from version 0.1.0, which had no other tasks
         values = {
             **{name: values[name] for name in ("step", "epoch")},
             "averages": {"test_accuracy": values["test_accuracy"]},
@@ -61,15 +61,15 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
         }
     position = Position(**values)
     if position.step < total_steps:
-        # A run that --max-steps ended within an epoch counted it as done; a longer run completes it.
+        # A run that --max-steps ended within an epoch counted that epoch as done; a longer run completes it.
         position.epoch = min(position.epoch, position.step // steps_per_epoch)
-        # Of data that have shrunk, the epochs that it has more steps than are done.
+        # If the data set has shrunk, the steps done make more epochs: all but the last of these count as done.
         position.epoch = max(position.epoch, -(-position.step // steps_per_epoch) - 1)
     return position
 
 
 def changes_of(before: dict[str, str], now: dict[str, str]) -> str:
-    """Return a warning if the data are not those of the checkpoint, else ""; those of old versions do not say."""
+    """Return a warning if the data differ from the checkpoint's, else ""; old versions did not record the data."""
     changed = [
         f"{half} is {now[half]} (was {text})" for half, text in before.items() if now.get(half, text) != text
     ]

@@ -1,8 +1,8 @@
 """Random numbers as a function of (seed, step, rank), so that nothing but the step has to be saved.
 
-A generator whose state runs on from step to step has to be stored for every rank, and cannot be
-restored at another world size. Seeding afresh from the position instead makes a resumed run draw the
-very numbers that the uninterrupted one would have drawn.
+If the state of the generators carried over from step to step, it would have to be saved for every rank and
+could not be restored at another world size. Seeding them anew from the position makes a resumed run draw the
+same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mix(*numbers: int) -> int:
 def permutation(size: int, seed: int, epoch: int, block: int = 1) -> torch.Tensor:
     """Return the order of the samples in an epoch, the same on every rank: int64, shape (size,).
 
-    Blocks of so many samples stay together; the last block may be shorter.
+    Blocks of `block` samples stay together; the last block may be shorter.
     """
     generator = torch.Generator().manual_seed(mix(seed, epoch))
     blocks = torch.randperm(-(-size // block), generator=generator)
@@ -37,7 +37,7 @@ def permutation(size: int, seed: int, epoch: int, block: int = 1) -> torch.Tenso
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed what dropout and the like draw in this step; ranks differ, and a repeated step does not."""
+    """Seed the generators that dropout and the like use: differently on each rank, alike if a step is repeated."""
     value = mix(seed, step, rank)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
@@ -45,9 +45,9 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
 
 def choose_kernels(args: Options) -> None:
-    """Ask torch for bit-for-bit repeatable kernels or cuDNN's fastest, and for float32 in TF32 or in full."""
+    """Make torch use bit-for-bit repeatable kernels or cuDNN's fastest, and TF32 or full float32 (--tf32)."""
     if args.deterministic:
-        # cuBLAS reads this when its handle is made: before the first CUDA matrix product.
+        # cuBLAS reads this when it creates its handle, before the first CUDA matrix product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not args.deterministic

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from recipes.common.nonfinite import Guard
 
 MOST_IN_A_ROW = 10
-"""Steps that are left out one after another before the job gives up: by then the weights are at fault."""
+"""Consecutive steps to skip before the job fails: by then the weights are at fault."""
 
 
 class SkippingGuard(Guard):
-    """Leaves out steps that are not finite, up to MOST_IN_A_ROW."""
+    """Skip steps that are not finite, up to MOST_IN_A_ROW one after another."""
 
     _in_a_row = 0
     _kept: Sequence[tuple[Tensor, Tensor]] = ()
     _scale: float | None = None
 
     def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
-        """Return whether the weights may be changed: all gradients are looked at, the same on all ranks."""
+        """Return whether the weights may be changed; checks all gradients, which are the same on all ranks."""
         if torch.isfinite(nn.utils.get_total_norm(gradients)):
             self._in_a_row = 0
             return True
@@ -34,17 +34,17 @@ class SkippingGuard(Guard):
         return False
 
     def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
-        """Before a step's passes: copy what they change, such as batch norm's running statistics."""
+        """Copy, before a step's passes, the buffers that they change, such as batch norm's running statistics."""
         self._kept = [(buffer, buffer.clone()) for buffer in buffers]
         self._scale = scaler.get_scale() if self._scale is None else self._scale
 
     @torch.no_grad()
     def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
-        """After the step: put the copies back if it was skipped, by the scaler or by check_gradients()."""
+        """Restore the copies after a step that the scaler or check_gradients() has skipped."""
         before, self._scale = self._scale, scaler.get_scale()
         if self._in_a_row or (before is not None and self._scale < before):
             for buffer, copy in self._kept:
                 buffer.copy_(copy)
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Leave the loss of a skipped step alone."""
+        """Do nothing: the loss of a skipped step may be not finite."""

@@ -1,6 +1,6 @@
 """What a model is trained for: how its output and the target become a loss and metrics.
 
-Everything is a sum over the samples of a batch. Sums may be added over batches and ranks, averages may not. A task
+All values are sums over the samples of a batch: sums can be added over batches and ranks, averages cannot. A task
 of your own is a subclass of Task: --task package.module:Class.
 """
 
@@ -17,29 +17,29 @@ SKIPPED = -100
 
 
 class Task:
-    """The loss and the metrics of a task; subclasses give `loss_sum` and what else they need."""
+    """The loss and the metrics of a task; subclasses define `loss_sum` and, if needed, the other methods."""
 
     metrics: Sequence[str] = ()
     """Names of what `metric_sums` returns; their averages are recorded as test_NAME."""
     headline: str = "loss"
-    """The average (loss, a metric, or one that `derive` adds) that a run ends with and that chooses best.pt."""
+    """The average (loss, a metric, or one that `derive` adds) that is a run's result and selects best.pt."""
     higher_is_better: bool = False
-    """Of the headline."""
+    """Whether a higher headline is better."""
     unit: str = "samples"
-    """What speed is also measured in, where a sample has many of them: tokens."""
+    """A unit in which speed is reported, too, if a sample has many of them: tokens."""
     units_per_sample: int = 1
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the loss, summed over the samples of a batch: a scalar that gradients come from.
+        """Return the loss, summed over the samples of a batch: a differentiable scalar.
 
         Args:
             output: what the model returns, float32; the first dimension counts samples.
-            target: of the same samples.
+            target: the targets of the same samples.
         """
         raise NotImplementedError
 
     def metric_sums(self, output: Tensor, target: Tensor) -> Sequence[Tensor]:
-        """Return each of `metrics`, summed over the samples of a batch: scalars."""
+        """Return the value of each of `metrics`, summed over the samples of a batch: scalars."""
         return ()
 
     def count(self, target: Tensor) -> Tensor | int:
@@ -47,16 +47,16 @@ class Task:
         return len(target)
 
     def derive(self, averages: dict[str, float]) -> dict[str, float]:
-        """Return what else follows from the averages of all samples, such as the root of a squared error."""
+        """Return more values computed from the averages over all samples, such as a root mean squared error."""
         return {}
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Return something that the trained model has made, to print on rank 0 at a run's end ("": nothing)."""
+        """Return text made by the trained model, to print on rank 0 at a run's end ("": print nothing)."""
         return ""
 
 
 def has_own(task: Task, method: str) -> bool:
-    """Whether a task has its own method of this name, in place of the one of Task."""
+    """Return whether a task overrides this method of Task."""
     return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
 
 
@@ -64,13 +64,13 @@ class Classification(Task):
     """One class for each sample: logits (B, classes) and class numbers, int64 of shape (B,).
 
     Args:
-        label_smoothing: the share of a target that is spread over all classes; evaluation's loss has it too.
+        label_smoothing: the share of a target that is spread over all classes, in the evaluation loss, too.
     """
 
     metrics = ("accuracy",)
     headline = "accuracy"
     higher_is_better = True
-    label_smoothing = 0.0  # of a subclass with another __init__()
+    label_smoothing = 0.0  # for subclasses whose __init__() does not set it
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -83,7 +83,7 @@ class Classification(Task):
         )
 
     def metric_sums(self, output: Tensor, target: Tensor) -> Sequence[Tensor]:
-        """Return the number of samples whose largest logit is that of their class."""
+        """Return the number of samples whose largest logit is the one of their class."""
         return ((output.argmax(dim=1) == target).sum(),)
 
     def count(self, target: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def digests(args: Options) -> dict[str, str]:
 
 
 def load(flag: str, text: str) -> Callable[..., Any]:
-    """Import what an option names.
+    """Import the function or class that an option names.
 
     Raises UserError if the module cannot be imported, or has nothing callable of that name.
     """
@@ -46,19 +46,19 @@ def load(flag: str, text: str) -> Callable[..., Any]:
             fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
             raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
-    except (Exception, SystemExit) as error:  # a script without a __main__ guard leaves by sys.exit()
+    except (Exception, SystemExit) as error:  # a script without a __main__ guard calls sys.exit()
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     found = getattr(module, name, None)
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
-        place = getattr(module, "__file__", module_name)  # what is built into Python has no file
+        place = getattr(module, "__file__", module_name)  # a built-in module has no file
         known = [word for word in vars(module) if not word.startswith("_")]
         raise UserError(f"{flag} {text}: {name} {what} in {place}{nearest(name, known)}")
     return found
 
 
 def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
-    """Return what a function of the user's returns; raises UserError if it has raised something, with the line."""
+    """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
     try:
         return function(*values)
     except UserError:
@@ -68,7 +68,7 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
 
 
 def build_own_task(args: Options) -> Task:
-    """Return the task that --task names; raises UserError if it is none."""
+    """Return the task that --task names; raises UserError if it is not a Task."""
     task = call(f"--task {args.task}", load("--task", args.task))
     if not isinstance(task, Task):
         fix = "give a subclass of recipes.common.task.Task, without arguments"
@@ -77,7 +77,7 @@ def build_own_task(args: Options) -> Task:
 
 
 def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
-    """Return the averages and what the task derives from them, as plain numbers: a checkpoint takes nothing else.
+    """Return the averages and what the task derives from them, as floats: a checkpoint accepts nothing else.
 
     Raises UserError if derive() fails or returns something else, or the task's headline is not among them.
     """
@@ -98,7 +98,7 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
 
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
-    """Return an error of the user's code as one line, with the innermost place outside of installed packages."""
+    """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]
     place = own[-1] if own else None
@@ -111,5 +111,5 @@ def refusal(what: str, error: BaseException, fix: str = "fix it and start again"
 
 
 def name_of(value: Any) -> str:
-    """Return what a value is, in words: None, a dict, a Tensor."""
+    """Return the kind of a value for messages: "None", "a dict", "a Tensor"."""
     return "None" if value is None else f"a {type(value).__name__}"

@@ -1,9 +1,9 @@
 """Checkpoints that are whole or absent: written to a temporary file, flushed, then renamed.
 
-A checkpoint is torch's own zip file, with a checksum of all its bytes behind it, and loads with
+A checkpoint is torch's own zip file, followed by a checksum of all its bytes, and loads with
 `torch.load(path, weights_only=True)`. It holds the whole model and optimizer under the names of the one-process
-run (with --sharded-checkpoints, where their parts lie: shard_files.py), so that any recipe at any world size can
-resume from it (reading.py). The state of the random generators is the pair (seed, step): see seeding.py.
+run (with --sharded-checkpoints, references to their parts: shard_files.py), so that any recipe at any world size
+can resume from it (reading.py). The state of the random generators is the pair (seed, step): see seeding.py.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ SHARD = re.compile(r"step-\d{9}-\d{5,}-[0-9a-f]{8}\.shard")
 """A file of a sharded checkpoint (shard_files.py)."""
 
 CHECKSUM = struct.Struct("<8sI")
-"""What ends a checkpoint: a mark, and the CRC-32 of every byte before it.
+"""The end of a checkpoint: a mark, and the CRC-32 of every byte before it.
 
-The zip file's own checksums leave its directory out, and torch reads by that: a single bit of it that flips
-makes torch take a tensor for a folder, and leave what happened to be in memory in its place.
+The zip file's own checksums do not cover its directory, which torch relies on: a single flipped bit there makes
+torch mistake a tensor for a folder, and return uninitialised memory in its place.
 """
 MARK = b"crc32 =\0"
 
 
 @dataclass
 class Position:
-    """Where a run stands. The place within an epoch follows from the step."""
+    """The progress of a run. The position within an epoch follows from the step."""
 
     step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
     """Epochs trained and evaluated."""
     averages: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation: test_loss, test_accuracy, ..."""
+    """Averages of the last evaluation: test_loss, test_accuracy, ..."""
     best_score: float = -math.inf
     """The highest score so far."""
 
@@ -68,7 +68,7 @@ class Position:
         self.epoch += 1
         self.averages = averages
         is_best = score > self.best_score
-        if is_best:  # max() would keep a score that is no number for ever
+        if is_best:  # max() would keep a NaN forever
             self.best_score = score
         return is_best
 
@@ -81,10 +81,10 @@ def pack(
     scaler: dict[str, Any],
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the content of a checkpoint from the state dicts of the unwrapped model and the rest.
+    """Return the content of a checkpoint, from the state dicts of the unwrapped model and the other parts.
 
     `more` are timed (steps and seconds of training that Throughput has counted, over all launches), data (which
-    identifies the halves of the data set), and skipped_steps (those left out by --on-nonfinite skip).
+    identifies the halves of the data set), and skipped_steps (those skipped by --on-nonfinite skip).
     """
     return {
         "format": FORMAT,
@@ -98,7 +98,7 @@ def pack(
 
 
 class _SummedFile:
-    """Sum up what is written to a file, and end it with the checksum."""
+    """Compute the checksum of what is written to a file, and append it at the end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.checksum = file, 0
@@ -116,7 +116,7 @@ class _SummedFile:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return what is in a folder: nothing where there is none. What cannot be read is an OSError."""
+    """Return the names in a folder, none if there is no folder; raises OSError if it cannot be read."""
     try:
         return set(os.listdir(folder))
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def names_in(folder: Path) -> set[str]:
 class CheckpointFolder:
     """The checkpoints of one run: step-000000123.pt, ..., and best.pt. Only rank 0 writes.
 
-    The newest `keep` stay. `check_owner` raises UserError if another job has taken over the run.
+    The newest `keep` are kept. `check_owner` raises UserError if another job has taken over the run.
     """
 
     def __init__(self, folder: Path, keep: int = 3, check_owner: Callable[[], None] = lambda: None) -> None:
@@ -138,10 +138,11 @@ class CheckpointFolder:
         return [self.folder / name for name in names if NAME.fullmatch(name)]
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
-        """Write a checkpoint for the step it stands at, then remove the oldest.
+        """Write a checkpoint, named by its step, then remove the oldest ones.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written; what was there is untouched.
+            UserError: the disk is full or the folder cannot be written (earlier checkpoints are unchanged), or
+                another job has taken over the run.
         """
         step = content["position"]["step"]
         path = self.folder / f"step-{step:09d}.pt"
@@ -158,7 +159,7 @@ class CheckpointFolder:
                 os.fsync(file.fileno())
             self.check_owner()  # writing may have taken long
             if is_best:
-                _link(temporary, self.folder / "best.pt")  # first: a kill after it repeats the steps to this one
+                _link(temporary, self.folder / "best.pt")  # first: if killed after it, a run repeats these steps
             temporary.replace(path)
             sync_folder(self.folder)
         except (OSError, RuntimeError, MemoryError) as error:
@@ -167,7 +168,7 @@ class CheckpointFolder:
         return path
 
     def cannot_write(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
-        """Remove what a failed write of path has left; return its error, with the checkpoint to resume from."""
+        """Remove what a failed write has left behind; return the error, with the checkpoint to resume from."""
         try:
             if temporary:
                 temporary.unlink(missing_ok=True)
@@ -182,11 +183,11 @@ class CheckpointFolder:
             for old in self.paths()[self.keep :]:
                 old.unlink(missing_ok=True)
             self._remove_shards()
-        except OSError as error:  # one too many does no harm, and the next write tries again
+        except OSError as error:  # an extra one does no harm, and the next write tries again
             print(f"warning: cannot remove old checkpoints: {error}", file=sys.stderr, flush=True)
 
     def _remove_shards(self) -> None:
-        """Remove the shard files that no checkpoint names: of those removed, and of writes that were cut off."""
+        """Remove the shard files that no checkpoint names: from removed checkpoints and interrupted writes."""
         names = names_in(self.folder)
         unused = {name for name in names if SHARD.fullmatch(name)}
         if not unused:
@@ -194,7 +195,7 @@ class CheckpointFolder:
         for name in [name for name in names if NAME.fullmatch(name) or name == "best.pt"]:
             try:
                 shards = torch.load(self.folder / name, mmap=True, weights_only=True).get("shards")
-            except Exception as error:  # as in reading.py; what a damaged one names stays, until it goes
+            except Exception as error:  # as in reading.py; all shard files stay while one is damaged
                 raise OSError(f"{name} does not say which shard files it has: {reason_of(error)}") from error
             unused -= {entry["name"] for entry in shards["files"]} if shards else set()
         for name in unused:
@@ -202,9 +203,9 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Write checkpoints while training continues: a copy is taken at once, a thread writes it, one at a time.
+    """Write checkpoints while training continues: take a copy at once, and write it in a thread, one at a time.
 
-    `write` is that of a folder. `stalls_s` are the seconds for which each checkpoint has held up training.
+    `write` is a folder's write(). `stalls_s` are the seconds for which each checkpoint has held up training.
     """
 
     def __init__(
@@ -217,28 +218,28 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self, content: dict[str, Any], is_best: bool = False) -> None:
-        """Take a copy of the content and have it written; where that fails, on_error gets the reason."""
+        """Take a copy of the content, and write it in a thread; if that fails, on_error gets the error."""
         with self._stall():
-            # The memory of the last copy serves again: its pages are there already.
+            # The memory of the last copy is used again: its pages are there already.
             self._copy = copy_tree(content, self._copy)
             what = (self._copy, is_best)
             self._thread = threading.Thread(target=self._write_aside, args=what, name=CHECKPOINT_THREAD)
             self._thread.start()
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> None:
-        """Write the content before training continues; where that fails, on_error gets the reason."""
+        """Write the content before training continues; if that fails, on_error gets the error."""
         with self._stall():
             self._try_to_write(content, is_best)
 
     def wait(self) -> None:
-        """Wait until what was begun is on the disk, or has failed."""
+        """Wait until the write that was begun is on the disk, or has failed."""
         if self._thread:
             self._thread.join()
             self._thread = None
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        """Let the checkpoint before be done, and note how long training waits."""
+        """Wait for the previous checkpoint, and record for how long training is held up in all."""
         started = time.perf_counter()
         self.wait()
         yield
@@ -253,14 +254,14 @@ class CheckpointWriter:
     def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self._try_to_write(content, is_best)
-        except RuntimeError as error:  # by a connection; of the gradients', the main thread has more to say
+        except RuntimeError as error:  # a lost connection; if it is the gradients', the main thread reports more
             self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
 
 
 def copy_tree(value: Any, old: Any = None) -> Any:
-    """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old one where it fits.
+    """Return a copy on the CPU of nested dicts, lists and tensors, in the memory of an old copy where it fits.
 
-    What shares memory, such as a tied matrix under both of its names, shares its copy: a file has it once.
+    Tensors that share memory, such as a tied matrix under both of its names, share their copy: a file has it once.
     """
     copies: dict[Any, torch.Tensor] = {}
     used: set[int] = set()
@@ -304,7 +305,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
+    """Flush a folder, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -313,7 +314,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _link(path: Path, target: Path) -> None:
-    """Let target be the same file as path (a copy where the file system has no hard links)."""
+    """Make target the same file as path (a copy if the file system has no hard links)."""
     temporary = target.with_suffix(".tmp")
     try:
         os.link(path, temporary)

@@ -1,6 +1,6 @@
 """Read checkpoints, as --resume does: whole, undamaged and of a run like this one, or not at all.
 
-What the bytes of a file prove is told from what a passing error of the machine says: only the former condemns it.
+A checkpoint counts as bad only if the bytes of a file prove it. An error of the machine, which may pass, does not.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ ONLY_FOR = {
     "num_samples": ("synthetic",),
     "seq_len": ("text",),
 }
-"""The values of --data for which an option means anything; others: all."""
+"""The values of --data to which an option applies; other options apply to all."""
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
 """Checks the files that a sharded checkpoint names; raises as check_shards()."""
 
 
 class BadCheckpointError(Exception):
-    """The bytes of a file prove that it is no whole checkpoint of ours; the message says why."""
+    """The bytes of a file prove that it is no complete checkpoint of this project; the message says why."""
 
 
 def read_newest(
     folder: CheckpointFolder, set_aside: bool, check: ShardCheck | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest good checkpoint of a folder, or None where there has never been one.
+    """Return the newest good checkpoint of a folder, or None if there has never been one.
 
-    A bad one is skipped with a warning. With set_aside, those that are newer than the good one are
-    renamed to *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
+    Bad ones are skipped with a warning. With `set_aside`, those that are newer than the good one are renamed to
+    *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
 
     Raises:
         UserError: there are checkpoints, and none of them is good; or one cannot be read.
@@ -78,19 +78,19 @@ def read_newest(
 
 
 def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, Any]:
-    """Return a checkpoint's content with its tensors on the CPU; of a sharded one, with references in their place.
+    """Return a checkpoint's content with its tensors on the CPU; a sharded one has references in their place.
 
     `check` checks the shard files (default: this process does).
 
     Raises:
-        BadCheckpointError: the file is cut, damaged (every byte is under a CRC-32) or not ours.
-        UserError: the file cannot be read now (an I/O error, no memory), which proves nothing against it.
+        BadCheckpointError: the file is cut, damaged (a CRC-32 covers every byte) or not of this project.
+        UserError: the file cannot be read now (an I/O error, no memory), which does not prove that it is bad.
     """
-    with ThreadPoolExecutor(2) as pool:  # at the same time: each takes about as long as the other
+    with ThreadPoolExecutor(2) as pool:  # at the same time: they take about equally long
         checking = pool.submit(_check_bytes, path)
         loading = pool.submit(torch.load, path, map_location="cpu", weights_only=True)
     try:
-        checking.result()  # a checksum that does not match is the reason for whatever torch has raised
+        checking.result()  # first: a wrong checksum is the reason for whatever torch has raised
         content = loading.result()
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
         raise _cannot_read(path, error) from error
@@ -110,7 +110,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
 
 
 def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
-    """Check every byte of shard files that a checkpoint names, some files at a time; none stays in memory.
+    """Check every byte of the shard files that a checkpoint names, some files at a time; none stays in memory.
 
     Raises:
         BadCheckpointError: one is missing, cut or damaged.
@@ -157,7 +157,7 @@ def _check_bytes(path: Path) -> None:
 
 
 def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
-    """Raise UserError, with the first option that differs, for a checkpoint of other data, model or batch."""
+    """Raise UserError, with the first option that differs, if a checkpoint's options do not match (MUST_MATCH)."""
     for name, value in content["options"].items():
         own = getattr(args, name)
         if own != value and args.data in ONLY_FOR.get(name, (args.data,)):

@@ -1,11 +1,11 @@
 """Sharded checkpoints: each rank writes its part to a file of its own, and step-N.pt makes them one.
 
-A shard file is the bytes of tensors, one after another, and nothing else. step-N.pt (checkpoint.py) has in place
-of each tensor a reference: its shape, its dtype, and where its pieces lie. Rank 0 writes it when all shard files
-are on the disk, so that the checkpoint is whole or absent. Every part of a tensor can be read from the pieces that
-overlap it, whatever ranks wrote them.
+A shard file holds the bytes of tensors, one after another, and nothing else. step-N.pt (checkpoint.py) has a
+reference in place of each tensor: its shape, its dtype, and where its pieces are. Rank 0 writes it once all shard
+files are on the disk, so that the checkpoint is whole or absent. Any part of a tensor can be read from the pieces
+that overlap it, whichever ranks wrote them.
 
-The idea is that of torch.distributed.checkpoint, whose index is a pickle, and so could run code as it is read.
+The idea is from torch.distributed.checkpoint, whose index is a pickle and so could run code when it is read.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from recipes.common.world.peers import Peers
 T = TypeVar("T")
 
 Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: the first index and the end of each dimension."""
+"""A part of a tensor: the first index and the end (not included) in each dimension."""
 
 Reference = dict[str, Any]
-"""shape; dtype; pieces: the number of the file, the place of its first byte there, the box."""
+"""shape; dtype; pieces: for each, the number of its file, the offset of its first byte there, and its box."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Read at once, of a piece from which only some columns are kept."""
+"""A piece is read in blocks of about this size: only some of its columns may be kept."""
 
 
 def is_reference(value: Any) -> bool:
-    """Whether a value of a checkpoint's content stands for a tensor in shard files."""
+    """Return whether a value of a checkpoint's content stands for a tensor in shard files."""
     return isinstance(value, dict) and "pieces" in value
 
 
@@ -56,7 +56,7 @@ def map_references(tree: Any, change: Callable[[Reference], Any]) -> Any:
 
 
 def read_whole(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's content with all tensors whole in memory, whichever way it was written."""
+    """Return a checkpoint's content with all tensors whole in memory, whether it is sharded or not."""
     if not (shards := content.get("shards")):
         return content
     tensors: dict[str, Tensor] = {}
@@ -75,7 +75,7 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
     """Return a part of a tensor, read from the pieces that overlap it.
 
     Raises:
-        UserError: a file cannot be read, or is not what step-N.pt says.
+        UserError: a file cannot be read, or does not match step-N.pt.
     """
     result = torch.empty([end - first for first, end in box], dtype=getattr(torch, reference["dtype"]))
     found = 0
@@ -99,7 +99,7 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
 def _read_piece(
     path: Path, place: int, piece: Sequence[Sequence[int]], common: Sequence[Sequence[int]], target: Tensor
 ) -> None:
-    """Read what a piece has in common with a box into the target, a block of rows at a time."""
+    """Read the part that a piece and a box have in common into the target, a block of rows at a time."""
     shape = [end - first for first, end in piece] or [1]
     (first, end), *columns = [(a - c, b - c) for (a, b), (c, _) in zip(common, piece, strict=True)] or [(0, 1)]
     row_bytes = math.prod(shape[1:]) * target.itemsize
@@ -121,9 +121,9 @@ def _read_piece(
 
 
 def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
-    """Return action(check): where rank 0's checks shard files, all ranks share them; call it on all ranks.
+    """Return action(check), where check() shares out the shard files over all ranks; call it on all ranks.
 
-    On the others the action is called, and checks nothing, once that of rank 0 is done.
+    Rank 0's action calls check(). The other ranks help, then call their own action, which must not call it.
     """
 
     def lacks(path: Path, files: list[dict[str, Any]]) -> str:
@@ -131,7 +131,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
 
     def check_share(path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
         try:
-            if peers.rank and (lost := lacks(path, files)):  # rank 0 has looked
+            if peers.rank and (lost := lacks(path, files)):  # rank 0 has checked that
                 raise UserError(f"no {lost} in {path.parent} on {socket.gethostname()}; let all ranks share it")
             check_shards(path, files[peers.rank :: peers.world_size])
         except (BadCheckpointError, UserError, OSError, LookupError) as error:
@@ -145,7 +145,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
         with peers.watch("checkpoint", computes=True):
             peers.broadcast_object((str(path), files))
             told = peers.gather_objects(check_share(path, files))
-        for text, is_unread in sorted(told, key=lambda pair: not pair[1]):  # what is unread condemns nothing
+        for text, is_unread in sorted(told, key=lambda pair: not pair[1]):  # an unread file proves nothing
             if text:
                 raise UserError(text) if is_unread else BadCheckpointError(text)
 
@@ -167,7 +167,7 @@ class ShardedFolder:
     """The checkpoints of a run whose ranks each write their part. All ranks call write().
 
     Args:
-        folder: where the checkpoints are, for all ranks the same.
+        folder: the folder of the checkpoints, the same for all ranks.
         peers: the ranks, over connections that no other thread uses.
     """
 
@@ -175,13 +175,13 @@ class ShardedFolder:
         self.folder, self.peers = folder, peers
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
-        """Write this rank's part, wait for the others', and let rank 0 add what makes them a checkpoint.
+        """Write this rank's part, wait for the others', and let rank 0 complete the checkpoint with step-N.pt.
 
-        `parts` of the content are the tensors of this rank's file, in the order of its references; or, of a rank
-        that has nothing to be saved, why.
+        `parts` of the content are the tensors of this rank's file, in the order of its references; or the
+        UserError of a rank whose state must not be saved.
 
         Raises:
-            UserError: on all ranks, what one of them met; the checkpoints before are untouched.
+            UserError: on all ranks, if one of them failed; earlier checkpoints are unchanged.
         """
         content = dict(content)
         parts, step = content.pop("parts"), content["position"]["step"]
@@ -197,16 +197,16 @@ class ShardedFolder:
         ranks = self.peers.gather_objects((entry, own, error))
         errors = [error for _, _, error in ranks]
         if any(errors):
-            with contextlib.suppress(OSError):  # the next checkpoint tries again, as after a kill
+            with contextlib.suppress(OSError):  # the next checkpoint removes it, as after a kill
                 path.unlink(missing_ok=True)
             raise_first(errors)
         commit = self._commit(content, ranks, is_best) if self.peers.rank == 0 else None
-        # Sharding: rank 0 sends whether the checkpoint is whole. No rank begins another one before that.
+        # Sharding: rank 0 sends whether the checkpoint is complete. No rank begins another one before that.
         raise_first(self.peers.gather_objects(commit))
         return self.folder.folder / f"step-{step:09d}.pt"
 
     def _write_part(self, path: Path, parts: list[Tensor]) -> dict[str, Any] | None:
-        """Write tensors to a new file, flushed; return its name, size and checksum, None without tensors."""
+        """Write tensors to a new file and flush it; return its name, size and checksum, None without tensors."""
         if not parts:
             return None
         size = checksum = 0
@@ -222,7 +222,7 @@ class ShardedFolder:
         return {"name": path.name, "size": size, "crc32": checksum}
 
     def _commit(self, content: dict[str, Any], ranks: list[Any], is_best: bool) -> UserError | None:
-        """Write step-N.pt, with the pieces of all ranks; return why it cannot be written."""
+        """Write step-N.pt, with the pieces of all ranks; return the error if it cannot be written."""
         numbers = [number for number, (entry, _, _) in enumerate(ranks) if entry]
         files = [ranks[number][0] for number in numbers]
         of_tensors = zip(*(ranks[number][1] for number in numbers), strict=True)
@@ -232,7 +232,7 @@ class ShardedFolder:
             return {**reference, "pieces": [[file, *piece] for file, own in pieces for piece in own]}
 
         try:
-            self.folder.check_owner()  # a newer job removes what is not its own
+            self.folder.check_owner()  # a newer job may have removed these files
             for entry in files:
                 if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
                     raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")

@@ -33,14 +33,14 @@ def load_data(
     on_bad_image: Callable[[UserError], None],
     found: Listing | bytes | None = None,
 ) -> Data:
-    """Return the data set of --data with its small tensors on the device.
+    """Return the data set of --data; data that are held in memory are on the device.
 
-    `on_bad_image` is told of an image that does not decode, unless --skip-bad-images counts it, and of a sample of
-    the user's that raises an error. It must not raise: the batch is delivered with that sample blank, so that this
-    rank still takes part in its collectives until all ranks stop together. `found` holds what rank 0 has found
-    for all: the images of a folder, or the index of shards on a server.
+    `on_bad_image` gets the error of an image that cannot be read or decoded (unless --skip-bad-images counts it),
+    or of a user's sample that raises an error. It must not raise: the batch comes with a substitute for that
+    sample, so that this rank still takes part in its collectives until all ranks stop together. `found` is what
+    rank 0 has found for all ranks: the list of a folder's images, or the index of shards on a server.
 
-    Raises UserError for data that are missing, empty or malformed, or that --task does not take.
+    Raises UserError if the data are missing, empty or malformed, or --task does not accept them.
     """
     data = _load(args, device, on_bad_image, found)
     return replace(data, task=build_task(args, data.kind, data.target.shape))
@@ -92,11 +92,11 @@ def _load_images(args: Options) -> RawSplits:
 
 
 def _digits(args: Options) -> RawSplits:
-    """Return the UCI handwritten digits that scikit-learn carries: 1,797 real images of 8x8, 10 classes.
+    """Return the UCI handwritten digits that scikit-learn includes: 1,797 real images of 8x8, 10 classes.
 
     Source: E. Alpaydin and C. Kaynak, https://doi.org/10.24432/C50P49 (CC BY 4.0).
     """
-    # The file is read where it lies: importing scikit-learn would cost each rank over a second.
+    # The file is read directly: importing scikit-learn would cost each rank over a second.
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("--data digits needs scikit-learn; install it with `pip install scikit-learn`")
@@ -115,9 +115,9 @@ def _digits(args: Options) -> RawSplits:
 
 
 def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
-    """Return --task, or what the targets of the data are for, by their kind and a sample's shape.
+    """Return the task of --task; with auto, the one for targets of this kind. `shape` is that of one target.
 
-    Raises UserError if the task does not go with the data, or is none.
+    Raises UserError if the task does not fit the data, or is not a Task.
     """
     if args.label_smoothing and (is_reference(args.task) or kind != "class"):
         raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")

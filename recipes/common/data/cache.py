@@ -1,7 +1,7 @@
 """--cache-dir: what has been read from shards on a server, on a disk of the node.
 
-A file for each shard, with holes for what has not been read: an image is there if its checksum is right. So any
-number of processes write it without a lock, and a crash costs what is cut.
+There is a file for each shard, with holes for what has not been read: an image is there if its checksum is right.
+So any number of processes can write it without a lock, and a crash only loses images that it cut off.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from recipes.common.errors import UserError
 
 
 class Cache:
-    """The copies of a server's files in a folder; files that are not there yet are read from the server."""
+    """Copies of a server's files in a folder; what is not there yet is read from the server."""
 
     def __init__(self, store: Store, folder: Path) -> None:
         self.store, self.folder = store, folder
 
     def look(self, name: str, start: int, end: int) -> bytes:
-        """Return what the copy of a file has from start to before end; raises OSError where it cannot be used."""
+        """Return what a file's copy has from start to before end; raises OSError if the cache cannot be used."""
         with self._open(name) as file:
             return os.pread(file, end - start, start)
 
     def read(self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool]) -> bytes:
-        """Return what Store.read() does, and keep it; raises OSError where either cannot."""
+        """Return the bytes from Store.read(), and keep them; raises OSError if either fails."""
         content = self.store.read(name, start, end, is_packed)
         with self._open(name) as file:
             if os.pwrite(file, content, start) < len(content):
@@ -39,7 +39,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[int]:
-        """Open a file; no link is followed, also where others can rename the cache's folder."""
+        """Open a file; no link is followed, even if others can rename the cache's folder."""
         try:
             folder = open_own(self.folder)
             try:
@@ -57,7 +57,7 @@ class Cache:
 
 
 def open_own(folder: Path) -> int:
-    """Open a folder that is this user's, who alone can write to it, and no link; raises OSError if it is not."""
+    """Open a folder; raises OSError if it is a link, is not this user's, or others can write to it."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     about = os.fstat(file)
     if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
@@ -67,7 +67,7 @@ def open_own(folder: Path) -> int:
 
 
 def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:
-    """Return the cache for the shards of a server, by name and size, in a folder of its own below --cache-dir.
+    """Return the cache for a server's shards (sizes by name), in a folder of its own below --cache-dir.
 
     Raises UserError if the folder cannot be made, others can write to it, or its disk is too full.
     """

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import torch
 
 IDLE_WINDOW_S = 10.0
-"""Seconds of training by which the idle share is judged; a share above MAX_IDLE_SHARE is worth a warning."""
+"""Seconds of training over which the idle share is measured; a share above MAX_IDLE_SHARE is worth a warning."""
 MAX_IDLE_SHARE = 0.2
 
 
 class IdleClock:
-    """Add up the time for which a device stands idle while this process waits.
+    """Add up the time for which a device is idle while this process waits.
 
-    A CPU is idle for as long as its process waits. A GPU first works off what it was given before: it is idle
-    between two events, recorded in its queue before and after the wait.
+    A CPU is idle for as long as its process waits. A GPU first completes the work in its queue: it is idle between
+    two events that are recorded in the queue before and after the wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class IdleClock:
         self._events.append((begin, end))
 
     def seconds(self) -> float:
-        """Return the idle seconds of all waits so far; of a GPU, those that it has come to."""
+        """Return the idle seconds of all waits so far; for a GPU, of the waits that its queue has passed."""
         while self._events and self._events[0][1].query():
             begin, end = self._events.popleft()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -55,10 +55,10 @@ class IdleShare:
         self._begin: tuple[float, float] | None = None
 
     def end_window(self, idle_s: float, train_s: float) -> float:
-        """Return the idle share since the last window; 0 if that is not IDLE_WINDOW_S ago.
+        """Return the idle share since the last window; 0 if less than IDLE_WINDOW_S of training have passed.
 
         Args:
-            idle_s: idle seconds so far; the first call begins the first window, so that starting does not count.
+            idle_s: idle seconds so far; the first call begins the first window, so that start-up does not count.
             train_s: seconds of training so far.
         """
         begin = self._begin = self._begin or (idle_s, train_s)

@@ -40,11 +40,11 @@ STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 """ImageNet's mean and standard deviation per channel, in units of the raw pixels."""
 
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
-"""Of random-resized crops: the share of the image's area, width over height, draws before the centre is taken."""
+"""For random-resized crops: share of the image's area, width over height, attempts before the centre is taken."""
 
 
 class Images(Dataset[Sample], ABC):
-    """Decode by (epoch, index); an image that does not decode comes back blank, with its fault."""
+    """Images decoded by (epoch, index); one that cannot be read or decoded comes back blank, with its fault."""
 
     labels: Tensor
     """int64, shape (N,)."""
@@ -57,15 +57,15 @@ class Images(Dataset[Sample], ABC):
 
     @abstractmethod
     def path(self, index: int) -> str:
-        """Return where an image is, for people."""
+        """Return where an image is, for messages."""
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Return an image's file; raises OSError where it cannot be read, ValueError where it is damaged."""
+        """Return an image's file; raises OSError if it cannot be read, ValueError if it is damaged."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return what identifies the images."""
+        """Return a string that identifies the images (count and digest)."""
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
@@ -78,7 +78,7 @@ class Images(Dataset[Sample], ABC):
         except BAD_IMAGE as error:
             blank = torch.zeros(self.image_size, self.image_size, 3, dtype=torch.uint8)
             path = self.path(index)
-            if isinstance(error, OSError) and error.errno is not None:  # Pillow's own have no errno
+            if isinstance(error, OSError) and error.errno is not None:  # Pillow's own errors have no errno
                 fix = "fix this, then add --resume auto"
                 return Sample(blank, torch.tensor(SKIPPED), f"cannot read {path}: {error.strerror}; {fix}")
             return Sample(blank, torch.tensor(SKIPPED), f"{path} does not decode ({error})", is_damaged=True)
@@ -87,19 +87,19 @@ class Images(Dataset[Sample], ABC):
     def _random_crop(self, content: bytes, seed: int) -> Tensor:
         part = decode(content, lambda width, height: random_box(width, height, random.Random(seed)))
         image = resize(part, self.image_size, self.image_size)
-        # A coin of its own: the box draws as many numbers as it needs.
+        # The flip has its own random bit: the number of draws for the box varies.
         return image.flip(1) if mix(seed) & 1 else image
 
 
 class ImageFolder(Images):
-    """An image per file; the samples' paths are those below `folder`."""
+    """An image per file; the samples' paths are relative to `folder`."""
 
     def __init__(
         self, samples: list[tuple[str, int]], image_size: int, seed: int, train: bool, folder: str | Path = ""
     ) -> None:
         super().__init__(image_size, seed, train)
         self.folder = folder
-        # Tensors lie in memory that all workers of a rank share; of a million paths each would have its own.
+        # Tensors are in memory that all workers of a rank share; each would have its own list of a million paths.
         paths = [os.fsencode(path) for path, _ in samples]
         self.paths = torch.frombuffer(bytearray(b"".join(paths)), dtype=torch.uint8)
         self.ends = torch.tensor([len(path) for path in paths]).cumsum(0)
@@ -115,12 +115,12 @@ class ImageFolder(Images):
         return read(self.path(index))
 
     def fingerprint(self) -> str:
-        """Return what identifies the images."""
+        """Return a string that identifies the images (count and digest)."""
         return f"{len(self)} images with digest {digest(self.paths, self.labels):08x} of names and classes"
 
 
 def random_box(width: int, height: int, chance: random.Random) -> Box:
-    """Draw the box of a random-resized crop, distributed as that of torchvision's RandomResizedCrop.
+    """Draw the box of a random-resized crop, from the same distribution as torchvision's RandomResizedCrop.
 
     Source: Szegedy et al. 2014, Going deeper with convolutions, https://arxiv.org/abs/1409.4842.
     """
@@ -131,7 +131,7 @@ def random_box(width: int, height: int, chance: random.Random) -> Box:
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return Box(chance.randint(0, width - w), chance.randint(0, height - h), w, h)
-    # Long and narrow: its centre, with the nearest ratio.
+    # The image is long and narrow: take its centre, with the nearest ratio.
     ratio = min(max(width / height, RATIO[0]), RATIO[1])
     w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
     return Box((width - w) // 2, (height - h) // 2, w, h)
@@ -143,14 +143,14 @@ def whole(width: int, height: int) -> Box:
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, smoothed where it shrinks."""
+    """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, antialiased if it shrinks."""
     planes = pixels.unsqueeze(0).permute(0, 3, 1, 2)  # a view, channels last: that kernel is the fast one
     scaled = interpolate(planes, (height, width), mode="bilinear", antialias=True)
     return scaled.permute(0, 2, 3, 1)[0]
 
 
 def centre_crop(pixels: Tensor, size: int) -> Tensor:
-    """Return ImageNet's customary view for evaluation: the shorter side to 256/224 of size, then the centre."""
+    """Return ImageNet's usual view for evaluation: scale the shorter side to 256/224 of size, crop the centre."""
     height, width = pixels.shape[:2]
     short = round(size * 256 / 224)
     # The longer side is rounded down, as torchvision's Resize does it.
@@ -162,22 +162,22 @@ def centre_crop(pixels: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Listing:
-    """The images below a folder: every rank needs the same, in the same order, and one of them walks."""
+    """The images below a folder. Every rank needs the same ones in the same order, so one rank walks for all."""
 
     train: list[tuple[str, int]]
     """Path below the folder, with slashes, and label of each image."""
     test: list[tuple[str, int]]
     num_classes: int
     state: str
-    """Digest of the inodes and times of the class folders: whoever sees the same ones need not walk again."""
+    """Digest of the inodes and times of the class folders: a rank that sees the same ones need not walk again."""
 
     def to_text(self) -> str:
-        """Return all of it as one text, which ranks exchange faster than a million tuples."""
+        """Return the listing as one text, which ranks exchange faster than a million tuples."""
         return json.dumps(vars(self))
 
     @classmethod
     def from_text(cls, text: str) -> Listing:
-        """Return what `to_text` was called on, its tuples as lists."""
+        """Return the listing that `to_text` was called on, with its tuples as lists."""
         return cls(**json.loads(text))
 
 
@@ -217,7 +217,7 @@ def check_listing(listing: Listing, folder: Path) -> None:
 def load_imagefolder(
     args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], listing: Listing | None = None
 ) -> Data:
-    """Return the images below --data-dir; the listing is that of rank 0, if another rank has walked.
+    """Return the images below --data-dir; `listing` is rank 0's, if it has walked for all ranks.
 
     Raises UserError as walk() and check_listing().
     """
@@ -249,7 +249,7 @@ def data_of(
 
 
 def _state(folder: Path) -> str:
-    """Return a digest that is the same wherever the same folder is mounted, until an image comes or goes."""
+    """Return a digest that is the same wherever the folder is mounted, until an image is added or removed."""
     state = hashlib.sha256()
     for name in ("train", "val"):
         with contextlib.suppress(OSError):  # walk() says what is missing
@@ -262,7 +262,7 @@ def _state(folder: Path) -> str:
 def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     """Return the classes of half/CLASS and the paths of their images below the folder, both sorted.
 
-    What tools leave is left out: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash.
+    Hidden files and folders of tools are left out: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash.
     """
     root, layout = folder / half, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
 

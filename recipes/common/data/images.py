@@ -1,11 +1,11 @@
 """Decode image files: of a JPEG only the part that is asked for, of anything else all of it.
 
 A random-resized crop uses about half of an image, and decoding is most of its cost. Above and left of a crop,
-libjpeg-turbo can do without the inverse transform, the upsampling and the colours (jpeg_crop_scanline,
-jpeg_skip_scanlines), and below it without everything. nvImageCodec (https://github.com/NVIDIA/nvImageCodec)
-offers that from Python; its decoder for the CPU needs no GPU. Pillow, which has libjpeg-turbo too, decodes
-everything else: other formats, JPEGs that are grey or CMYK, damaged ones, and all of them on systems that
-nvImageCodec is not made for. Which of the two decodes makes no difference: the pixels are the same to the bit.
+libjpeg-turbo can skip the inverse transform, the upsampling and the colour conversion (jpeg_crop_scanline,
+jpeg_skip_scanlines); below it, everything. nvImageCodec (https://github.com/NVIDIA/nvImageCodec) makes this
+available in Python; its CPU decoder needs no GPU. Pillow, which also uses libjpeg-turbo, decodes everything else:
+other formats, grey, CMYK and damaged JPEGs, and all images on systems that nvImageCodec does not support. The
+pixels of the two are the same to the bit.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def read(path: str) -> bytes:
 
 
 def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
-    """Return a part of an image as uint8 of shape (H, W, 3): that which `choose` makes of its width and height.
+    """Return the part of an image that choose(width, height) selects: uint8, shape (H, W, 3).
 
-    `choose` may be asked twice, and has to answer the same.
+    `choose` may be called twice, and has to return the same.
 
-    Raises BAD_IMAGE if the file's content does not decode.
+    Raises an error of BAD_IMAGE if the file's content does not decode.
     """
-    # A cut file lacks its end; whether it has all that comes below the crop is seen by decoding that, too.
+    # A truncated file lacks its end marker: decoding it whole shows whether data below the crop are missing.
     if content.startswith(JPEG_BEGIN) and content.endswith(JPEG_END):
         pixels = _decode_part(content, choose)
         if pixels is not None:
@@ -64,9 +64,9 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return the upper 8 bits of a grey image of 16, and others as they are: Pillow takes all above 255 for white.
+    """Return the upper 8 bits of a 16-bit grey image, and others unchanged: Pillow treats all above 255 as white.
 
-    Raises ValueError for values of 32 bits, of which nothing says which is white.
+    Raises ValueError for 32-bit values outside of 0 to 255: nothing says which value is white.
     """
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -78,12 +78,12 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 
 def decodes_parts() -> bool:
-    """Whether nvImageCodec is there; without it everything is decoded whole, by Pillow."""
+    """Return whether nvImageCodec is installed; without it, Pillow decodes everything whole."""
     return _library() is not None
 
 
 def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | None:
-    """Return what decode() does if this is a plain colour JPEG and nvImageCodec is there, else None."""
+    """Return what decode() does if this is a plain colour JPEG and nvImageCodec can decode it, else None."""
     codec = _library()
     if codec is None:
         return None
@@ -93,7 +93,7 @@ def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | 
     except RuntimeError:
         return None
     limit = Image.MAX_IMAGE_PIXELS
-    if channels != 3 or (limit and width * height > limit):  # Pillow knows what to say of the latter
+    if channels != 3 or (limit and width * height > limit):  # Pillow reports the latter
         return None
     box = choose(width, height)
     region = codec.Region(box.top, box.left, box.top + box.height, box.left + box.width)
@@ -104,10 +104,10 @@ def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | 
 
 @functools.cache
 def _library() -> Any:
-    """Return nvImageCodec, or None."""
+    """Return nvImageCodec, or None if it is not installed."""
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # Pillow reports damaged files
     try:
-        with _without_standard_error():  # it reports each of its plug-ins for GPUs that lacks a library
+        with _without_standard_error():  # it reports each of its GPU plug-ins that lacks a library
             from nvidia import nvimgcodec
     except ImportError:
         return None
@@ -116,20 +116,20 @@ def _library() -> Any:
 
 @functools.cache
 def _decoder(pid: int) -> tuple[Any, Any]:
-    """Return a decoder of this process (a forked one needs its own) and its settings."""
+    """Return a decoder for this process (a forked process needs its own) and its settings."""
     codec = _library()
     decoder = codec.Decoder(
         device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
-        max_num_cpu_threads=1,  # --workers is how many processes decode
+        max_num_cpu_threads=1,  # --workers sets how many processes decode
         backends=[codec.Backend(codec.BackendKind.CPU_ONLY)],
-        options=":fancy_upsampling=1",  # as Pillow does it
+        options=":fancy_upsampling=1",  # as Pillow does
     )
-    return decoder, codec.DecodeParams(apply_exif_orientation=False)  # nor does Pillow
+    return decoder, codec.DecodeParams(apply_exif_orientation=False)  # Pillow does not, either
 
 
 @contextlib.contextmanager
 def _without_standard_error() -> Iterator[None]:
-    """Let what libraries write to the file descriptor of standard error go nowhere."""
+    """Discard what libraries write to the file descriptor of standard error."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -21,22 +21,22 @@ from recipes.common.task import SKIPPED
 from recipes.common.user_code import call, load, name_of, refusal
 
 KINDS = ("class", "tokens", "bytes", "values")
-"""What a target may be; --task names what to do with `values`."""
+"""The kinds of targets; `values` need a --task of the user's."""
 
 FINGERPRINT_SAMPLES = 8
-"""So many samples of an indexable go into its digest."""
+"""Up to this many samples of an indexable go into its digest."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Which classes or tokens there are: 0 to count - 1; None where targets are values."""
+    """The valid classes or tokens: 0 to count - 1, or anything if count is None (targets are values)."""
 
     count: int | None
     are_inputs: bool
     """Whether inputs are tokens, too."""
 
     def wrong(self, inputs: Tensor, targets: Tensor) -> str:
-        """Return which number of a sample, or of many, there is not; empty if there is none."""
+        """Return which number of one or more samples is invalid; "" if all numbers are valid."""
         if self.count is None:
             return ""
         for what, values in (("input", inputs), ("target", targets))[not self.are_inputs :]:
@@ -47,17 +47,17 @@ class Numbers:
 
 
 class SeededSamples(Dataset[Any]):
-    """The samples of an indexable by (epoch, index), which seed what it draws at random.
+    """The samples of an indexable by (epoch, index), which seeds what it draws at random.
 
-    So a sample is augmented alike whichever rank or worker process asks for it, and after a resume. One that
-    raises an error, or is unlike the first, comes back as that, with what is wrong as a line: its rank has to
-    stop with the others.
+    So a sample is augmented in the same way on any rank and in any worker process, and after a resume. If a sample
+    raises an error, differs from the first in shape or dtype, or has an invalid number, the first is returned in
+    its place, with one line on what is wrong: its rank has to stop together with the others.
 
     Args:
         samples: the indexable.
         first: its first sample.
-        numbers: the classes or tokens that there are.
-        what: its name, for people.
+        numbers: the valid classes or tokens.
+        what: its name in messages.
         seed: --seed.
         is_train: whether samples differ between epochs.
     """
@@ -89,7 +89,7 @@ class SeededSamples(Dataset[Any]):
         return Sample(*self.first, f"{what}: {wrong}; {fix}") if wrong else Sample(inputs, targets)
 
     def fingerprint(self) -> str:
-        """Return what tells these samples from others: their number and a digest of a few.
+        """Return a string that identifies these samples: their number and a digest of a few.
 
         Raises:
             UserError: one of them cannot be read.
@@ -104,13 +104,13 @@ class SeededSamples(Dataset[Any]):
 
 
 def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
-    """Return the data set of a function of the user's; `on_fault` is told of a sample that later does not load.
+    """Return the data set of the user's function; `on_fault` gets the error of a sample that does not load later.
 
-    It takes no arguments and returns a dict: "train" and "test", each a pair of tensors (inputs, targets) or an
-    indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the number of classes or of
-    different tokens, unless targets are values.
+    The function takes no arguments and returns a dict: "train" and "test", each a pair of tensors (inputs,
+    targets) or an indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the number of
+    classes or of different tokens, unless targets are values.
 
-    Raises UserError if it returns something else.
+    Raises UserError if it fails or returns something else.
     """
     what = f"--data {args.data}"
     found = call(what, load("--data", args.data))
@@ -153,7 +153,7 @@ def _are_tensors(samples: Any) -> bool:
 
 
 def _first_sample(what: str, samples: Any) -> Batch:
-    """Return the first sample of a half; raises UserError where the half is not what it has to be."""
+    """Return the first sample of a half; raises UserError if the half is empty or of another form."""
     if _are_tensors(samples):
         inputs, targets = samples
         if len(inputs) != len(targets) or not len(targets):
@@ -172,7 +172,7 @@ def _first_sample(what: str, samples: Any) -> Batch:
 
 
 def _specs(inputs: Tensor, targets: Tensor) -> tuple[Spec, Spec]:
-    """Return what the input and the target of a sample are."""
+    """Return the specs of a sample's input and target."""
     return Spec(tuple(inputs.shape), inputs.dtype), Spec(tuple(targets.shape), targets.dtype)
 
 

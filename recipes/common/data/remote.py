@@ -1,7 +1,7 @@
 """Files on a server, read part by part: HTTP(S) by the standard library, s3://, gs:// and the like by fsspec.
 
-Nothing that a server says is trusted further than its bytes: sizes are bounded, and shards.py compares checksums.
-Every read has a bound, and ends in its bytes or in an OSError that says what the server did.
+Servers are not trusted: sizes are bounded, and shards.py compares checksums. Every read has a time-out, and ends
+with its bytes or with an OSError that says what the server did.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from urllib.parse import quote, urlsplit
 from recipes.common.errors import UserError
 
 READS_IN_FLIGHT = 32
-"""Of a process: 32 reads of 50 ms are 640 in a second, more than a core decodes."""
+"""Concurrent reads of a process: 32 reads of 50 ms each are 640 a second, more than a core decodes."""
 
 PART_BYTES = 2**20
-"""A longer file is read in parts of so many bytes, several at once."""
+"""A longer file is read in parts of this many bytes, several at once."""
 
 PAUSES = (0, 0, 1 / 16, 1 / 4)
-"""Before each attempt at a read, in times of an attempt's bound."""
+"""Pauses before the attempts at a read, in multiples of an attempt's time-out."""
 
 AGAIN = (408, 429, 500, 502, 503, 504)
-"""What servers answer that may answer otherwise in a moment."""
+"""HTTP statuses after which another attempt may succeed."""
 
 
 def printable(text: str) -> str:
-    """Return text of a server's as one short line that no terminal takes for commands."""
+    """Return a server's text as one short line without control characters for the terminal."""
     return re.sub(r"[^\x20-\x7e]", "?", " ".join(text.split()))[:200]
 
 
@@ -49,7 +49,7 @@ class Store(ABC):
     """A folder on a server.
 
     Args:
-        url: of the folder.
+        url: the folder's URL.
         timeout_s: longest wait for another rank; all attempts at a read together take less.
     """
 
@@ -57,7 +57,7 @@ class Store(ABC):
         self.url, self.attempt_s, self.longest_s = url, timeout_s / 8, timeout_s * 3 / 4
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; raises OSError."""
+        """Return the size of a file in bytes; raises OSError."""
         return int(self._try(lambda: self._size(name)))
 
     def read(
@@ -66,7 +66,7 @@ class Store(ABC):
         """Return the bytes of a file from start to before end, if they are those that were packed.
 
         Raises:
-            OSError: the server sends none, or others.
+            OSError: the server sends no bytes, or others.
         """
 
         def read_checked() -> bytes:
@@ -89,14 +89,14 @@ class Store(ABC):
         raise OSError(errno.EIO, f"{reason}, {len(PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
-        """Return what begin() gives; raises OSError at the bound, too."""
+        """Return the result of a read that begin() started; raises OSError, also after a time-out."""
         try:
             return future.result(self.longest_s)
         except TimeoutError:
             raise OSError(errno.ETIMEDOUT, f"not there after {self.longest_s:g} s") from None
 
     def results(self, actions: Iterable[Callable[[], Any]]) -> Iterator[Any]:
-        """Yield what several reads give, some of them at once."""
+        """Yield the results of several reads, in order; some of them run at once."""
         yield from map(self.result, [begin(action) for action in actions])
 
     @abstractmethod
@@ -107,12 +107,12 @@ class Store(ABC):
 
 
 class HttpStore(Store):
-    """A folder on a web server that answers requests for parts of a file."""
+    """A folder on a web server that supports range requests."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         super().__init__(url, timeout_s)
         self.connections: dict[int, http.client.HTTPConnection] = {}
-        """By thread. One that is closed connects again."""
+        """One for each thread. A closed one connects again."""
 
     def _size(self, name: str) -> int:
         return self._get(name, 0, 1)[1]
@@ -121,7 +121,7 @@ class HttpStore(Store):
         return self._get(name, start, end)[0]
 
     def _get(self, name: str, start: int, end: int) -> tuple[bytes, int]:
-        """Return bytes of a file and its size."""
+        """Return the bytes of a file from start to before end, and its size."""
         place, thread, deadline = urlsplit(self.url), threading.get_ident(), time.monotonic() + self.attempt_s
         if thread not in self.connections:
             kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
@@ -140,7 +140,7 @@ class HttpStore(Store):
                 if time.monotonic() > deadline:
                     raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
                 content += part
-            if response.length != 0:  # sent in chunks, of which more may come
+            if response.length != 0:  # sent in chunks, and more may come
                 connection.close()
             response.close()
         except BaseException:
@@ -150,14 +150,14 @@ class HttpStore(Store):
 
 
 def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:
-    """Return the file's size where a server's answer is that part of it; raises OSError."""
+    """Return the file's size if a server's answer is this part of it; raises OSError if not."""
     answer = f"the server answered {response.status} {printable(response.reason)}"
     if response.status in AGAIN:
         raise OSError(errno.EIO, answer)
     if response.status != 206:
         hint = ": it does not know range requests" if response.status == 200 else ""
         if moved := response.getheader("Location"):
-            # Without what would let others read there: a password, a signature.
+            # Without what would give others access: a password, a signature.
             bare = printable(re.sub(r"//[^/]*@", "//", re.split(r"[?#]", moved)[0]))
             hint = f": it leads to {bare}; give an address that serves the files themselves"
         raise RefusedError(errno.EIO, answer + hint)
@@ -174,7 +174,7 @@ def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> in
 
 
 class FsspecStore(Store):
-    """A folder that a package below fsspec knows, which has its own credentials and time-outs."""
+    """A folder that fsspec reads with one of its packages, which have their own credentials and time-outs."""
 
     def _size(self, name: str) -> int:
         size = self._call("size", name)
@@ -200,15 +200,15 @@ class FsspecStore(Store):
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """Return fsspec's file system for a kind of URL.
+    """Return fsspec's file system for a URL's scheme.
 
-    Raises UserError if the package for it is missing, or it requires more than a URL.
+    Raises UserError if the package for it is missing, or needs more than a URL.
     """
     try:
         import fsspec  # type: ignore[import-untyped]
 
         kind = fsspec.get_filesystem_class(scheme)
-        # First: an ftp:// without its host prints a traceback as it is collected, too.
+        # First: creating an ftp:// file system without a host would also print a traceback when it is collected.
         inspect.signature(kind.__init__).bind(None)
         return kind()
     except Exception as error:  # each package has errors of its own
@@ -218,9 +218,9 @@ def file_system(scheme: str) -> Any:
 
 
 def open_store(url: str, timeout_s: float) -> Store:
-    """Return the folder of a URL.
+    """Return the store for a folder's URL.
 
-    Raises UserError for a URL with what would be recorded and should not, or a package is missing.
+    Raises UserError if the URL is invalid or contains secrets, which would be recorded, or a package is missing.
     """
     try:
         place = urlsplit(url)
@@ -242,7 +242,7 @@ def open_store(url: str, timeout_s: float) -> Store:
 
 
 def begin(action: Callable[[], Any]) -> Future[Any]:
-    """Begin a read in a thread of this process; Store.result() waits for what it gives."""
+    """Begin a read in a thread of this process; Store.result() waits for its result."""
     future: Future[Any] = Future()
     start_readers().put((future, action))
     return future
@@ -250,7 +250,7 @@ def begin(action: Callable[[], Any]) -> Future[Any]:
 
 @functools.cache
 def start_readers() -> SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
-    """Start the threads that read; they are daemons, so that a process ends while they wait."""
+    """Start the threads that read, and return their queue; they are daemons, so that a process ends meanwhile."""
     queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
 
     def serve() -> NoReturn:

@@ -1,13 +1,13 @@
 """Images packed into tar files, and an index of where each lies: few large files instead of many small ones.
 
 `make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards` packs an image folder. The index has the folder's
-order: a run on the shards gives the very numbers of a run on the folder. The layout is WebDataset's
-(https://github.com/webdataset), 00000007.jpg and 00000007.cls one after the other, so that others can read the
-shards too. Their images are in random order, so that images side by side (--shuffle-block) are of many classes.
+order: a run on the shards gives the same numbers as a run on the folder. The layout is WebDataset's
+(https://github.com/webdataset), 00000007.jpg followed by 00000007.cls, so that other tools can read the shards,
+too. The images in them are in random order, so that a block of neighbours (--shuffle-block) has many classes.
 
-An image is read where the index says, whichever the order: one read without an open, and its checksum is compared.
-From a server (remote.py) threads read ahead what the next batches need, images side by side by one request, and a
-cache (cache.py) may keep it.
+Images are read in any order, at the places that the index gives: one read from an open file, whose checksum is
+compared. From a server (remote.py), threads read ahead what the next batches need, neighbours with one request,
+and a cache (cache.py) may keep it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from recipes.common.options import Options, url_of
 from recipes.common.seeding import permutation
 
 INDEX = "index.npz"
-"""Written last: a folder without it is not whole."""
+"""Written last: a folder without it is incomplete."""
 
 FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uint32, "label": np.int64}
-"""Of each image: the number of its shard, where it lies there, its bytes, their CRC-32, and its class."""
+"""For each image: the number of its shard, its offset there, its size in bytes, their CRC-32, and its class."""
 
 HALVES = ("train", "val")
 
 MAX_GAP = 2048
-"""Less than so many bytes are between two neighbours: padding, the first one's class, the second one's header."""
+"""Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""
 
 MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**31, 2**28
-"""A server may send no more: 28 bytes an image, and an image."""
+"""A server may send no more for the index (28 bytes per image) and for an image."""
 
 
 class ShardedImages(Images):
@@ -63,16 +63,16 @@ class ShardedImages(Images):
     ) -> None:
         super().__init__(args.image_size, args.seed, train)
         self.folder, self.shards = folder, shards
-        # Tensors lie in memory that all workers of a rank share.
+        # Tensors are in memory that all workers of a rank share.
         self.fields = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in FIELDS}
         self.labels = self.fields["label"]
         self.files: dict[int, int] = {}
         """Open files, by shard."""
         self.most_files = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        """Kept open: a few terabytes have more shards than a process may open, and batches are files, too."""
+        """Most open files: a few terabytes have more shards than a process may open; batches are files, too."""
 
     def path(self, index: int) -> str:
-        """Return the shard of an image and its place there."""
+        """Return an image's shard and its offset there, for messages."""
         return f"{self.folder}/{self._shard(index)} at byte {self._value('offset', index)}"
 
     def _value(self, name: str, index: int) -> int:
@@ -82,7 +82,7 @@ class ShardedImages(Images):
         return self.shards[self._value("shard", index)]
 
     def is_packed(self, index: int, content: bytes) -> bool:
-        """Whether these are the bytes of an image that were packed."""
+        """Return whether `content` is the image as it was packed."""
         return len(content) == self._value("size", index) and zlib.crc32(content) == self._value("crc", index)
 
     def read(self, index: int) -> bytes:
@@ -103,11 +103,11 @@ class ShardedImages(Images):
         return content
 
     def storage_order(self) -> torch.Tensor:
-        """Return the images in the order in which they lie in the shards: int64, shape (N,)."""
+        """Return the images' indices in the order in which they are stored in the shards: int64, shape (N,)."""
         return torch.from_numpy(np.lexsort((self.fields["offset"].numpy(), self.fields["shard"].numpy())))
 
     def fingerprint(self) -> str:
-        """Return what identifies the images."""
+        """Return a string that identifies the images (count and digest)."""
         return f"{len(self)} images with digest {digest(self.fields['crc'], self.labels):08x}"
 
 
@@ -115,18 +115,18 @@ class RemoteImages(ShardedImages):
     """Images in shards on a server, which threads read ahead."""
 
     ahead = 64
-    """At least so many images of the next batches are read before their turn."""
+    """Read at least this many images of the next batches ahead."""
 
     def __init__(self, store: Store, cache: Cache | None, *others: Any) -> None:
         super().__init__(store.url, *others)
         self.store, self.cache = store, cache
         self.pending: dict[int, tuple[Future[bytes], int]] = {}
-        """By image: the read that brings it, and where the image begins in what that gives."""
+        """For each image, the read that contains it and the image's offset in that read's result."""
 
     def __getitems__(self, keys: Keys) -> list[Sample]:
-        """Return a batch, and begin to read the next ones; from an image on that cannot be read, all are blank.
+        """Return a batch, and begin to read the next ones; from the first unreadable image on, all are blank.
 
-        It ends the run. To wait for the others, too, takes as long as other ranks wait, many times over.
+        Such an image ends the run. To wait for the others, too, could take many times as long as other ranks wait.
         """
         wanted = [index for _, index in itertools.chain(keys, keys.ahead)]
         begun = self._begin([index for index in wanted if index not in self.pending])
@@ -139,7 +139,7 @@ class RemoteImages(ShardedImages):
         return samples + [samples[-1]._replace(fault="")] * (len(keys) - len(samples))
 
     def _begin(self, indices: list[int]) -> dict[int, tuple[Future[bytes], int]]:
-        """Begin to read images; those that lie side by side and follow one another come by one read."""
+        """Begin to read images; one read gets consecutive `indices` that are also neighbours in a shard."""
         found: dict[int, tuple[Future[bytes], int]] = {}
         for index in indices if self.cache else ():
             if future := self._look(index):
@@ -153,7 +153,7 @@ class RemoteImages(ShardedImages):
         return found
 
     def _look(self, index: int) -> Future[bytes] | None:
-        """Return an image of the cache, or that it cannot be used; None where the image is not in it."""
+        """Return an image from the cache, or the error if it cannot be used; None if the image is not in it."""
         assert self.cache
         future: Future[bytes] = Future()
         try:
@@ -163,7 +163,7 @@ class RemoteImages(ShardedImages):
             return future
         if not self.is_packed(index, content):
             return None
-        future.set_result(content)  # as quick as from any disk: a thread would take longer
+        future.set_result(content)  # as quick as any disk: a thread would take longer
         return future
 
     def _groups(self, indices: Iterable[int]) -> Iterator[list[int]]:
@@ -191,7 +191,7 @@ class RemoteImages(ShardedImages):
         return all(self.is_packed(i, self._cut(i, content, self._value("offset", i) - first)) for i in group)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file; raises OSError where the server does not give it as it was packed."""
+        """Return an image's file; raises OSError if the server does not return it as it was packed."""
         if index not in self.pending:
             self.pending |= self._begin([index])
         future, at = self.pending.pop(index)
@@ -199,12 +199,12 @@ class RemoteImages(ShardedImages):
 
 
 def read_remote_index(args: Options) -> bytes:
-    """Return the index in --data-dir if that is on a server, else nothing; raises UserError."""
+    """Return the index in --data-dir if that is on a server, else b""; raises UserError as read_index()."""
     return read_index(args) if url_of(args.data_dir) else b""
 
 
 def read_index(args: Options) -> bytes:
-    """Return the index in --data-dir; of a server, rank 0 reads it for all, and compares the sizes of the shards.
+    """Return the index in --data-dir; on a server, also compare the shards' sizes (on rank 0, for all ranks).
 
     Raises UserError if the index or a shard is missing, or a shard has another size.
     """
@@ -243,9 +243,9 @@ def check_sizes(folder: str, shards: dict[str, int], found: Iterator[int]) -> No
 
 
 def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """Return what the index says of the whole and, by half, of each image.
+    """Return what the index says about the whole and, by half, the arrays of FIELDS.
 
-    Raises UserError if it is no index, or an image lies outside of its shard, or a shard outside of the folder.
+    Raises UserError if it is no index, or an image is outside of its shard, or a shard outside of the folder.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -272,7 +272,7 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
                 raise ValueError(f"an image of {half} is where there can be none")
         if num_classes > len(halves["train"]["label"]):
             raise ValueError("there are more classes than images")
-    except Exception as error:  # numpy, zipfile, its decompressors and json have many kinds
+    except Exception as error:  # numpy, zipfile, its decompressors and json raise many kinds
         reason = printable(str(error) or type(error).__name__)
         raise UserError(f"--data shards: {place} is damaged ({reason}); pack the images again") from None
     return about, halves
@@ -281,7 +281,7 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
 def load_shards(
     args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], index: bytes | None = None
 ) -> Data:
-    """Return the images in the shards of --data-dir; `index` is what rank 0 has read of it, if another rank has.
+    """Return the images in the shards of --data-dir; `index` is the index, if rank 0 has read it for all ranks.
 
     Raises UserError if the index is missing or damaged, or a shard is missing or has another size.
     """
@@ -303,10 +303,10 @@ def load_shards(
 
 
 def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, int]]:
-    """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and images.
+    """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and image count.
 
     Raises:
-        UserError: no image folder, or shards are there already.
+        UserError: `source` is no image folder, or `folder` is not empty.
         OSError: an image cannot be read, or the disk is full.
     """
     listing = walk(source)
@@ -326,7 +326,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
                     index = order[len(rows)]
                     path, label = samples[index]
                     content, key = read(os.path.join(source, path)), f"{index:08d}"
-                    offset = tar.offset + tarfile.BLOCKSIZE  # after a header, which is a block for short names
+                    offset = tar.offset + tarfile.BLOCKSIZE  # after a header, which is one block for short names
                     add(tar, key + Path(path).suffix.lower(), content)
                     add(tar, f"{key}.cls", str(label).encode())
                     rows[index] = len(shards), offset, len(content), zlib.crc32(content), label
@@ -339,7 +339,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
 
 
 def write_index(folder: Path, about: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Write the index of a folder of shards: what parse_index() reads."""
+    """Write the index of a folder of shards, which parse_index() reads."""
     temporary = folder / f".{INDEX}"
     with open(temporary, "wb") as file:
         np.savez(file, about=np.array(json.dumps(about)), **arrays)

@@ -17,16 +17,16 @@ EVAL_BATCH_SIZE = 256
 """Samples of one evaluation batch; it bounds memory and changes no result."""
 
 CACHED = 2**18
-"""Pixels that are normalised at a time on a CPU: 1 MB of them, as float32, stay in its cache."""
+"""Values that are normalised at a time on a CPU: as float32 they are 1 MB, which stays in its cache."""
 
 FINGERPRINT_PIXELS = 2**20
-"""At least so many pixels of a split, at equal distances, go into its digest: a millisecond."""
+"""At least this many values of a split, evenly spaced, go into its digest, which takes a millisecond."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of B samples, on the device.
 
 Images are float32 of shape (B, C, H, W) and normalised, their labels int64 of shape (B,); text is int64 of shape
-(B, T), and so are its targets, one place further.
+(B, T), and so are its targets, one position further.
 """
 
 RawSplits = tuple[Batch, Batch]
@@ -44,33 +44,33 @@ class Split(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return what identifies this split: its size, and a digest of samples in memory."""
+        """Return a string that identifies this split: its size, and a digest of what is in memory of it."""
 
     def take_warnings(self, train_s: float) -> list[str]:
-        """Return the warnings since the last call, after so many seconds of training."""
+        """Return the warnings since the last call; `train_s` is the training time so far, in seconds."""
         return []
 
     def storage_order(self) -> Tensor:
-        """Return the samples in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
         return torch.arange(len(self))
 
     @abstractmethod
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor, in order; the epoch seeds the augmentation.
 
-        Call it again only when done with what it gave before: workers serve one caller.
+        Consume all batches of a call before the next call: the workers serve one caller at a time.
         """
 
 
 class Spec(NamedTuple):
-    """What one sample's input or target is."""
+    """The shape and dtype of one sample's input or target."""
 
     shape: tuple[int, ...]
     """Without the batch dimension."""
     dtype: torch.dtype
 
     def zeros(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return a blank batch."""
+        """Return a batch of zeros."""
         return torch.zeros(count, *self.shape, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -79,23 +79,23 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class Data:
-    """A data set: two splits, what a model has to fit, and what it is trained for."""
+    """A data set: its two splits, the shapes that a model has to fit, and the task."""
 
     train: Split
     test: Split
     input: Spec
     target: Spec
     num_classes: int | None
-    """Classes, or different tokens; None for targets that are values."""
+    """Number of classes or of different tokens; None if targets are values."""
     kind: str = "class"
-    """What targets are: class, tokens, bytes (tokens of which 256 are different) or values."""
+    """The kind of targets: class, tokens, bytes (tokens with 256 different values) or values."""
     task: Task = field(default_factory=Task)
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """What identifies each half: all ranks have the same, and so should each launch of a run."""
+    """A string that identifies each half: all ranks have the same ones, and all launches of a run should."""
 
     @classmethod
     def of_images(cls, train: Split, test: Split, channels: int, image_size: int, num_classes: int) -> Data:
-        """Return square images with a class each."""
+        """Return a data set of square images with a class each."""
         shape = (channels, image_size, image_size)
         return cls(train, test, Spec(shape, torch.float32), Spec((), torch.int64), num_classes)
 
@@ -122,15 +122,15 @@ class Normalise:
 
     Args:
         mean, std: float32, shape (C,), in units of the raw pixels.
-        width: of the images.
-        device: where the images are.
-        channels_last: the order of the result in memory.
+        width: the width of the images.
+        device: the device of the images.
+        channels_last: whether the result is in the channels-last memory format.
     """
 
     def __init__(
         self, mean: Tensor, std: Tensor, width: int, device: torch.device, channels_last: bool = False
     ) -> None:
-        # A row of an image at a time: channels alone, one or three, are too short for vector instructions.
+        # For a whole row of an image: one or three channels alone are too short for vector instructions.
         self.scale = (1 / std).repeat(width).to(device)
         self.shift = (-mean / std).repeat(width).to(device)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -139,7 +139,7 @@ class Normalise:
         """Map uint8 (B, H, W, C) to float32 (B, C, H, W)."""
         rows = pixels.flatten(2)
         result = torch.empty(rows.shape, device=pixels.device)
-        # On a CPU so much at a time as its cache holds.
+        # On a CPU, as much at a time as its cache holds.
         at_once = CACHED // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
         count = max(1, at_once)
         for some, place in zip(rows.split(count), result.split(count), strict=True):
@@ -148,11 +148,11 @@ class Normalise:
 
 
 class MemorySplit(Split):
-    """Samples that live on the device.
+    """Samples that are held on the device.
 
     Args:
         inputs, targets: tensors whose first dimension counts samples.
-        prepare: what makes a batch of the inputs that are chosen.
+        prepare: turns the selected inputs into a batch.
     """
 
     def __init__(
@@ -164,19 +164,19 @@ class MemorySplit(Split):
         return len(self.targets)
 
     def fingerprint(self) -> str:
-        """Return what identifies this split: its size and a digest of all of it."""
+        """Return a string that identifies this split: its size and a digest of all of it."""
         return f"{len(self)} samples with digest {digest(self.inputs, self.targets):08x}"
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor."""
         for index in indices:
             index = index.to(self.targets.device, non_blocking=True)
-            inputs = self.inputs.index_select(0, index)  # on a CPU 7 times as fast as [index]
+            inputs = self.inputs.index_select(0, index)  # 7 times as fast as [index] on a CPU
             yield self.prepare(inputs), self.targets.index_select(0, index)
 
 
 class TensorSplit(MemorySplit):
-    """Images that live on the device.
+    """Images that are held on the device.
 
     Args:
         images: uint8, shape (N, C, H, W).
@@ -192,7 +192,7 @@ class TensorSplit(MemorySplit):
         self.labels = labels
 
     def fingerprint(self) -> str:
-        """Return what identifies this split: its size, and a digest of the labels and of some pixels."""
+        """Return a string that identifies this split: its size, and a digest of the labels and of some pixels."""
         some = self.inputs.flatten()[:: max(1, self.inputs.numel() // FINGERPRINT_PIXELS)]
         return f"{len(self)} samples with digest {digest(self.labels, some):08x}"
 
@@ -203,7 +203,7 @@ class TensorSplit(MemorySplit):
 
 
 def digest(*tensors: Tensor) -> int:
-    """Return the CRC-32 of the numbers of all tensors, one after another."""
+    """Return the CRC-32 of the bytes of all tensors, one after another."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)

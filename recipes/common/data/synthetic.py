@@ -9,7 +9,7 @@ from recipes.common.options import Options
 
 
 def draw_images(args: Options) -> RawSplits:
-    """Return random images with random labels of 1,000 classes (fewer where samples are fewer)."""
+    """Return random images whose labels cycle through 1,000 classes (fewer if there are fewer samples)."""
     generator = torch.Generator().manual_seed(0)
     num_classes = min(1000, args.num_samples)
 

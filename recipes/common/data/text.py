@@ -19,15 +19,15 @@ from recipes.common.options import STANDARD_LIBRARY, Options
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
-"""Ends each file. A file that holds one is taken for binary and left out, as grep does."""
+"""Ends each file. A file that contains it counts as binary, as for grep, and is left out."""
 TEST_SHARE = 0.01
-"""Of the bytes, at least so many are for the test: 300 kB of the standard library's 30 MB, in whole files."""
+"""At least this share of the bytes is for the test, in whole files: 300 kB of the standard library's 30 MB."""
 INSTALLED = ("site-packages", "dist-packages", "__pycache__")
-"""Folders beside the standard library that are no part of it."""
+"""Folders inside the standard library's folder that do not belong to it."""
 
 
 class TextSplit(MemorySplit):
-    """Bytes that live on the device, as windows of seq_len inputs and the seq_len bytes after each of them.
+    """Bytes on the device, as windows of seq_len inputs; each input's target is the byte after it.
 
     Args:
         text: uint8, shape (N,); window i is text[i * seq_len : (i + 1) * seq_len + 1]. The rest is left out.
@@ -35,12 +35,12 @@ class TextSplit(MemorySplit):
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text = text
-        # A view: neighbours share the byte that is the last target of one and the first input of the next.
+        # A view: neighbours share a byte, which is the last target of one and the first input of the next.
         windows = text.unfold(0, seq_len + 1, seq_len)
         super().__init__(windows[:, :-1], windows[:, 1:])
 
     def fingerprint(self) -> str:
-        """Return what identifies this split: its size and a digest of all of it."""
+        """Return a string that identifies this split: its size and a digest of all of it."""
         return f"{len(self.text)} bytes with digest {digest(self.text):08x}"
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
@@ -50,12 +50,12 @@ class TextSplit(MemorySplit):
 
 
 def load_text(args: Options, device: torch.device) -> Data:
-    """Return the text below --data-dir.
+    """Return the text below --data-dir as a data set.
 
     Raises UserError if the folder cannot be read, or holds too little text.
     """
     folder = args.data_dir
-    suffix = ".py" if folder == STANDARD_LIBRARY else ""  # beside the sources, it holds data and compiled code
+    suffix = ".py" if folder == STANDARD_LIBRARY else ""  # besides the sources, it holds data and compiled code
     train, test = split_files(read_files(folder, suffix), folder)
 
     def split(files: list[bytes], name: str) -> TextSplit:
@@ -72,7 +72,7 @@ def load_text(args: Options, device: torch.device) -> Data:
 
 
 def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
-    """Return path below the folder and content of the text files in it, sorted by path; hidden ones are left out.
+    """Return (path below the folder, content) of its text files, sorted by path; hidden ones are left out.
 
     Raises UserError if something cannot be read.
     """
@@ -98,7 +98,8 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
 def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[bytes], list[bytes]]:
     """Return the contents of the training and of the test files.
 
-    The names decide, by a hash: the split does not depend on the machine, and hardly on files that come or go.
+    A hash of the names decides: the split does not depend on the machine, and hardly on added or removed files.
+    Raises UserError if there are fewer than 2 files.
     """
     if len(files) < 2:
         raise UserError(

@@ -19,7 +19,7 @@ from recipes.common.options import Options
 def load_torchvision(args: Options) -> RawSplits:
     """Return Fashion-MNIST (60,000 + 10,000 of 1x28x28) or CIFAR-10 (50,000 + 10,000 of 3x32x32).
 
-    Raises UserError for files that are missing or damaged, or a download that fails.
+    Raises UserError if files are missing or damaged, or a download fails.
     """
     load = {"fashion-mnist": datasets.FashionMNIST, "cifar10": datasets.CIFAR10}[args.data]
 
@@ -30,7 +30,7 @@ def load_torchvision(args: Options) -> RawSplits:
         return (images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)), labels
 
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(args.timeout_s)  # of a download: torchvision would wait for a silent server for ever
+    socket.setdefaulttimeout(args.timeout_s)  # for a download: torchvision would wait forever for a silent server
     try:
         with _one_process_at_a_time(args.data_dir) if args.download else contextlib.nullcontext():
             return read(train=True), read(train=False)
@@ -38,7 +38,7 @@ def load_torchvision(args: Options) -> RawSplits:
         raise
     except OSError as error:  # a failed download is a URLError, which is an OSError
         raise UserError(f"--data {args.data} from --data-dir {args.data_dir}: {error}") from None
-    except (RuntimeError, ValueError, AssertionError) as error:  # of files that are missing, cut or damaged
+    except (RuntimeError, ValueError, AssertionError) as error:  # files are missing, cut or damaged
         what = f"--data {args.data} is missing or damaged in --data-dir {args.data_dir}"
         if not args.download:
             raise UserError(f"{what}; add --download to fetch it") from None

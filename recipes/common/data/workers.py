@@ -1,10 +1,10 @@
 """Worker processes that decode for a rank: they come from a fork server, and stop signals are not meant for them.
 
-A rank is not forked: in that moment one of its threads (checkpoints, pinned memory, network) may hold a lock of
-the C library, which stays locked in the worker for ever (https://github.com/pytorch/pytorch/issues/130610).
+A rank is not forked: at that moment, one of its threads (checkpoints, pinned memory, network) may hold a lock of
+the C library, which would stay locked in the worker forever (https://github.com/pytorch/pytorch/issues/130610).
 
-Slurm may send USR1 and TERM, "write a checkpoint, then leave", to every process of a job. A worker that died of
-them would take its rank along before there is a checkpoint. So workers end with their rank, and not before.
+Slurm may send USR1 and TERM, "write a checkpoint, then exit", to every process of a job. A worker killed by them
+would end its rank before there is a checkpoint. So workers block these signals, and end when their rank ends.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
 
 MAX_WARNINGS = 10
-"""Of images that are left out; all are counted."""
+"""Most warnings about skipped images; all of them are counted."""
 
 
 class WorkerError(UserError):
-    """A worker process of this rank died or hangs; the next launch may have better luck."""
+    """A worker process of this rank died or hangs; the next launch may succeed."""
 
     status = 1
 
@@ -49,7 +49,7 @@ class WorkerError(UserError):
 
 @contextlib.contextmanager
 def _blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Block signals, also in what is started here; afterwards all is as it was (the tracker unblocks TERM)."""
+    """Block signals here and in processes started here, then restore the mask (the tracker unblocks TERM)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -58,9 +58,9 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def start_tracker() -> None:
-    """Start multiprocessing's helper that removes what processes leave behind; what ends them does not end it.
+    """Start multiprocessing's resource tracker, which removes what killed processes leave behind, and protect it.
 
-    Slurm may send the stop signals to every process of a job, and torchrun ends a rank by USR2 to its group.
+    Slurm may send the stop signals to every process of a job, and the launcher ends a rank by USR2 to its group.
     """
     with _blocked(*STOP_SIGNALS, signal.SIGUSR2):
         resource_tracker.ensure_running()
@@ -68,21 +68,21 @@ def start_tracker() -> None:
 
 @functools.cache
 def start_server() -> BaseContext:
-    """Let the fork server start, which takes as long as to import torch; return the context to make workers by."""
+    """Start the fork server, which takes as long as importing torch; return the context that starts workers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["recipes.common.data.imagefolder"])
-    # Of a rank that was killed, the tracker removes what workers shared with it. It need not warn of that.
+    # After a rank was killed, the tracker removes what workers shared with it. It need not warn about that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_tracker()
-    with _blocked(*STOP_SIGNALS):  # and so they are in workers that it starts
+    with _blocked(*STOP_SIGNALS):  # the workers that it starts inherit this
         forkserver.ensure_running()
-    # At the rank's exit, before multiprocessing ends workers by TERM, which they block, and waits for them.
+    # Runs at the rank's exit before multiprocessing sends TERM to workers, which they block, and waits for them.
     util.Finalize(None, _kill_all, exitpriority=100)
     return context
 
 
 def _kill_all() -> None:
-    """Kill the workers, and the server: to end by itself, with torch imported, takes it a second."""
+    """Kill the workers and the fork server, which would take a second to exit by itself with torch imported."""
     for process in multiprocessing.active_children():
         process.kill()
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
@@ -93,7 +93,7 @@ def _kill_all() -> None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Let processes that are started here not import the main module: the recipe, and all that it imports."""
+    """Keep processes that are started here from importing the main module: the recipe, and all that it imports."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -103,7 +103,7 @@ def without_main() -> Iterator[None]:
 
 
 def end_with_rank(worker_id: int) -> None:
-    """Let this worker end when its rank has gone; the loader itself takes the fork server for the rank."""
+    """End this worker when its rank has ended; the loader's own check takes the fork server for the rank."""
     rank = multiprocessing.parent_process()
     assert rank
 
@@ -116,9 +116,9 @@ def end_with_rank(worker_id: int) -> None:
 
 @contextlib.contextmanager
 def bounded(seconds: float) -> Iterator[None]:
-    """Raise a WorkerError where a wait for workers takes longer, or one of them has died.
+    """Raise a WorkerError if a wait for workers takes longer than `seconds`, or one of them has died.
 
-    All ranks may wait for the same file system: then none of them is in a collective, which has a bound.
+    All ranks may wait for the same file system: then none of them is in a collective, which would time out.
     """
     place = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
@@ -142,25 +142,25 @@ def bounded(seconds: float) -> Iterator[None]:
 
 
 class Sample(NamedTuple):
-    """A sample as a dataset gives it; of a batch, each field holds those of all samples."""
+    """A sample as a dataset returns it; for a batch, each field holds the values of all samples."""
 
     input: Tensor
     target: Tensor
     fault: str = ""
-    """Why it could not be read, so that this one stands in for it."""
+    """Why the sample could not be read, if this one is a substitute for it."""
     is_damaged: bool = False
-    """It was read and is no image: --skip-bad-images may leave it out. Else the fault says what to do."""
+    """Whether it was read and is no image: --skip-bad-images may skip it. If not, the fault says what to do."""
 
 
 class Keys(list[tuple[int, int]]):
     """(epoch, index) of each sample of a batch."""
 
     ahead: Sequence[tuple[int, int]] = ()
-    """Those of the batches that the same worker loads next."""
+    """The keys of the batches that the same worker loads next."""
 
 
 def add_ahead(batches: Sequence[Keys], workers: int, samples: int) -> None:
-    """Let each batch know the next ones of its worker, up to so many samples or a few more."""
+    """Set `ahead` of each batch to its worker's next batches: this many samples, rounded up to whole batches."""
     for number, batch in enumerate(batches):
         count = -(-samples // len(batch))
         batch.ahead = list(itertools.chain(*batches[number + workers : number + workers * count + 1 : workers]))
@@ -170,10 +170,10 @@ class LoadedSplit(Split):
     """Samples that --workers processes read by (epoch, index), batch by batch.
 
     Args:
-        dataset: gives each as a Sample; without workers, it is read in this process.
-        device: the one that waits for batches.
-        on_fault: is told of a sample that is not read, unless --skip-bad-images leaves it out.
-        prepare: what makes a batch of inputs, on the device, of those that are read.
+        dataset: returns each sample as a Sample; without workers, it is read in this process.
+        device: the device that gets the batches.
+        on_fault: gets the error of a sample that cannot be read, unless --skip-bad-images skips it.
+        prepare: turns the inputs that were read, on the device, into a batch of inputs.
     """
 
     def __init__(
@@ -184,11 +184,11 @@ class LoadedSplit(Split):
         on_fault: Callable[[UserError], None],
         prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
     ) -> None:
-        self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have said that they wait for this one
+        self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have reported that they wait for this one
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
         self.skips_damaged = args.skip_bad_images
         self.idle, self.idle_share, self.has_warned = IdleClock(device), IdleShare(), False
-        # Of each batch, (epoch, index) of its samples: the loader keeps its workers, and asks in each epoch anew.
+        # (epoch, index) of the samples of each batch: the loader keeps its workers, and reads this in each epoch.
         self.keys: list[Keys] = []
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -198,23 +198,23 @@ class LoadedSplit(Split):
             worker_init_fn=end_with_rank,
             multiprocessing_context=start_server() if args.workers else None,
             persistent_workers=args.workers > 0,
-            generator=torch.Generator(),  # else it draws from the one that the step has seeded
+            generator=torch.Generator(),  # otherwise it draws from the one that the step has seeded
         )
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        """Return what identifies this split; raises UserError where it cannot be read."""
+        """Return a string that identifies this split; raises UserError if it cannot be read."""
         return str(self.dataset.fingerprint())
 
     def storage_order(self) -> Tensor:
-        """Return the samples in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
         order: Tensor = self.dataset.storage_order()
         return order
 
     def take_warnings(self, train_s: float) -> list[str]:
-        """Return that the device waits for samples, once, with its share of the training."""
+        """Return a warning, once, if the device waits for samples for too large a share of the training."""
         share = self.idle_share.end_window(self.idle.seconds(), train_s)
         if share <= MAX_IDLE_SHARE or self.has_warned:
             return []
@@ -223,14 +223,14 @@ class LoadedSplit(Split):
         return [f"{share:.0%} of the time rank 0 waits for data; raise --workers ({workers})"]
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-        """Yield a batch for each index tensor that is not empty (the share of a rank too many is).
+        """Yield a batch for each index tensor that is not empty (a rank without samples has empty ones).
 
         Raises WorkerError if a worker died, or no batch came within the bound.
         """
         self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
         if samples := getattr(self.dataset, "ahead", 0):
             add_ahead(self.keys, max(1, self.loader.num_workers), samples)
-        with without_main(), bounded(self.bound_s):  # of workers that are kept, it waits for each
+        with without_main(), bounded(self.bound_s):  # if workers are kept, this waits for each of them
             loaded = iter(self.loader)
         while True:
             with self.idle.waiting(), bounded(self.bound_s):

@@ -22,27 +22,27 @@ from recipes.common.world.peers import Peers
 
 
 class GroupBatchNorm(_BatchNorm):
-    """Batch norm by the statistics of each group of consecutive samples, in training.
+    """Batch norm that uses, in training, the statistics of each group of consecutive samples.
 
-    A step moves the running statistics once, by the mean of its groups: R <- (1 - m) R + m/k (S_1 + ... + S_k).
-    This is linear in the groups: the mean of the ranks' statistics is that of one process with all groups.
+    A step updates the running statistics once, by the mean of its groups: R <- (1 - m) R + m/k (S_1 + ... + S_k).
+    This is linear in the groups: the mean of the ranks' statistics equals that of one process with all groups.
     """
 
     group_size: int
     groups_per_step: int
     """Groups that this process normalises in a step, over all its passes or microbatches."""
     groups_done: int
-    """Groups of the step under way that are done."""
+    """Groups of the current step that are done."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (B, C, ...), B a multiple of the group's size; in eval() by the running statistics."""
+        """Normalise (B, C, ...), B a multiple of the group size; in eval(), by the running statistics."""
         if not self.training:
             return super().forward(input)
         outputs = [self.normalise_group(group) for group in input.split(self.group_size)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Take samples of any shape, as nn.SyncBatchNorm does."""
+        """Accept samples of any shape, as nn.SyncBatchNorm does."""
 
     def normalise_group(self, group: Tensor) -> Tensor:
         """Normalise one group, and add its part to the running statistics."""
@@ -51,8 +51,8 @@ class GroupBatchNorm(_BatchNorm):
         m = self.momentum
         if m is None:  # torch's cumulative average
             m = 1 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
-        # The i-th of k groups (from 0) gets the weight a_i = m / (k - (k - 1 - i) m). What the later groups leave
-        # of it is then m/k for every i, and (1 - m) of what was there before: batch_norm() itself forms the mean.
+        # The i-th of k groups (from 0) gets the weight a_i = m / (k - (k - 1 - i) m). After the last group, the
+        # weight of every group is m/k, and that of the old statistics 1 - m: batch_norm() itself forms the mean.
         k, i = self.groups_per_step, self.groups_done
         weight = m / (k - (k - 1 - i) * m)
         self.groups_done = (i + 1) % k
@@ -62,16 +62,16 @@ class GroupBatchNorm(_BatchNorm):
 
 
 def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
-    """Yield the layers that normalise whatever they are given at once."""
+    """Yield the batch-norm layers whose statistics are those of whatever batch they get."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, GroupBatchNorm | nn.SyncBatchNorm):
             yield module
 
 
 def set_groups(model: nn.Module, args: Options, peers: Peers) -> None:
-    """Let batch norm take the groups of --batchnorm-group in this rank's share of the batch; call it on all ranks.
+    """Make batch norm use groups of --batchnorm-group in this rank's share of the batch; call it on all ranks.
 
-    Raises UserError, on all of them, where there is nothing to group.
+    Raises UserError on all ranks if the model has no batch norm.
     """
     run_on_all_ranks(lambda: check_groups(model, args), peers)
     size = args.batchnorm_group or 1
@@ -80,9 +80,9 @@ def set_groups(model: nn.Module, args: Options, peers: Peers) -> None:
 
 
 def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
-    """Let a model's batch norm take groups of --batchnorm-group, if given; share_size: its samples a step.
+    """Make a model's batch norm use groups of --batchnorm-group, if given; `share_size`: its samples per step.
 
-    The layers change in place, so that whoever holds one of them or its weights goes on doing so.
+    The layers change in place, so that other references to them and to their weights stay valid.
     """
     if not args.batchnorm_group:
         return
@@ -93,9 +93,9 @@ def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
 
 
 def sync_batch_norm(model: nn.Module, args: Options, peers: Peers) -> nn.Module:
-    """Return the model with the statistics of --sync-batchnorm, if given: those of a pass of all ranks.
+    """Return the model, with nn.SyncBatchNorm if --sync-batchnorm is given: statistics over a pass of all ranks.
 
-    Raises UserError if there are several ranks on CPUs.
+    Raises UserError if it is given and there are several ranks on CPUs.
     """
     if not args.sync_batchnorm:
         return model
@@ -106,7 +106,7 @@ def sync_batch_norm(model: nn.Module, args: Options, peers: Peers) -> nn.Module:
 
 
 def check_groups(model: nn.Module, args: Options) -> None:
-    """Raise UserError where --batchnorm-group has nothing to group."""
+    """Raise UserError if --batchnorm-group is given and the model has no batch norm."""
     if args.batchnorm_group and not any(plain_layers(model)):
         raise UserError(
             f"--batchnorm-group {args.batchnorm_group}: --model {args.model} has no batch norm; drop it"
@@ -116,14 +116,14 @@ def check_groups(model: nn.Module, args: Options) -> None:
 def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Tensor], None]) -> None:
     """Give all ranks the mean of their running statistics, weighted by their groups; call it on all ranks.
 
-    `sum_tensor` overwrites a tensor by its sum over the ranks that share out the batch.
+    `sum_tensor` overwrites a tensor with its sum over the ranks that share out the batch.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GroupBatchNorm)]
     if not layers:
         return
     weight = layers[0].groups_per_step * layers[0].group_size / args.global_batch_size
     buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
-    # Double: statistics that are the same already stay so to the last bit.
+    # Double: statistics that are already the same stay so to the last bit.
     total = torch.cat([buffer.double().to(buffers[0].device) for buffer in buffers]) * weight
     sum_tensor(total)
     for buffer, mean in zip(buffers, total.split([len(buffer) for buffer in buffers]), strict=True):
@@ -131,7 +131,7 @@ def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Te
 
 
 def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
-    """Return why losses depend on the number of processes, "" if they do not.
+    """Return a warning if batch norm makes losses depend on the number of processes, else "".
 
     `batch_parts` is the number of parts of the global batch that go through the model one by one, on all ranks.
     """

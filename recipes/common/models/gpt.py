@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ROTARY_BASE = 10_000.0
-"""The slowest pair of numbers turns by 1 radian in about so many positions."""
+"""The slowest pair of numbers rotates by 1 radian in about this many positions."""
 
 
 class GPT(nn.Module):
-    """Map tokens (B, T), int64, to logits (B, T, vocabulary): at each place those of the next token.
+    """Map tokens (B, T), int64, to logits (B, T, vocabulary) of the next token at each position.
 
     Args:
         vocabulary: number of different tokens.
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.head = TiedHead(self.embedding.weight)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # GPT-2: 2 * depth layers add to the residual stream, whose variance is to stay that of one.
+                # GPT-2: 2 * depth layers add to the residual stream, whose variance should stay that of one layer.
                 is_residual = name.endswith(("attention.project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if is_residual else 0.02)
 
@@ -47,12 +47,12 @@ class TokenEmbedding(nn.Embedding):
     """Map tokens (B, T) to vectors (B, T, width)."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look the tokens up, on their device: a pipeline may keep the matrix where the head is."""
+        """Look up the tokens on their device: a pipeline may keep the matrix on the device of the head."""
         return functional.embedding(tokens, self.weight.to(tokens.device))
 
 
 class TiedHead(nn.Module):
-    """Map vectors (B, T, width) to logits (B, T, vocabulary) by the matrix that embeds tokens."""
+    """Map vectors (B, T, width) to logits (B, T, vocabulary) with the matrix that embeds tokens."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class TiedHead(nn.Module):
         self.weight = weight
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Normalise, and compare with the vector of each token."""
+        """Normalise, and multiply by the vector of each token."""
         return functional.linear(self.norm(vectors), self.weight.to(vectors.device))
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each of what is normalised, each added to the residual stream (B, T, width)."""
+    """Attention and an MLP, each with normalised input, each added to the residual stream (B, T, width)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads, positions given by rotation."""
+    """Causal multi-head self-attention with rotary positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Mix each place of (B, T, width) with the places before it."""
+        """Mix each position of (B, T, width) with the positions before it."""
         # (B, T, 3 * width) -> three of (B, heads, T, width / heads)
         q, k, v = self.qkv(stream).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotate(q), rotate(k)
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
 
 def rotate(vectors: Tensor) -> Tensor:
-    """Turn each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the place."""
+    """Rotate each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the position."""
     length, size = vectors.shape[-2:]
     place = torch.arange(length, device=vectors.device, dtype=torch.float32)
     speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / size, device=vectors.device, dtype=torch.float32)

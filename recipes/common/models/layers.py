@@ -7,7 +7,7 @@ from torch import nn
 from recipes.common.errors import UserError
 
 FLATTENED_BEFORE = {"ResNet": "fc", "VGG": "classifier", "AlexNet": "classifier"}
-"""Families of torchvision that are a sequence of layers but for a flattening that forward() does itself."""
+"""torchvision families that are a sequence of layers except that forward() flattens before this child."""
 
 
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

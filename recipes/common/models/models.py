@@ -25,7 +25,7 @@ class LeNet(nn.Module):
         # A 5x5 kernel without padding needs 12 pixels to leave something to pool; smaller images are padded.
         padding = 0 if image_size >= 12 else 2
         self.features = nn.Sequential(
-            # The largest of four and then ReLU is the same as ReLU of all four first, for a quarter of the work.
+            # ReLU after pooling gives the same result as ReLU before it, for a quarter of the work.
             nn.Conv2d(channels, 6, kernel_size=5, padding=2),
             nn.MaxPool2d(2),
             nn.ReLU(),
@@ -42,8 +42,8 @@ class LeNet(nn.Module):
             nn.ReLU(),
             nn.Linear(84, num_classes),
         )
-        # He et al. 2015: ReLUs then keep the scale of what passes, and training starts without a plateau. The last
-        # layer keeps torch's smaller weights, so that the first guesses are even.
+        # He et al. 2015: ReLUs then keep the scale of activations, and training starts without a plateau. The last
+        # layer keeps torch's smaller weights, so that the first predictions are nearly uniform.
         for module in [*self.features, *self.classifier[:-1]]:
             if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
                 nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
@@ -72,8 +72,8 @@ def build_model(args: Options, data: Data) -> nn.Module:
     """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
 
     Raises:
-        UserError: a name that torchvision does not have (with the nearest), data that the model does not take, or
-            code of the user's that does not fit together.
+        UserError: torchvision does not have the name (with the nearest one), the model does not accept the data,
+            or the user's code does not fit together.
     """
     model = make_model(args, data)
     check_model(model, args, data)
@@ -81,7 +81,7 @@ def build_model(args: Options, data: Data) -> nn.Module:
 
 
 def make_model(args: Options, data: Data) -> nn.Module:
-    """Return --model as its name or the user's function makes it; raises UserError as build_model() does."""
+    """Return --model, built by its name or by the user's function; raises UserError as build_model() does."""
     torch.manual_seed(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
     if is_reference(args.model):
@@ -103,7 +103,7 @@ def make_model(args: Options, data: Data) -> nn.Module:
 
 
 def check_model(model: nn.Module, args: Options, data: Data) -> None:
-    """Hold code of the user's to what the recipes expect; a model on the meta device, to shapes alone.
+    """Check that the user's code does what the recipes expect; for a model on the meta device, check shapes only.
 
     Raises UserError if model, data and task do not fit together.
     """

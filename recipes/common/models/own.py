@@ -17,26 +17,26 @@ from recipes.common.user_code import add_derived, call, load, name_of
 
 
 def build_own_model(args: Options, data: Data) -> nn.Module:
-    """Return what a function of the user's makes of the data's shapes: see Data.
+    """Return the model that the user's function builds for the data: see Data.
 
-    Raises UserError if it is no model.
+    Raises UserError if the function fails or returns no nn.Module.
     """
     model = call(f"--model {args.model}", load("--model", args.model), data)
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # An expanded one has less memory than numbers: a broadcast would write beyond it, a resume not at all.
+            # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
             module._buffers[name] = buffer.contiguous()
     return model
 
 
 def check_fit(model: nn.Module, args: Options, data: Data) -> None:
-    """Run two samples through model and task before anything is trained with code that does not fit.
+    """Run two samples through the model and the task, to find code that does not fit before training.
 
-    A model on the meta device, which computes shapes alone, gets outputs of one half.
+    A model on the meta device computes only shapes: the task then gets outputs filled with 0.5.
 
-    Raises UserError if the model does not take the inputs, the task not its outputs, or it does not return sums.
+    Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
     """
     check_state(model, args)
     inputs, targets = _two_samples(data)
@@ -56,7 +56,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     sums = call(what, task.metric_sums, output, targets)
     try:
         is_complete = len(sums) == len(task.metrics)
-    except TypeError:  # one value alone
+    except TypeError:  # a single value
         is_complete = False
     if not is_complete:
         fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
@@ -71,7 +71,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
     except UserError as error:
-        # Of two samples a variance may be 0: that says nothing of the whole test set.
+        # The variance of two samples may be 0, which says nothing about the whole test set.
         if not isinstance(error.__cause__, ArithmeticError | ValueError):
             raise
     if getattr(model, "is_sequence", False):
@@ -80,7 +80,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
 
 
 def check_state(model: nn.Module, args: Options) -> None:
-    """Raise UserError where a checkpoint would not give back what the model has it hold beside tensors."""
+    """Raise UserError if a checkpoint could not restore what the model's state dict holds besides tensors."""
     for name, value in model.state_dict().items():
         file = io.BytesIO()
         try:
@@ -88,7 +88,7 @@ def check_state(model: nn.Module, args: Options) -> None:
                 torch.save(value, file)
                 file.seek(0)
                 torch.load(file, weights_only=True)
-        except Exception as error:  # of pickle and torch, which have a dozen kinds
+        except Exception as error:  # pickle and torch raise a dozen kinds
             what = f"no checkpoint gives back {name}, {name_of(value)}"
             fix = "let get_extra_state() return tensors, numbers, texts, or lists and dicts of them"
             raise UserError(f"--model {args.model}: {what}; {fix}") from error
@@ -96,9 +96,9 @@ def check_state(model: nn.Module, args: Options) -> None:
 
 @torch.no_grad()
 def check_sequence(model: nn.Module, sequence: Sequence[nn.Module], args: Options, data: Data) -> None:
-    """Hold a model that says is_sequence to its word.
+    """Check a model that sets is_sequence.
 
-    Raises UserError if its children one after another return something else than the model.
+    Raises UserError if its children, applied one after another, do not return what the model returns.
     """
     inputs, _ = _two_samples(data)
     inputs = inputs.to(next(model.parameters()).device)

@@ -13,15 +13,15 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError, nearest
 
 SMALL_IMAGE = 64
-"""Up to this side, a ResNet gets the stem of He et al.'s CIFAR variant instead of ImageNet's."""
+"""Up to this image size, a ResNet gets the stem of He et al.'s CIFAR variant instead of ImageNet's."""
 
 
 def build_torchvision_model(name: str, others: Sequence[str], data: Data) -> nn.Module:
-    """Return a classification model of torchvision for images of any size and number of channels, on the CPU.
+    """Return a classification model of torchvision, on the CPU, for the data's image size and channels.
 
     Raises:
-        UserError: a name that torchvision does not have, with the nearest of its own and of `others`; or images
-            that the model does not take.
+        UserError: torchvision does not have the name (with the nearest of its names and of `others`), or the model
+            does not accept the images.
     """
     names = models.list_models(module=models)
     if name not in names:
@@ -48,7 +48,7 @@ def build_torchvision_model(name: str, others: Sequence[str], data: Data) -> nn.
 
 
 def _fit_channels(model: nn.Module, channels: int) -> None:
-    """Let the first convolution read as many channels as the data have."""
+    """Make the first convolution take the data's number of channels."""
     first = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
     if first.in_channels != channels:
         first.in_channels = channels

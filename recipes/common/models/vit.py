@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class VisionTransformer(nn.Module):
     """A small vision transformer for square images of any size: at most 8 x 8 patches, pre-norm blocks.
 
-    Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, with the mean of all tokens in place of
+    Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929, with the mean of all tokens instead of
     a class token as in Beyer et al. 2022, https://arxiv.org/abs/2205.01580.
     """
 
@@ -38,7 +38,7 @@ class VisionTransformer(nn.Module):
 
 
 class PatchEmbedding(nn.Module):
-    """Map images (B, C, S, S) to tokens (B, patches, width) that know their place."""
+    """Map images (B, C, S, S) to tokens (B, patches, width) with position embeddings."""
 
     def __init__(self, channels: int, image_size: int, width: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class PatchEmbedding(nn.Module):
         self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Cut into patches, project each, and add its position."""
+        """Cut images into patches, project each patch, and add its position embedding."""
         return self.project(images).flatten(2).transpose(1, 2) + self.position
 
 

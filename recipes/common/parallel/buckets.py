@@ -15,15 +15,15 @@ KEYWORDS = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
 }
-"""The keyword that lets DistributedDataParallel leave buffers alone; newer versions of torch have renamed it."""
+"""The argument that stops DistributedDataParallel from broadcasting buffers; newer torch has renamed it."""
 
 
 def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
-    """Let DDP put its buckets together as they will stay; call it on all ranks, before the model is compiled.
+    """Make DDP build its final buckets; call it on all ranks, before the model is compiled.
 
-    The first backward shows the order in which gradients come, and the buckets are rebuilt by it. The
-    place in a bucket decides how a sum over three or more ranks is rounded. So that the first step after a resume
-    rounds like any other, a pass over a blank image (in eval(): it changes no statistics) comes before.
+    DDP rebuilds its buckets in the order in which the first backward computes gradients. A gradient's place in a
+    bucket decides how a sum over three or more ranks is rounded. A pass over a blank sample, before training,
+    makes the first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
     ddp(data.input.zeros(1, device)).sum().backward()

@@ -14,9 +14,9 @@ from recipes.common.world.peers import Peers
 
 
 def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]) -> DeviceMesh:
-    """Return the mesh of all ranks in rows of `row_size` neighbours, each wait bounded; call it on all ranks.
+    """Return a mesh of all ranks in rows of `row_size` neighbours, each with a time-out; call it on all ranks.
 
-    `names` are those of its two dimensions: the groups of the columns, and the groups of the rows.
+    `names` are the names of its two dimensions: first of the groups along columns, then of those along rows.
     """
     grid = torch.arange(world.world_size).view(-1, row_size)
     timeout = bound_of_group(bound_of_waits(args), world.device.type)

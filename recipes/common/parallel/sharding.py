@@ -21,11 +21,11 @@ from recipes.common.world.agreement import Slot
 from recipes.common.world.peers import Peers
 
 Boxes = Callable[[str | None, Box], list[Box]]
-"""Where a rank's shard of a parameter lies in the model that is not split: (name, its box here)."""
+"""Returns the boxes of the unsplit model's parameter that a rank's shard covers: (name, the shard's box here)."""
 
 
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
-    """Clip, and step the optimizer on this rank's shards if the whole gradient passes the check.
+    """Clip the gradients, and step the optimizer on this rank's shards if the whole gradient passes the check.
 
     Call it on all ranks.
     """
@@ -33,7 +33,7 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
     def check_norm(gradients: Sequence[Tensor]) -> bool:
         some = gradients[:1] if job.args.on_nonfinite == "stop" else gradients  # as nonfinite.py does
         with job.peers.watch("gradients"):
-            # Sharding: each rank knows the norm of its shards; sums the squares, 4 bytes a rank.
+            # Sharding: each rank knows the norm of its shards; sums their squares, 4 bytes a rank.
             return check([whole(nn.utils.get_total_norm(some))])
 
     with job.peers.watch("gradients"):
@@ -41,7 +41,7 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of which ranks hold shards; call it on all ranks."""
+    """Return the whole of a tensor whose shards are spread over ranks; call it on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -62,7 +62,7 @@ def gather_state(job: Job) -> dict[str, Any] | None:
 
 
 def own_shards(model: nn.Module, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a checkpoint's content, as broadcast_tree() outlines it, so that this rank keeps its shards alone."""
+    """Return broadcast_tree()'s outline of a checkpoint, changed so that this rank keeps only its own shards."""
     if content is None:
         return None
     own = model.state_dict()
@@ -79,15 +79,15 @@ def own_shards(model: nn.Module, content: dict[str, Any] | None) -> dict[str, An
 
 
 def write_shards(job: Job, peers: Peers) -> None:
-    """Let each rank write its part of a checkpoint from now on, over connections that nothing else uses."""
+    """Make each rank write its part of checkpoints from now on; nothing else may use `peers`' connections."""
     folder = job.record.checkpoints if job.record else CheckpointFolder(job.folder / "checkpoints")
     job.writer = CheckpointWriter(ShardedFolder(folder, peers).write, job.stop.fail)
 
 
 def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint: references in place of tensors, and `parts`, what its file holds.
+    """Return this rank's part of a checkpoint: references instead of tensors, and in `parts` its file's tensors.
 
-    Of ranks that hold the same, one writes it; is_first: this rank is of the replica that does.
+    Of ranks that hold the same data, one writes it. `is_first`: whether this rank is in the replica that writes.
     """
     parts: list[Tensor] = []
     place = 0
@@ -112,7 +112,7 @@ def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: 
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor."""
+    """Return whether this rank is the first of those that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
@@ -122,7 +122,7 @@ def is_written_here(tensor: Tensor, rank: int) -> bool:
 
 
 def own_box(tensor: Tensor) -> Box:
-    """Return this rank's part of a tensor: of n rows over m ranks, ceil(n / m) each."""
+    """Return this rank's part of a tensor: with n rows over m ranks, each has ceil(n / m), the last ones fewer."""
     box = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         for i, placement in enumerate(tensor.placements):
@@ -137,9 +137,9 @@ def own_box(tensor: Tensor) -> Box:
 def read_shards(
     model: nn.Module, content: dict[str, Any] | None, boxes: Boxes = lambda name, box: [box]
 ) -> dict[str, Any] | None:
-    """Return a sharded checkpoint's content with the slices that this rank holds, read from the files.
+    """Return a sharded checkpoint's content with the parts of tensors that this rank holds, read from the files.
 
-    One that is not sharded stays as it is.
+    The content of any other checkpoint is returned unchanged.
 
     Raises:
         UserError: a file cannot be read.
@@ -165,10 +165,10 @@ def read_shards(
 def map_states(
     content: dict[str, Any], model: nn.Module, change: Callable[[str | None, Any], Any]
 ) -> dict[str, Any]:
-    """Return a checkpoint's content with change(name, value) in place of weights and of the optimizer's state.
+    """Return a checkpoint's content in which change(name, value) replaces each weight and each optimizer state.
 
-    The name is that of the weight, or of the parameter to which the state belongs (None: the model has none such).
-    A tied weight is changed once, under its first name.
+    The name is the weight's, or that of the parameter to which the state belongs (None: the model has no such
+    parameter). A tied weight is changed once, under its first name.
     """
     names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
     first_names: dict[int, str] = {}

@@ -10,33 +10,33 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from recipes.common.errors import UserError
-from recipes.common.process.failure import explain  # not later: a disk that fails may be the reason
+from recipes.common.process.failure import explain  # now: later, a failing disk may prevent it
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.watch import Watch
 
 USAGE_STATUS = 2
-"""Exit status of a refusal, the one that argparse and most Unix tools use."""
+"""Exit status of a UserError by default, the one that argparse and most Unix tools use."""
 
 CHECKPOINT_THREAD = "checkpoint"
 """The name of the thread that writes a checkpoint."""
 
 CHECKPOINT_GRACE_S = 2.0
-"""How long a rank that has lost another still writes at a checkpoint: launchers leave it 3 s."""
+"""How long a rank that has lost another one may still write a checkpoint, before launchers end it."""
 
 
 def exit_status(main: Callable[[], object]) -> int:
-    """Run main() and turn a UserError into one line on standard error and status 2.
+    """Run main() and return the exit status; turn a UserError into one line on standard error and its status.
 
-    Every rank ends with the same status, but only rank 0 prints: a recipe shares an error that one rank alone
-    has met with all ranks before it raises it. Before the ranks have met, rank 0 may have no such error: the first
-    rank of each other node prints it too, unless a launcher has ended it because rank 0 has.
+    All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks
+    before it raises it. Before the ranks have met, rank 0 may not have the error: the first rank of each other
+    node then prints it, too, unless its launcher ends it first because rank 0 has ended.
 
-    A lost connection to another rank is one line too, with status 1. That rank reports its own error,
-    and a traceback through the collective that noticed it would add nothing. A rank that does not answer
-    within --timeout-s is named, and where all others wait for it: see watch.py.
+    A lost connection to another rank is reported in one line, too, with status 1. That rank reports its own error,
+    and a traceback through the collective that noticed it would add nothing. If a rank does not answer within
+    --timeout-s, the report names it and where all others wait for it: see watch.py.
 
-    Torch's 300,000 objects never become garbage. Frozen, they no longer add 0.1 s to each garbage collection: a
-    rank takes 1 s less of CPU time to start and to end.
+    Torch's 300,000 objects never become garbage. Freezing them saves 0.1 s in each garbage collection: a rank
+    needs 1 s less CPU time to start and to end.
     """
     gc.freeze()
     try:
@@ -49,17 +49,17 @@ def exit_status(main: Callable[[], object]) -> int:
             _end_now(status)
         return status
     finally:
-        # The job is over for this process: a stop signal must not kill it while the interpreter winds down.
+        # The job is over for this process: a stop signal must not kill it while the interpreter shuts down.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if Watch.active:
             Watch.active.close()
-        gc.freeze()  # also what was imported later: the interpreter collects again as it ends
+        gc.freeze()  # later imports, too: the interpreter collects garbage once more at exit
     return 0
 
 
 def _end_now(status: int) -> NoReturn:
-    """End this process; threads that wait for another rank would keep the interpreter from ending."""
+    """End this process at once: threads that wait for another rank would keep the interpreter alive."""
     for thread in threading.enumerate():
         if thread.name == CHECKPOINT_THREAD:
             thread.join(CHECKPOINT_GRACE_S)

@@ -15,7 +15,7 @@ from recipes.common.watch.bounds import TIME_OUTS
 from recipes.common.watch.watch import Watch
 
 REFUSAL_GRACE_S = 3.0
-"""How long the other ranks leave rank 0 to print why all of them end."""
+"""How long the other ranks wait for rank 0 to print why all ranks end."""
 
 LOST_PEER = (
     # gloo and the store
@@ -29,16 +29,16 @@ LOST_PEER = (
     "NCCL communicator was aborted",
     *TIME_OUTS,
 )
-"""Parts of the messages of a collective whose other ranks have gone or do not answer."""
+"""Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
 
 NCCL_ERROR = "NCCL error"
-"""How all messages of NCCL begin, those about a full disk or a broken GPU too; the last line is the reason."""
+"""Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
 
 
 def explain(error: UserError | RuntimeError) -> bool:
-    """Print a refusal, or which collective has failed; return False for an error of another kind.
+    """Print one line about a UserError or a failed collective; return False for an error of another kind.
 
-    Where a rank does not answer, report that instead, and end this process.
+    If a rank does not answer, report the hang instead, and end this process.
     """
     if isinstance(error, UserError):
         _print_refusal(error)
@@ -55,15 +55,15 @@ def explain(error: UserError | RuntimeError) -> bool:
 
 
 def _print_refusal(error: UserError) -> None:
-    """Print one line, if this is the rank to do so; where others are to, leave them the time for it."""
+    """Print the error if this is the rank to print it; otherwise give that rank the time to do so."""
     rank = os.environ.get("RANK", "0")
     local_rank = os.environ.get("LOCAL_RANK", rank)
     if rank != "0" and not error.on_one_rank and not (error.on_every_node and local_rank == "0"):
-        # A launcher ends all ranks as soon as one of them exits: rank 0 has to say why before that, and after it
-        # the first rank of this node.
+        # A launcher ends all ranks as soon as one of them exits. Before that, rank 0 has to print the reason, and
+        # after rank 0 the first rank of this node.
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, frame: sys.exit(error.status))
-        # A launcher may have started this process with them blocked.
+        # A launcher may have started this process with these signals blocked.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         time.sleep(REFUSAL_GRACE_S * (1 if local_rank in ("0", rank) else 2))
         if HAVE_MET.is_set() or local_rank != "0":
@@ -73,7 +73,7 @@ def _print_refusal(error: UserError) -> None:
 
 
 def _reason(said: str) -> str | None:
-    """Return one line on a collective that has failed with this message; None if it is about something else."""
+    """Return a one-line reason for a collective that failed with this message; None for any other message."""
     lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
     if NCCL_ERROR in said:
         text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
@@ -84,7 +84,7 @@ def _reason(said: str) -> str | None:
 
 
 def _said(error: BaseException) -> str:
-    """Return what an error says, and after it what those say that it was raised from."""
+    """Return the message of an error, followed by the messages of the errors that caused it."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 10:

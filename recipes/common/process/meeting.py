@@ -8,39 +8,39 @@ from recipes.common.errors import UserError
 
 
 class PortTakenError(UserError):
-    """Another process took MASTER_PORT after a launcher had chosen it, which is nobody's mistake: try again."""
+    """Another process took MASTER_PORT after a launcher had chosen it, which is nobody's mistake: retry."""
 
     status = 75
-    """EX_TEMPFAIL of sysexits.h: a Slurm job with it is requeued, and other launchers take another port."""
+    """EX_TEMPFAIL of sysexits.h: a Slurm job with this status is requeued; other launchers choose another port."""
 
 
 def is_port_chosen() -> bool:
-    """Whether a launcher chose MASTER_PORT, and not the user."""
+    """Return whether a launcher, not the user, chose MASTER_PORT."""
     return bool(os.environ.get("PORT_IS_CHOSEN"))
 
 
 def port_taken(port: int) -> UserError:
-    """Return the error of a port that is taken: the user's mistake, unless a launcher chose it."""
+    """Return the error for a port that is taken: the user's mistake, unless a launcher chose the port."""
     if is_port_chosen():
         return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
     return UserError(f"MASTER_PORT {port} is taken; choose another one")
 
 
 class MissingNodeError(UserError):
-    """A node did not come within the bound; another start may find it."""
+    """A node did not join in time; another start may find it."""
 
     status = 1
 
 
 class MissingStoreError(MissingNodeError):
-    """The store of an elastic job did not answer within the bound."""
+    """The store of an elastic job did not answer in time."""
 
     status = 68
-    """EX_NOHOST of sysexits.h, of an agent; its node ends with 1, or counts as lost where it was to come back."""
+    """EX_NOHOST of sysexits.h, for an agent. Its node ends with status 1, or counts as lost if it had returned."""
 
 
 def cannot_meet(rank: int, message: str) -> UserError:
-    """Return what torch's message means: the port is taken, or the ranks do not find each other in time."""
+    """Return the error for torch's message: the port is taken, or the ranks did not find each other in time."""
     is_taken = "EADDRINUSE" in message
     if is_taken and is_port_chosen():
         return port_taken(int(os.environ["MASTER_PORT"]))

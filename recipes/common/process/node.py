@@ -1,6 +1,6 @@
 """One node's part in a job, for whatever starts ranks: its place, the way to node 0, and whom to name at the end.
 
-scripts/launch/agent.py and recipes/spawn use it. It imports nothing heavy, so that a starter listens to signals at
+scripts/launch/agent.py and recipes/spawn use it. It imports nothing heavy, so that a launcher handles signals at
 once.
 """
 
@@ -34,10 +34,10 @@ class Node:
 
 
 def read_master(nnodes: int) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT; unset, they are this machine (on one node only) and 29500.
+    """Return MASTER_ADDR and MASTER_PORT; the defaults are this machine (for one node only) and 29500.
 
     Raises:
-        UserError: a job of several nodes without an address, or what is no port.
+        UserError: a job of several nodes has no MASTER_ADDR, or MASTER_PORT is not a port.
     """
     if nnodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
@@ -45,11 +45,11 @@ def read_master(nnodes: int) -> tuple[str, int]:
 
 
 def check_head(node: Node) -> None:
-    """On node 0, take the port for a moment; on the others, wait until node 0 answers.
+    """Check on node 0 that the port is free; on the other nodes, wait until node 0 answers.
 
     Raises:
         UserError: the port is taken.
-        MissingNodeError: the name does not resolve, or nobody answers, within the bound.
+        MissingNodeError: the name of node 0 does not resolve, or it does not answer, in time.
     """
     if node.node_rank == 0:
         check_port(node.master_port)
@@ -58,7 +58,7 @@ def check_head(node: Node) -> None:
 
 
 def check_port(port: int) -> None:
-    """Take a port on all addresses for a moment; raises UserError where that is not possible."""
+    """Bind a port on all addresses for a moment; raises UserError if that is not possible."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,13 +70,13 @@ def check_port(port: int) -> None:
 
 
 def wait_for_head(node: Node, store: str = "") -> str:
-    """Wait until node 0 answers, or an elastic job's store (host:port); return this node's address for the others.
+    """Wait until node 0, or an elastic job's store (host:port), answers; return this node's address for others.
 
-    It is the one that is seen there. On the same machine that may be the loopback, which means MASTER_ADDR.
+    It is the address from which this node connects; for the loopback, on node 0's own machine, it is MASTER_ADDR.
 
     Raises:
-        MissingNodeError: node 0 does not answer within the bound.
-        MissingStoreError: the store does not.
+        MissingNodeError: node 0 does not answer in time.
+        MissingStoreError: the store does not answer in time.
     """
     place = store or f"{node.master_addr}:{node.master_port}"
     host, _, port = place.rpartition(":")
@@ -97,10 +97,10 @@ def wait_for_head(node: Node, store: str = "") -> str:
 
 
 def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
-    """Return a node's exit status from those of its failed ranks; name the one to blame unless that is said.
+    """Return a node's exit status from those of its failed ranks; print which rank is to blame unless they have.
 
-    A refusal counts first, then a port that was taken, then a hang: each has printed its own line. A rank that a
-    signal has killed counts before those that ended with an error, which is mostly that they have lost it.
+    A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line. A
+    rank killed by a signal comes before ranks that ended with an error, which mostly have lost the killed rank.
     """
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if spoken in statuses.values():
@@ -111,12 +111,12 @@ def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
 
 
 def culprit_of(statuses: dict[int, int]) -> int:
-    """Return the failed rank to blame: one that a signal has killed, else the lowest."""
+    """Return the failed rank to blame: the lowest one killed by a signal, or else the lowest one."""
     return min(statuses, key=lambda rank: (statuses[rank] > 0, rank))
 
 
 def how_ended(status: int) -> str:
-    """Return how a process with this exit status ended, below 0 by a signal."""
+    """Return how a process with this exit status ended; a negative status means a signal."""
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 

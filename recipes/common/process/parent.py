@@ -2,7 +2,7 @@
 
 A launcher sets LAUNCHER_PID to its own process id and starts a program that calls `end_with_launcher()` first
 (scripts/launch/hold_signals.py). Linux then kills the process when its parent ends (prctl(2), PR_SET_PDEATHSIG),
-also after exec. Where there is no prctl (macOS), or it is refused, a thread polls the parent's process id.
+also after exec. If prctl is missing (macOS) or refused, a thread polls the parent's process id instead.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-with contextlib.suppress(ImportError):  # here, because end_with_parent() also runs between fork and exec
+with contextlib.suppress(ImportError):  # at the top, because end_with_parent() also runs between fork and exec
     import ctypes
 
 LAUNCHER_PID = "LAUNCHER_PID"
-"""The variable with the process id of the launcher that a process is to end with."""
+"""Environment variable with the process id of the launcher: a process ends when its launcher ends."""
 
 POLL_S = 0.5
-"""How often a process looks for its parent where the kernel does not."""
+"""Time between a process's checks of its parent if the kernel does not watch it."""
 
 _is_polling = False
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Send this process a signal when its parent ends, by default one that nothing can block.
+    """Send this process a signal when its parent ends, by default one that cannot be blocked.
 
     Args:
-        parent: the process id of the parent, where it is known; another one now means that it has ended already.
+        parent: the parent's process id, if known; if another process is the parent now, it has already ended.
         number: the signal.
     """
     global _is_polling
@@ -42,12 +42,12 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     if not _ask_kernel(number):
         _is_polling = True
         threading.Thread(target=_poll, args=(parent, number), name="parent", daemon=True).start()
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before the kernel was asked
         os.kill(os.getpid(), number)
 
 
 def _ask_kernel(number: int) -> bool:
-    """Let Linux send the signal; return False where it cannot."""
+    """Ask Linux to send the signal when the parent ends; return False if it cannot."""
     pr_set_pdeathsig = 1
     try:
         return bool(ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number)) == 0)
@@ -62,17 +62,17 @@ def _poll(parent: int, number: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """End with the launcher that LAUNCHER_PID names, if it is set; take the variable out of the environment."""
+    """End this process when the launcher in LAUNCHER_PID ends, if that is set; remove the variable."""
     launcher = os.environ.pop(LAUNCHER_PID, "")
     if launcher:
         end_with_parent(int(launcher))
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Become another Python program: `-m MODULE ARGUMENTS` after Python's own options, or `FILE ARGUMENTS`."""
+    """Replace this program by another one: Python's own options and `-m MODULE ARGUMENTS`, or `FILE ARGUMENTS`."""
     if not _is_polling:
         os.execv(sys.executable, [sys.executable, *words])
-    # The thread would not survive exec: the program runs in this process, without Python's own options.
+    # The polling thread would not survive exec: run the program in this process, without Python's own options.
     if words[0].startswith("-"):
         sys.argv = list(words[words.index("-m") + 1 :])
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -10,12 +10,12 @@ from recipes.common.errors import UserError
 from recipes.common.options import read_number
 
 HAVE_MET = threading.Event()
-"""Set once all ranks have met: an error is then one of all ranks, and rank 0 prints it."""
+"""Set once all ranks have met: from then on all ranks share an error, and rank 0 prints it."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's numbers; rank is the global one, and the sizes count processes."""
+    """This process's ranks and the numbers of processes; `rank` is the global rank."""
 
     rank: int
     local_rank: int
@@ -24,9 +24,9 @@ class Ranks:
 
 
 def read_ranks(recipe: str) -> Ranks:
-    """Return what RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE say.
+    """Return the values of RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
 
-    Raises UserError if one of them (or MASTER_ADDR, MASTER_PORT) is missing or makes no sense.
+    Raises UserError if one of them (or MASTER_ADDR, MASTER_PORT) is missing or invalid.
     """
     start = f"start it with `make run RECIPE={recipe}` or `torchrun --nproc-per-node=2 -m recipes.{recipe}.train`"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

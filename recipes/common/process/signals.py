@@ -10,15 +10,15 @@ from recipes.common.errors import UserError
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 GO, STOP, FAIL = 0, 1, 2
-"""What a rank votes. The largest vote of all ranks is what all of them do."""
+"""A rank's vote. All ranks do what the largest vote says."""
 
 
 class Stop:
     """This rank's reason to stop: a signal it received, or an error that only it has.
 
-    USR1 and TERM mean "write a checkpoint, then leave with status 0". The handler only sets a flag, so
-    that the step under way ends normally. Signals that came before the handlers stood (a launcher may
-    start its ranks with them blocked, so that none is lost while Python imports) are delivered here.
+    USR1 and TERM mean "write a checkpoint, then exit with status 0". The handler only sets a flag, so that the
+    current step ends normally. A launcher may start its ranks with these signals blocked, so that none is lost
+    while Python imports; signals that came before the handlers were installed are delivered here.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class Stop:
         self.signal = signal.Signals(number)
 
     def fail(self, error: UserError) -> None:
-        """Keep the first error of this rank until all ranks have been told of it."""
+        """Keep the first error of this rank until all ranks know of it."""
         self.error = self.error or error
 
     @property
     def vote(self) -> int:
-        """GO, STOP or FAIL, as this rank sees it now."""
+        """This rank's current vote: GO, STOP or FAIL."""
         if self.error:
             return FAIL
         return STOP if self.signal else GO
 
 
 def vote_interval(world_size: int) -> int:
-    """Return how many steps there are from one vote to the next.
+    """Return the number of steps from one vote to the next.
 
-    Gloo sends a vote around a ring of all ranks: of thousands it takes longer than a step. Up to 64 ranks vote in
-    each step, so that a signal takes effect at once; beyond that, the cost of votes per step stays the same.
+    Gloo sends a vote around a ring of all ranks: with thousands, that takes longer than a step. Up to 64 ranks
+    vote in each step, so that a signal takes effect at once; beyond that, the cost of votes per step is constant.
     """
     return -(-world_size // 64)

@@ -16,16 +16,16 @@ class Bar(Progress):
     _bar: Any = None
 
     def begin_epoch(self, epoch: int, steps: int, done: int, run_steps: int, run_done: int) -> None:
-        """Start an epoch; the bar begins with the first."""
+        """Start an epoch; the first call creates the bar."""
         super().begin_epoch(epoch, steps, done, run_steps, run_done)
         if self._bar is None:
-            # The speed is in the figures at the end, in samples or tokens.
+            # The postfix shows the speed, in samples or tokens.
             form = "{desc} {percentage:3.0f}%|{bar}| step {n}/{total} {elapsed}, {remaining} left{postfix}"
             self._bar = tqdm(total=run_steps, initial=run_done, leave=False, bar_format=form)
         self._bar.set_description_str(self._title)
 
     def begin_evaluation(self) -> None:
-        """Say on the bar that an evaluation is under way."""
+        """Show on the bar that an evaluation is running."""
         if self._bar is not None:
             self._bar.set_description_str(f"{self._title}: evaluating")
 

@@ -13,11 +13,11 @@ from recipes.common.checkpoint.checkpoint import names_in
 from recipes.common.errors import UserError
 
 NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
-"""Options that differ between the launches of a run without meaning anything."""
+"""Options that may change between the launches of a run: changes_of() does not report them."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a config.json; raises UserError if it is none, OSError if it cannot be read."""
+    """Return a config.json's content; raises UserError if it is not one of ours, OSError if it cannot be read."""
     text = path.read_text(errors="replace")
     with contextlib.suppress(LookupError, TypeError, ValueError):
         config: dict[str, Any] = json.loads(text)
@@ -37,7 +37,7 @@ def read_record(folder: Path, step: int) -> tuple[dict[str, Any], list[dict[str,
 
 
 def read_result(folder: Path, step: int) -> dict[str, Any] | None:
-    """Return result.json; None where there is none, it was cut, or it is that of another step."""
+    """Return the content of result.json; None if it is missing, incomplete or of another step."""
     try:
         result = json.loads((folder / "result.json").read_text(errors="replace"))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -45,12 +45,12 @@ def read_result(folder: Path, step: int) -> dict[str, Any] | None:
     is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
     if not is_whole or result.get("step") != step:
         return None
-    result.setdefault("headline", "test_accuracy")  # results of earlier versions do not say
+    result.setdefault("headline", "test_accuracy")  # earlier versions did not write it
     return result if result["headline"] in result else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are whole: a kill may have cut the last, and a power cut any."""
+    """Return the whole lines of a file: a kill may have cut the last line, and a power cut any line."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.name in names_in(path.parent) else []:
         with contextlib.suppress(json.JSONDecodeError):
@@ -61,7 +61,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the options that two launches have in common and set differently."""
+    """Return the options that both of two launches have, and set differently, with their values."""
 
     def text(value: Any) -> Any:
         return {"True": "on", "False": "off", "None": "none"}.get(str(value), value)
@@ -74,7 +74,7 @@ def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def rename_report(folder: Path) -> None:
-    """Keep the report of a hang in an earlier launch of the run under another name."""
+    """Rename the hang report of an earlier launch of the run, and remove the ranks' parts of it in hang/."""
     shutil.rmtree(folder / "hang", ignore_errors=True)
     path = folder / "hang-report.txt"
     if path.exists():

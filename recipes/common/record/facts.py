@@ -12,8 +12,8 @@ from typing import Any
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what a run is made of; None for what this machine lacks."""
-    import torch  # revision() is for programs that have none, too
+    """Return the versions of a run's software; None for what this machine lacks."""
+    import torch  # here, as programs without torch use revision()
 
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and hasattr(torch._C, "_nccl_version") else ()
     return {
@@ -41,7 +41,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _first_line(path: Path, pattern: str) -> str | None:
-    """Return the part in parentheses of the first line that begins with a pattern; None where there is none."""
+    """Return the group that a pattern captures in the first line that matches it; None if none does."""
     try:
         match = re.search(rf"^{pattern}$", path.read_text(), re.MULTILINE)
     except OSError:
@@ -50,9 +50,9 @@ def _first_line(path: Path, pattern: str) -> str | None:
 
 
 def revision() -> str | None:
-    """Return the git revision of the code, with "-dirty" where tracked files differ from it.
+    """Return the git revision of the code, with "-dirty" if tracked files differ from it; None if unknown.
 
-    An image holds no repository: its Dockerfile says in SOURCE_REVISION what it was built from.
+    A container image holds no repository: its Dockerfile sets SOURCE_REVISION to the revision that was built.
     """
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:

@@ -23,7 +23,7 @@ class Progress:
         self._title, self._steps, self._done = f"epoch {epoch}", steps, done
 
     def begin_evaluation(self) -> None:
-        """Note that an evaluation is under way."""
+        """Note that an evaluation is running; plain lines do not show it."""
 
     def advance(self) -> None:
         """Count a step."""
@@ -40,10 +40,10 @@ class Progress:
         try:
             print(text, flush=True)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else raised again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
             raise UserError(
                 "nobody reads standard output any more; to resume: --resume auto, and the output to a file"
             ) from None
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Leave the terminal as it was; plain lines need nothing for that."""

@@ -2,16 +2,16 @@
 
 config.json         options, versions, hardware, git revision of the first launch, and of each launch in turn
 metrics.jsonl       a line per logged step: kind "step", step, epoch, loss, lr, samples_per_s;
-                    a line per epoch: kind "epoch", epoch, step, test_loss, test_accuracy (or what the task has),
+                    a line per epoch: kind "epoch", epoch, step, test_loss, test_accuracy (or the task's metrics),
                     train_s
-hang-report.txt     of a run in which a rank did not answer; with hang/, what each rank said: see watch.py
-result.json         of a completed run: what its last line says, and time, traffic and memory
-events.out.*        the same for TensorBoard
+hang-report.txt     if a rank did not answer; hang/ has the report of each rank: see watch.py
+result.json         of a completed run: the values of its last line, and time, traffic and memory
+events.out.*        the metrics for TensorBoard
 checkpoints/        see checkpoint.py
-slurm/              what each node printed, where Slurm started it (not written here)
+slurm/              the output of each node, if Slurm started the job (not written here)
 
 The last launch in config.json owns the run. A job that finds another launch there stops and writes nothing more:
-of two jobs of one name, the one that started last goes on.
+if two jobs have the same name, the one that started last continues.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from recipes.common.record.progress import Progress
 from recipes.common.world.places import Place, describe, shorten
 
 LAUNCHER_LOGS = "slurm"
-"""The folder within a run's in which launch files keep what the nodes print."""
+"""The folder within a run's folder in which launch files keep the output of the nodes."""
 
 
 class Record:
-    """Write one run's record; continue it from the step of the checkpoint that a launch resumes from."""
+    """Write one run's record; a launch that resumes continues it from the step of its checkpoint."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class Record:
         self._config, self._metrics = folder / "config.json", folder / "metrics.jsonl"
         self._events: Any = None
         self._earlier_result: dict[str, Any] | None = None
-        """Of a run that was complete before this launch: that stays as it is."""
+        """The result of a run that was complete before this launch; it stays unchanged."""
 
     def begin(self, step: int, total_steps: int, is_complete: bool) -> None:
-        """Add this launch to config.json and drop the lines of steps that will be done again.
+        """Add this launch to config.json, and drop the metrics of steps that will be repeated.
 
-        A run that is complete and has its result stays as it is. Call it once all ranks have restored the
-        checkpoint: it deletes the record that this run replaces. The checkpoint stands at `step` (0: none), and
-        this launch's options ask for `total_steps`.
+        A run that is complete and has its result stays unchanged. Call it once all ranks have restored the
+        checkpoint: it deletes the record that this run replaces. `step` is the step of the checkpoint (0: none),
+        and `total_steps` the number of steps that this launch's options ask for.
 
         Raises:
-            UserError: the checkpoint is beyond what is asked for, or the record cannot be read or written.
+            UserError: `step` is beyond `total_steps`, or the record cannot be read or written.
         """
         config: dict[str, Any] = {}
         kept: list[dict[str, Any]] = []
@@ -105,17 +105,17 @@ class Record:
         if self.is_new and not self.replaces:
             with contextlib.suppress(OSError):
                 self._metrics.unlink(missing_ok=True)
-                self.folder.rmdir()  # stays where a launcher has its logs in it
+                self.folder.rmdir()  # fails if it holds a launcher's logs: then it stays
 
     def check_owner(self) -> None:
-        """Raise UserError if another launch has begun to write to this run: that one goes on.
+        """Raise UserError if another launch has begun to write to this run: the other launch continues.
 
-        A file that cannot be read now proves no other launch. Whether the disk works, the next write shows.
+        A file that cannot be read does not prove another launch. The next write shows whether the disk works.
         """
         fix = "this job stops and writes nothing more; start one job of a name at a time"
         try:
             if self._config.read_text(errors="replace") == self._written:
-                return  # without parsing what grows with every launch
+                return  # without parsing a file that grows with every launch
             from recipes.common.record.earlier import read_config
 
             last = read_config(self._config)["launches"][-1]
@@ -179,26 +179,26 @@ class Record:
                 say(f"options that differ from the last launch (defaults if not given): {', '.join(changes)}")
 
     def log_step(self, **values: float) -> None:
-        """Append a logged step: step, epoch, loss, lr, samples_per_s."""
+        """Append the line of a step to metrics.jsonl: step, epoch, loss, lr, samples_per_s."""
         self._append("step", values)
-        speed = [name for name in values if name.endswith("_per_s")][-1]  # tokens_per_s, where a task counts them
+        speed = [name for name in values if name.endswith("_per_s")][-1]  # tokens_per_s if the task counts tokens
         unit = speed.removesuffix("_per_s")
         self.progress.show(f"loss {values['loss']:.4f}  {values[speed]:,.0f} {unit}/s")
 
     def log_epoch(self, **values: float) -> None:
-        """Append an epoch: epoch, step, the averages, train_s (seconds so far, of all launches)."""
+        """Append the line of an epoch: epoch, step, the averages, train_s (seconds so far, over all launches)."""
         self._append("epoch", values)
         averages = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("test_")]
         self.progress.say("  ".join([f"epoch {values['epoch']}  step {values['step']}", *averages]))
 
     def write_result(self, **result: float | str) -> dict[str, Any]:
-        """Write result.json, and return what is in it, which print_result() takes.
+        """Write result.json and return its content, for print_result().
 
-        Of the whole run, all launches together: step (the last), the last evaluation's averages, of which the line
-        shows `headline`, the best `headline` of any evaluation, samples (trained on), train_s, samples_per_s, and
-        tokens_per_s where a task counts them (timed without each launch's first step). Of this launch: world_size,
-        sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (their number),
-        checkpoint_stall_s (for how long one held up training, on average) and ended (when). A run that was
+        Over all launches of the run: step (the last one), the last evaluation's averages (the printed line shows
+        `headline`), the best `headline` of any evaluation, samples (trained on), train_s, samples_per_s, and
+        tokens_per_s if the task counts tokens (timed without each launch's first step). Of this launch:
+        world_size, sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (how many),
+        checkpoint_stall_s (the average time for which one held up training) and ended (when). A run that was
         complete before keeps its result.
         """
         self.close()
@@ -208,7 +208,7 @@ class Record:
             self.check_owner()
         with as_user_error("write", path):
             if self._earlier_result:
-                os.utime(path)  # launch files see by its time that this launch has reached the end, too
+                os.utime(path)  # its new time shows launch files that this launch has reached the end, too
             else:
                 _replace_text(path, json.dumps(final, indent=2) + "\n")
         return final
@@ -241,7 +241,7 @@ class Record:
                 events.close()
 
     def _append(self, kind: str, values: dict[str, float]) -> None:
-        # JSON has no word for a loss that is not finite.
+        # JSON has no value for a loss that is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.check_owner()
         try:
@@ -269,7 +269,7 @@ def _plain_options(args: Options) -> dict[str, Any]:
 
 
 def _replace_text(path: Path, text: str) -> None:
-    """Write a file that is whole or as it was before, after a power cut too."""
+    """Write a file atomically: it has the new content or, even after a power cut, the old one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w") as file:
         file.write(text)

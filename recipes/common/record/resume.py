@@ -27,7 +27,7 @@ Content = dict[str, Any]
 def find_checkpoint(
     args: Options, recipe: str, check: ShardCheck | None
 ) -> tuple[Path | None, Path | None, Content | None]:
-    """Return the run to continue, and the checkpoint to continue from with its content; None: there is none.
+    """Return the run to continue, the checkpoint to resume from and its content; None for each if there is none.
 
     Raises:
         UserError: as open_run().
@@ -59,7 +59,7 @@ def _find_run(
     if not found and "result.json" in names:
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
     if not found and "config.json" in names:
-        # A run that began from another's checkpoint and has none of its own yet begins from there again.
+        # A run that began from another run's checkpoint and has none of its own yet begins from that one again.
         begun_from = read_config(folder / "config.json")["launches"][-1]["checkpoint"]
         if begun_from and not Path(begun_from).exists():
             raise UserError(
@@ -70,12 +70,12 @@ def _find_run(
 
 
 def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
-    """Return the run that this recipe was launched in last, whatever its name."""
+    """Return the run that this recipe launched last, whatever its name; None if there is none."""
     launched = []
     for name in names_in(runs_dir):
         path = runs_dir / name / "config.json"
         try:
-            config, time_ns = read_config(path), path.stat().st_mtime_ns  # written at each launch
+            config, time_ns = read_config(path), path.stat().st_mtime_ns  # each launch writes it
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (UserError, PermissionError) as error:
@@ -95,7 +95,7 @@ def read_path(
     `check`: as for read_checkpoint().
 
     Raises:
-        UserError: there is none, or it is bad; it names the flag, and the others that it takes beside a path.
+        UserError: there is none, or it is bad; the error names `flag` and `others`, its values besides a path.
     """
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)

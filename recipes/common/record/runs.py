@@ -23,14 +23,14 @@ def open_run(
 ) -> tuple[Record, dict[str, Any] | None]:
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
-    Call it on rank 0 alone, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays as it is. Nothing is written to
-    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. Of a sharded
-    checkpoint, all tensors are read; but none with `check`, which checks its files: each rank reads its own.
+    Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
+    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged. Nothing is written to
+    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. All tensors of a
+    sharded checkpoint are read, unless there is a `check`: it checks the files, and each rank reads its own part.
 
     Raises:
-        UserError: the name is taken, a checkpoint is missing, bad, unreadable or does not fit, or in the run that
-            `--overwrite` deletes, the disk refuses.
+        UserError: the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the run
+            that `--overwrite` deletes; or the folder cannot be written.
     """
     folder: Path | None = None
     path: Path | None = None
@@ -54,7 +54,7 @@ def open_run(
 
 
 def _new_run(args: Options, recipe: str) -> Path:
-    """Make the folder of a new run; without --name, the next free number of the recipe."""
+    """Create the folder of a new run; without --name, its name is RECIPE-N with the next free number."""
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     if args.name:
         folder = args.runs_dir / args.name

@@ -8,28 +8,29 @@ from datetime import timedelta
 from recipes.common.options import Options
 
 HANG_STATUS = 3
-"""Exit status of every rank of a job in which one did not answer; launchers then have nothing to add."""
+"""Exit status of all ranks if one did not answer: the ranks have reported the hang, so launchers print nothing."""
 
 TIME_OUTS = (
     "Timed out waiting",  # gloo
     "Watchdog caught collective operation timeout",  # NCCL
     "timed out in blocking wait",  # NCCL with TORCH_NCCL_BLOCKING_WAIT=1
 )
-"""Parts of the messages of a collective that has waited for longer than its bound."""
+"""Phrases in the error messages of collectives that timed out."""
 
 
 def bound_of_waits(args: Options) -> timedelta:
-    """Return --timeout-s for process groups; call it before they are made."""
-    # NCCL's flight recorder: the last collectives of each rank, dumped when one times out. The older name of the
-    # first is TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tried on several GPUs.)
+    """Return --timeout-s for process groups, and set NCCL's variables; call it before creating the groups."""
+    # NCCL's flight recorder keeps the last collectives of each rank and dumps them when one times out. Older
+    # versions call the first variable TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tested on several GPUs.)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     return timedelta(seconds=args.timeout_s)
 
 
 def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
-    """Return the bound of a process group whose ranks wait for at most this time-out.
+    """Return the time-out to give to a process group whose ranks should wait for at most `timeout`.
 
-    Gloo's waits fail, and are reported. NCCL's watchdog aborts the process instead: it has to come after Watch.
+    A gloo time-out raises an error, which is reported. NCCL's watchdog aborts the process instead, so it has to
+    act later than Watch.
     """
     return 2 * timeout + timedelta(seconds=60) if device_type == "cuda" else timeout

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 ANSWER_S = 1.0
-"""How long the store may take to answer: the rank that keeps it may be the one that hangs."""
+"""How long to wait for the store to answer: the rank that hosts it may be the one that hangs."""
 
 
 class Store(Protocol):
-    """A store that all ranks share, such as torch's TCPStore; the recipe hands it in."""
+    """A store that all ranks share, such as torch's TCPStore; the recipe passes it in."""
 
     def set(self, key: str, value: str, /) -> None: ...  # noqa: D102
     def get(self, key: str, /) -> bytes: ...  # noqa: D102
@@ -23,13 +23,13 @@ class Store(Protocol):
 
 
 class Notes:
-    """The notes of all ranks. Without a store (None), nothing is kept, and nobody answers."""
+    """The notes of all ranks in their store. Without a store (None), nothing is kept and reads return defaults."""
 
     def __init__(self, store: Store | None, world_size: int) -> None:
         self.store, self.world_size = store, world_size
 
     def ask(self, action: Callable[[Store], T], otherwise: T, bound_s: float = ANSWER_S) -> T:
-        """Return what an action on the store gives; otherwise, if there is none, or it does not answer in time."""
+        """Return action(store), or `otherwise` if there is no store, or it fails or does not answer in time."""
         store, result = self.store, [otherwise]
         if store is None:
             return otherwise
@@ -40,30 +40,30 @@ class Notes:
 
         thread = threading.Thread(target=act, name="watch: store", daemon=True)
         thread.start()
-        thread.join(bound_s + self.world_size / 2000)  # some questions are about all ranks
+        thread.join(bound_s + self.world_size / 2000)  # some actions read a key of each rank
         if thread.is_alive():
-            self.store = None  # no use to ask again
+            self.store = None  # asking again is pointless
         return result[0]
 
     def put(self, key: str, text: str) -> None:
-        """Put a text down."""
+        """Store a text under a key."""
         self.ask(lambda store: store.set(key, text), None)
 
     def has(self, key: str) -> bool:
-        """Whether some rank has put a text down."""
+        """Return whether any rank has stored a text under the key."""
         return self.ask(lambda store: store.check([key]), False)
 
     def count(self, key: str, otherwise: int) -> int:
-        """Return how many ranks have called this, with this one."""
+        """Return how many ranks have called this for the key, including this one."""
         return self.ask(lambda store: store.add(key, 1), otherwise)
 
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the texts of a kind that these ranks have put down, by rank."""
+        """Return the texts of a kind that these ranks have stored, by rank."""
         nothing: dict[int, str] = {}
         return self.ask(lambda store: read(store, kind, ranks), nothing)
 
 
 def read(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
-    """Return what a store has of a kind from these ranks, by rank."""
+    """Return the texts of a kind that these ranks have put into a store, by rank, without ranks that have none."""
     keys = {rank: f"{kind}/{rank}" for rank in ranks}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}

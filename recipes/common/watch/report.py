@@ -17,22 +17,23 @@ from recipes.common.watch import sentences
 from recipes.common.watch.notes import Notes
 
 GATHER_S = 2.0
-"""How long ranks may take to say where they stand, once one has called."""
+"""How long ranks may take to report their positions, once one rank has noticed a hang."""
 
 COLLECT_S = 2.0
-"""How long one of them may take to put that together."""
+"""How long one of them may take to combine the reports."""
 
 MANY = 64
-"""Up to so many ranks, all of them look for the others' reports."""
+"""In jobs of up to this many ranks, all ranks collect the others' reports."""
 
 COLLECTORS = 3
-"""Of more ranks, so many do, those that call first: a thousand asking for a thousand would choke the store."""
+"""In larger jobs, only this many do, the first to report: 1,000 ranks reading 1,000 reports overload the store."""
 
 
 def describe_rank(note: dict[str, Any], error: BaseException | None, watchers: Iterable[threading.Thread]) -> str:
     """Return this rank's report: its note as a line of JSON, a sentence, and the stacks of its threads.
 
-    `error` is what the main thread has met; the stacks of `watchers` and of the thread that asks say nothing.
+    If the main thread has caught an `error`, its traceback replaces that thread's stack. The stacks of the
+    `watchers` and of the calling thread (unless it is the main one) are left out: they explain nothing.
     """
     lines = [json.dumps(note), sentences.where_it_stands(note), ""]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -52,12 +53,12 @@ class Report:
     """One rank's part in the report.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         world_size: the number of ranks.
-        place: the folder that gets the report.
-        notes: what ranks share; without a store, the folder is.
-        last_notes: where other ranks stood, as far as this one knows.
-        recent_s: what lies longer in the folder is of an earlier launch.
+        place: the folder to write the report to.
+        notes: the ranks' shared notes; without a store, ranks share the folder instead.
+        last_notes: the last known notes of other ranks, by rank.
+        recent_s: reports in the folder that are older than this are ignored, as they are from an earlier launch.
     """
 
     def __init__(
@@ -68,19 +69,19 @@ class Report:
         self.path = place / "hang-report.txt"
 
     def make(self, text: str, linger_s: float) -> None:
-        """Show this rank's part to the others, and return once the report is there, or its time is up.
+        """Publish this rank's report, and return once the combined report is written or the time is up.
 
-        The rank that has put it together stays for a while, as the store may go with it.
+        The rank that has written it stays for another `linger_s`, because the store may end with it.
         """
         self.notes.put(f"report/{self.rank}", text)
-        self.notes.put("hung", str(self.rank))  # calls the other ranks
+        self.notes.put("hung", str(self.rank))  # makes the other ranks report and end, too
         with contextlib.suppress(OSError):
             (self.place / "hang").mkdir(parents=True, exist_ok=True)
             _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
         if not self.is_collector():
             _wait(GATHER_S + COLLECT_S, self._is_done)
             return
-        reports = self.gather() or {self.rank: text}  # neither a store nor a disk
+        reports = self.gather() or {self.rank: text}  # neither the store nor the disk works
         if self.rank != min(reports):
             _wait(COLLECT_S, self._is_done)
         if not self._is_done() and self.notes.count("collectors", otherwise=1) == 1:
@@ -90,12 +91,12 @@ class Report:
                 time.sleep(linger_s)
 
     def is_collector(self) -> bool:
-        """Whether this rank looks for the reports of the others; of many, those that come first."""
+        """Return whether this rank collects the others' reports: in large jobs the first COLLECTORS ranks do."""
         if self.world_size <= MANY:
             return True
         if number := self.notes.count("callers", otherwise=0):
             return number <= COLLECTORS
-        for i in range(COLLECTORS):  # without a store, of those that share a disk
+        for i in range(COLLECTORS):  # without a store: the first ranks on this disk
             try:
                 (self.place / "hang" / f"collector-{i}").touch(exist_ok=False)
             except FileExistsError:
@@ -106,7 +107,7 @@ class Report:
         return False
 
     def gather(self) -> dict[int, str]:
-        """Wait for the reports of all ranks, for a while; return those that came, by rank."""
+        """Wait up to GATHER_S for the reports of all ranks; return those that arrived, by rank."""
         reports: dict[int, str] = {}
         began_at = time.time()
 
@@ -127,7 +128,7 @@ class Report:
         return self.path.exists() or self.notes.has("done")
 
     def _collect(self, reports: dict[int, str]) -> None:
-        """Write hang-report.txt and say in one line who is missing."""
+        """Write hang-report.txt and print one line that names the missing ranks."""
         silent = sorted(set(range(self.world_size)) - set(reports))
         texts = {**self.last_notes, **self.notes.read("note", silent)}
         last = {rank: json.loads(text) for rank, text in texts.items()}
@@ -151,7 +152,7 @@ def _wait(seconds: float, condition: Callable[[], bool]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is whole or absent for whoever waits for it."""
+    """Write a file atomically, so that ranks that wait for it never read a part of it."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(text)
     Path(file.name).replace(path)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_NAMED = 8
-"""Ranks that a line names one by one."""
+"""Up to this many ranks are named one by one."""
 
 
 def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]], world_size: int) -> str:
-    """Return one sentence on who kept whom waiting.
+    """Return one sentence that says which ranks wait, and for which ranks.
 
     Args:
-        found: what the ranks that answered say of themselves.
-        last: the last notes of those that did not, as far as there are any.
+        found: the notes of the ranks that answered, by rank.
+        last: the last known notes of the ranks that did not, by rank; some may be missing.
         world_size: the number of ranks.
     """
     silent = sorted(set(range(world_size)) - set(found))
@@ -33,7 +33,7 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
 
 
 def _waits(notes: Sequence[dict[str, Any]]) -> str:
-    """Return who waits in which collective; the first is the one that was not joined."""
+    """Return which ranks wait in which collective; the first is the one that not all ranks have joined."""
     groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     for note in notes:
         groups.setdefault((note["entered"], note["name"], _after(note)), []).append(note)
@@ -47,14 +47,14 @@ def _waits(notes: Sequence[dict[str, Any]]) -> str:
 
 
 def where_it_stands(note: dict[str, Any]) -> str:
-    """Return where a rank stands by its note."""
+    """Return a rank's position according to its note."""
     where = "waits in" if note["is_inside"] else "is past"
     on = f"rank {note['rank']} (pid {note['pid']} on {note['host']})"
     return f'{on} {where} "{note["name"]}"{_after(note)} for {note["since_s"]:.1f} s'
 
 
 def last_place(note: dict[str, Any] | None) -> str:
-    """Return where a silent rank stood by its last note."""
+    """Return the position of a rank that does not answer, according to its last note."""
     if not note:
         return "nobody knows where it was"
     ago_s = max(0.0, time.time() - note["time"])
@@ -67,7 +67,7 @@ def _after(note: dict[str, Any]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks 0, 1, 2, or, where they are many, ranks 0-16, 18-1023."""
+    """Return "ranks 0, 1, 2", or, for more than MOST_NAMED ranks, ranges: "ranks 0-16, 18-1023"."""
     if len(ranks) <= MOST_NAMED:
         return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
     runs: list[list[int]] = []

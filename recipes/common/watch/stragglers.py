@@ -9,24 +9,24 @@ Work = dict[int, dict[str, Any]]
 """The notes of ranks, by rank."""
 
 LEAST_EXCESS_S = 0.005
-"""What a straggler takes longer for a step, at the least: less is not worth a line."""
+"""A straggler's work takes at least this much longer per step: less is not worth a warning."""
 
 
 def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[str]:
     """Return a sentence for each rank that all others wait for.
 
     Args:
-        before: notes of the ranks at the beginning of a window.
-        after: and at its end; a rank that is in only one of them does not count.
-        seconds: the window.
-        share: of a step's time, by which a rank's own work exceeds the median of the others' to be named.
+        before: the ranks' notes at the beginning of a window.
+        after: their notes at its end; ranks that are missing from either or made fewer than 5 steps are ignored.
+        seconds: the length of the window.
+        share: a rank is named if its own work exceeds the median of the others' by this share of a step's time.
     """
     work_s = {}
     for rank in before.keys() & after.keys():
         steps = (after[rank]["step"] or 0) - (before[rank]["step"] or 0)
         if steps >= 5:
             work_s[rank] = (after[rank]["busy_s"] - before[rank]["busy_s"]) / steps
-            step_s = seconds / steps  # the same for all: they go in step
+            step_s = seconds / steps  # the same for all ranks: they step together
     if len(work_s) < 2:
         return []
     found = []

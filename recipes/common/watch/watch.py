@@ -1,13 +1,13 @@
 """No hang without a name: what every rank is waiting for, and a report when one does not come.
 
-A rank says which collective it enters (`with world.watch("gradients"): ...`; a microsecond, no system call). A
-thread of its own puts that down five times a second where all ranks can read it: the store at MASTER_ADDR. When
-a wait is longer than --timeout-s, whoever notices first calls the others. Each rank that still answers then writes
-where it stands, with the stacks of its threads, to runs/NAME/hang/rank-N.txt; one of them puts these together into
-runs/NAME/hang-report.txt, names in one line on standard error who is missing, and all of them end (report.py).
+Each rank records which collective it enters (`with world.watch("gradients"): ...`; a microsecond, no system call).
+A background thread publishes this five times a second where all ranks can read it: in the store at MASTER_ADDR.
+When a wait is longer than --timeout-s, the first rank to notice alerts the others. Each rank that still answers
+writes its position and the stacks of its threads to runs/NAME/hang/rank-N.txt. One of them combines these files
+into runs/NAME/hang-report.txt and names the missing ranks in one line on standard error; then all end (report.py).
 
-The notes also tell how long a rank has worked by itself, outside of collectives. From them rank 0 names, during
-training, ranks that the others keep waiting for.
+The notes also record how long a rank has worked by itself, outside of collectives. During training, rank 0 uses
+them to name ranks that the others keep waiting for.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from recipes.common.watch.report import Report, describe_rank
 from recipes.common.watch.stragglers import Work, stragglers
 
 NOTE_S = 0.2
-"""Time between two notes of a rank; longer for more than a thousand ranks, whose store takes 10,000 a second."""
+"""Time between two notes of a rank; longer beyond 1,000 ranks, as their store takes 10,000 requests a second."""
 
 LEAVE_S = 5.0
-"""How long rank 0, with which the store may go, waits at the end for the others to stop using it."""
+"""How long rank 0, which may host the store, waits at the end for the others to stop using it."""
 
 
 class At(NamedTuple):
-    """Where a rank's main thread stands among the collectives."""
+    """The position of a rank's main thread among the collectives."""
 
     entered: int = 0
-    """How many it has entered; those of one name in a row are one: a pipeline's stages have several or none."""
+    """Collectives entered; consecutive ones of one name count once: a pipeline's stages have several or none."""
     name: str = "start"
-    """The last one that it has entered."""
+    """The last collective that it entered."""
     is_inside: bool = False
     since: float = 0.0
-    """When it has entered or left it, by time.monotonic()."""
+    """When it entered or left that collective, by time.monotonic()."""
     limit_s: float = 0.0
 
 
 class Watch:
-    """This rank's part in noticing, naming and ending a hang.
+    """This rank's part in detecting, reporting and ending a hang.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
         world_size: the number of processes.
-        args: for --timeout-s and --runs-dir.
-        store: what all ranks share; without one, each rank speaks for itself.
+        args: for --timeout-s, --runs-dir and the options of stragglers.
+        store: shared by all ranks; without one, each rank reports by itself.
     """
 
     active: ClassVar[Watch | None] = None
-    """The one of this process, for exit_status(), which sees what a collective has raised."""
+    """This process's Watch, for exit_status(), which catches the errors of collectives."""
 
     def __init__(self, rank: int, world_size: int, args: Options, store: Store | None) -> None:
         self.rank, self.world_size, self.args = rank, world_size, args
@@ -89,8 +89,8 @@ class Watch:
     def __call__(self, name: str, computes: bool = False) -> Watch:
         """Enter a collective that all ranks enter: `with watch(name):`.
 
-        With computes, what is done in it besides waiting may itself take long: the bound is that of the backend,
-        and this one, at twice the time, is for a backend that has none.
+        With `computes`, this rank does work of its own inside, which may take long. The backend's time-out then
+        limits the wait; the limit here is twice as long, for backends without a time-out.
         """
         limit_s = self.args.timeout_s * (2 if computes else 1) + 1
         entered, now = self._at.entered + (name != self._at.name), time.monotonic()
@@ -100,15 +100,15 @@ class Watch:
         return self
 
     def __enter__(self) -> None:
-        """Nothing: calling it has noted the place."""
+        """Do nothing: __call__() has recorded the position."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Note that the collective is done; one that has failed is where this rank stands."""
+        """Record that the collective is done; after an error, the position stays inside it."""
         if kind is None:
             self._at = self._at._replace(is_inside=False, since=time.monotonic())
 
     def follow(self, step: Callable[[], int], folder: Path | None) -> None:
-        """Take the step from step(), and keep reports in the run's folder."""
+        """Get the current step from step(), and write reports to the run's folder."""
         self._step, self.folder = step, folder
 
     def take_stragglers(self) -> list[str]:
@@ -117,7 +117,7 @@ class Watch:
         return taken
 
     def close(self) -> None:
-        """Stop watching; the store may go after this."""
+        """Stop watching; after this, the store may end."""
         self._closed.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -125,9 +125,9 @@ class Watch:
         Watch.active = None
 
     def leave(self) -> None:
-        """Stop watching at the end of the job; on rank 0, return once the other ranks have, within LEAVE_S.
+        """Stop watching at the end of the job; on rank 0, wait up to LEAVE_S for the other ranks to do so.
 
-        The store may go with rank 0, and a rank that still used it would print twenty lines of C++.
+        The store may end with rank 0, and a rank that still used it would print twenty lines of C++ errors.
         """
         self.close()
         if self.notes.count("left", otherwise=0) == self.world_size:
@@ -136,9 +136,9 @@ class Watch:
             self.notes.ask(lambda store: store.get("all left"), b"", LEAVE_S)
 
     def is_hang(self, message: str) -> bool:
-        """Whether a collective that has failed with this message has waited for somebody in vain.
+        """Return whether a collective that failed with this message did so because of a hang.
 
-        The first rank whose time is up breaks its connections, and the others see that before their own is.
+        The first rank to time out breaks its connections, and the others see that before they time out themselves.
         """
         waited_s = time.monotonic() - self._at.since
         if any(phrase in message for phrase in TIME_OUTS) or waited_s > 0.8 * self.args.timeout_s:
@@ -146,7 +146,7 @@ class Watch:
         return self.notes.has("hung")
 
     def end(self, error: BaseException | None = None) -> NoReturn:
-        """Report where this rank stands, see to it that all that is known gets into one file, and end."""
+        """Report this rank's position, take part in combining all ranks' reports, and end this process."""
         self._ending.acquire()  # a second thread waits here until the process ends
         try:
             text = describe_rank(self._note(), error, self._threads)
@@ -154,13 +154,13 @@ class Watch:
             known, recent_s = self._last_notes, self.args.timeout_s
             report = Report(self.rank, self.world_size, place, self.notes, known, recent_s)
             report.make(text, linger_s=2 * self._note_s)
-        except Exception:  # whatever becomes of the report, the rank ends
+        except Exception:  # the rank ends even if its report fails
             traceback.print_exc()
         sys.stdout.flush()
         os._exit(HANG_STATUS)
 
     def _keep_time(self, every_s: float) -> None:
-        """End this rank when a wait is too long; without a store, also when another rank has put a report down."""
+        """End this rank when a wait is too long; without a store, also when another rank has written a report."""
         has_store = self.notes.store is not None
         while not self._closed.wait(every_s):
             at = self._at
@@ -170,12 +170,12 @@ class Watch:
                 self.end()
 
     def _keep_notes(self, store: Store) -> None:
-        """Put down where this rank stands, and see whether another one calls."""
+        """Publish this rank's notes, end it if another rank has noticed a hang, and find stragglers on rank 0."""
         window_s, before, since = self.args.straggler_window_s, Work(), time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the store has gone with its rank
+        with contextlib.suppress(RuntimeError):  # the store has ended with its rank
             while not self._closed.wait(self._note_s):
                 store.set(f"note/{self.rank}", json.dumps(self._note()))
-                if self.rank == 1:  # rank 0 may keep the store, and take its own note with it
+                if self.rank == 1:  # rank 0 may host the store: its note would be lost with it
                     self._last_notes.update(read(store, "note", [0]))
                 if store.check(["hung"]):
                     self.end()
@@ -187,7 +187,7 @@ class Watch:
                     before, since = after, now
 
     def _note(self) -> dict[str, Any]:
-        """Return where this rank stands, in plain values."""
+        """Return this rank's note: its position, in values that JSON has."""
         at = self._at
         return {
             "rank": self.rank,

@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def shard(indices: Tensor, index: int, count: int) -> Tensor:
-    """Return share `index` of `count` shares of the indices: contiguous, and as even as it goes.
+    """Return share `index` of `count` shares of the indices: contiguous, and as even as possible.
 
-    The shares are disjoint and make up the whole, without padding or repetition.
+    The shares are disjoint and cover all indices, without padding or repetition.
     """
     first = len(indices) * index // count
     end = len(indices) * (index + 1) // count
@@ -45,7 +45,7 @@ def raise_on_all_ranks(error: UserError | None, peers: Peers) -> None:
 
 
 def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
-    """Return what action() returns on this rank, or raise on every rank what it raised on any.
+    """Run an action and return this rank's result; if it raises a UserError on any rank, raise that on every rank.
 
     Call it on all ranks.
     """
@@ -59,19 +59,19 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
 
 
 MAY_DIFFER = frozenset({"config", "data_dir", "cache_dir", "runs_dir", "workers", "node_rank"})
-"""Options that each rank may give another value: local paths, and what changes no sample and no weight."""
+"""Options that may differ between ranks: local paths, and those that change no sample and no weight."""
 
 LIBRARIES = ("torch", "torchvision", "numpy", "pillow", "nvidia-nvimgcodec-cu13", "horovod", "apex")
-"""Packages whose versions all ranks have to share."""
+"""Packages whose versions have to be the same on all ranks."""
 
 
 def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Callable[[UserError], None]) -> Data:
     """Load the data set, and check that all ranks train the same; call it on all ranks, before anything else.
 
-    Options come first: they decide what ranks do together to load data, and which groups they make.
+    Options are compared first: they decide which collectives load the data, and which groups the ranks make.
 
-    Raises UserError for missing or malformed data; or with the first rank whose options, data, code or libraries
-    differ from rank 0's, and the first difference.
+    Raises UserError if data are missing or malformed; or, with the first rank and the first difference, if
+    options, data, code or libraries differ from rank 0's.
     """
     found: Listing | bytes | None = None
     if peers.world_size > 1:
@@ -84,14 +84,14 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
             content = torch.empty(peers.broadcast_object(len(index)), dtype=torch.uint8)
             content.numpy()[: len(index)] = np.frombuffer(index, np.uint8)
             if len(content):
-                peers.broadcast_tensor(content)  # 28 bytes an image
+                peers.broadcast_tensor(content)  # 28 bytes per image
         found = content.numpy().tobytes()
     if peers.world_size > 1 and args.data == "imagefolder":
         from recipes.common.data.imagefolder import Listing, walk
 
         own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
         with peers.watch("data set"):
-            found = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes an image
+            found = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes per image
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
@@ -100,7 +100,7 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
 
 def training_facts(args: Options, recipe: str) -> dict[str, str]:
-    """Return all that decides what a run computes from its data, by name."""
+    """Return everything that decides what a run computes from its data, by name: options, code, versions."""
     values = vars(args).items()
     facts = {f"--{name.replace('_', '-')}": str(value) for name, value in values if name not in MAY_DIFFER}
     root = Path(__file__).parents[2]
@@ -134,23 +134,23 @@ def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
 
 
 class Slot(NamedTuple):
-    """What stands for a tensor in a tree whose tensors follow (tree.py)."""
+    """A placeholder for a tensor in a tree that is sent before its tensors (tree.py)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     order: tuple[int, ...]
-    """The dimensions by descending stride: in that order the tensor is contiguous."""
+    """The dimensions by descending stride: in this order the tensor is contiguous."""
     keep: Callable[[Tensor], Tensor] | None = None
-    """Returns what this rank keeps of the tensor; None: all."""
+    """Returns the part of the tensor that this rank keeps; None: keep all of it."""
 
 
 def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which change() has replaced what is of a kind."""
+    """Return a copy of nested dicts, lists and tuples in which change(value) replaces each value of a type."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
         copy = type(tree)((key, map_tree(value, kind, change)) for key, value in tree.items())
-        if hasattr(tree, "__dict__"):  # a module's state_dict() holds versions there
+        if hasattr(tree, "__dict__"):  # a module's state_dict() has versions there
             vars(copy).update(vars(tree))
         return copy
     if isinstance(tree, list | tuple):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class NoWatch:
-    """Watches nothing: one process waits for nobody."""
+    """Watch nothing: a single process waits for no other one."""
 
     def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -58,10 +58,10 @@ class Alone:
 
 
 def choose_devices(wanted: str) -> list[torch.device]:
-    """Return the devices of a job of one process: all visible GPUs, or the CPU where there is none.
+    """Return the devices of a job of one process: all visible GPUs, or the CPU if there are none.
 
     Raises:
-        UserError: --device is cuda, and there is none.
+        UserError: --device is cuda, and no GPU is visible.
     """
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and not count:

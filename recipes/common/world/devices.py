@@ -11,16 +11,16 @@ from recipes.common.errors import UserError
 from recipes.common.process.ranks import HAVE_MET, Ranks
 
 Exchange = Callable[[str, str], Mapping[str, str]]
-"""Tell all ranks a kind and a text; return, for each kind that any rank has told, the text of one such rank."""
+"""Sends a kind and a text to all ranks; returns, for each kind that any rank sent, the text of one such rank."""
 
 
 def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl: bool = True) -> torch.device:
-    """Return the first GPU of this process's own, or the CPU.
+    """Return the first of this process's GPUs, or the CPU.
 
-    `wanted` is --device. With auto, a node without GPUs works on CPUs; one whose GPUs do not suffice never does so
-    unasked. `has_nccl`: the communication library can exchange gradients between GPUs.
+    `wanted` is --device. With auto, a node without GPUs uses CPUs; a node with too few GPUs is an error.
+    `has_nccl`: whether the communication library can exchange gradients between GPUs.
 
-    Raises UserError if there are GPUs, or they were asked for, and they cannot be used.
+    Raises UserError if GPUs are present or requested and cannot be used.
     """
     visible = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and not visible):

@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Waits(Protocol):
-    """What each wait for other ranks is announced to: a Watch, or NoWatch."""
+    """The object that is notified of each wait for other ranks: a Watch, or NoWatch."""
 
     def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Enter a collective that all ranks enter; with computes, this rank does work of its own in it."""
+        """Enter a collective that all ranks enter; with `computes`, this rank also does work of its own in it."""
 
     def follow(self, step: Callable[[], int], folder: Path | None) -> None:
-        """Take the step from step(), and keep reports in the run's folder."""
+        """Get the current step from step(), and write reports to the run's folder."""
 
     def take_stragglers(self) -> list[str]:
         """Return the warnings about slow ranks since the last call."""
@@ -46,7 +46,7 @@ class Peers(Protocol):
 
     @property
     def watch(self) -> Waits:
-        """What each wait for the others is announced to."""
+        """The object that is notified of each wait for the others."""
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks."""
@@ -55,10 +55,10 @@ class Peers(Protocol):
         """Return rank 0's value."""
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor, on the CPU or on this rank's device, by rank 0's."""
+        """Overwrite a contiguous tensor, on the CPU or on this rank's device, with rank 0's."""
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor by the sum of the ranks' tensors."""
+        """Overwrite a tensor with the sum of the ranks' tensors."""
 
     def begin_vote(self, vote: int) -> Callable[[], int]:
         """Send this rank's vote; return a function that waits for the others' and returns the largest."""

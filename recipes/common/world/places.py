@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 
 MOST_LINES = 8
-"""Of a description, on the terminal."""
+"""Most lines of a description that the terminal shows."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Place:
 
 
 def place_of(device: torch.device) -> Place:
-    """Return where this process is that works on the device."""
+    """Return the place of this process, which works on the device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return Place(socket.gethostname(), torch.cuda.get_device_name(index), index)
@@ -33,9 +33,9 @@ def place_of(device: torch.device) -> Place:
 
 
 def describe(places: Sequence[Place]) -> list[str]:
-    """Return a line for each group of ranks that follow one another on a host; places holds every rank's.
+    """Return a line for each group of consecutive ranks on a host; `places` holds the place of every rank.
 
-    Within one host NCCL's network is not used, and not shown.
+    If all ranks are on one host, NCCL's network is not used, and not shown.
     """
     lines = []
     has_network = len({place.host for place in places}) > 1
@@ -49,14 +49,14 @@ def describe(places: Sequence[Place]) -> list[str]:
 
 
 def shorten(lines: Sequence[str]) -> list[str]:
-    """Return the first lines of a description, and how many more there are: a thousand nodes fill no terminal."""
+    """Return the first lines of a description, and how many more there are, if it has more than MOST_LINES."""
     if len(lines) <= MOST_LINES:
         return list(lines)
     return [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} more such lines in config.json"]
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Return 0-3 for 0, 1, 2, 3, and all of them where they do not count up by one."""
+    """Return "0-3" for 0, 1, 2, 3, and a list such as "0,2" for numbers that are not consecutive."""
     first, last = numbers[0], numbers[-1]
     if list(numbers) == list(range(first, last + 1)):
         return str(first) if first == last else f"{first}-{last}"

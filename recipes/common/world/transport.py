@@ -1,9 +1,9 @@
 """Which network NCCL uses between hosts, by its own words: it falls back to TCP and goes on.
 
 NCCL prints `NCCL INFO Using network IB` (`Socket`: TCP; `AWS Libfabric` or another plugin's name) for each
-communicator, under NCCL_DEBUG=INFO alone (src/init.cc). Its log goes to a file of this process, of which nothing
-but that is read; that of a user's script goes to a pipe. Where the user has set NCCL_DEBUG, the log is the user's
-and the network unknown here.
+communicator, only with NCCL_DEBUG=INFO (src/init.cc). Its log goes to a file of this process (for a user's script,
+to a pipe), and only that line is read. If the user has set NCCL_DEBUG, the log is the user's, and the network is
+unknown here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log: Path | None = None
 
 
 def log_nccl() -> None:
-    """Let NCCL write down how it starts; call it before this process's first communicator."""
+    """Make NCCL log its start to a file; call it before this process's first communicator is created."""
     global _log
     if _is_users_log():
         return
@@ -50,12 +50,12 @@ def log_nccl() -> None:
 
 
 def _is_users_log() -> bool:
-    """Whether the user has set what NCCL logs, or where."""
+    """Return whether the user has set what NCCL logs, or where."""
     return any(os.environ.get(name) for name in VARIABLES)
 
 
 def _log_to(pattern: str) -> None:
-    """Let NCCL log how it starts: to a file in whose name %% is a percent sign."""
+    """Make NCCL log its start to a file; in its name, %% stands for a percent sign."""
     os.environ.update(zip(VARIABLES, ("INFO", "INIT", pattern), strict=True))
 
 
@@ -74,7 +74,7 @@ def read_network() -> str | None:
 
 
 def end_log() -> None:
-    """Remove the log: nothing reads it any more. A program that this process starts has a log of its own."""
+    """Remove the log and its variables: it is read no more, and programs started from here must not log to it."""
     global _log
     if _log:
         with contextlib.suppress(OSError):
@@ -85,9 +85,10 @@ def end_log() -> None:
 
 
 def log_processes() -> tuple[int, int] | None:
-    """Let NCCL write down how it starts in processes that this one starts; return None where the user does.
+    """Make NCCL log its start in processes that this one starts; return the two ends of the pipe that it logs to.
 
-    Else a pipe's two ends: those processes open it as a file. Read it as long as they run, or they will wait.
+    Those processes open the pipe as a file. Read it as long as they run, or they block. Return None if the user
+    has set what NCCL logs.
     """
     if _is_users_log():
         return None
@@ -97,7 +98,7 @@ def log_processes() -> tuple[int, int] | None:
 
 
 def find_network(text: str) -> str | None:
-    """Return the network that NCCL's log names; None where it names none."""
+    """Return the network that NCCL's log names; None if it names none."""
     found = NETWORK.findall(text)
     return str(found[-1]) if found else None
 
@@ -105,7 +106,7 @@ def find_network(text: str) -> str | None:
 def gather_networks(places: Sequence[Place], device: torch.device, peers: Peers) -> list[Place]:
     """Return the places of GPUs with the network that NCCL uses between hosts; call it on all ranks.
 
-    Raises UserError on all of them if that is TCP in spite of FABRIC.
+    Raises UserError on all ranks if FABRIC asks for a fabric and NCCL uses TCP.
     """
     import torch
 
@@ -116,23 +117,23 @@ def gather_networks(places: Sequence[Place], device: torch.device, peers: Peers)
         own = read_network()
         networks = peers.gather_objects(own)
         if None in networks:
-            # All-reduce: 4 bytes, for which NCCL connects the ranks and says over what.
+            # All-reduce: 4 bytes, which make NCCL connect the ranks and log the network.
             peers.sum_tensor(torch.zeros(1, device=device))
             networks = peers.gather_objects(own or read_network())
-    end_log()  # where all ranks are on one host, there is no network to ask for
+    end_log()  # also if all ranks are on one host, where no network is used
     places = [replace(place, network=network) for place, network in zip(places, networks, strict=True)]
     run_on_all_ranks(lambda: None if peers.rank else check_network(places), peers)
     return places
 
 
 def check_network(places: Sequence[Place]) -> None:
-    """Raise UserError where FABRIC asks for a fabric, and NCCL uses TCP between hosts."""
+    """Raise UserError if FABRIC asks for a fabric and NCCL uses TCP between hosts."""
     if len({place.host for place in places}) > 1:
         check_hosts(sorted({place.host for place in places if place.network == TCP}))
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Raise UserError where FABRIC asks for a fabric, and there are hosts on which NCCL uses TCP."""
+    """Raise UserError if FABRIC asks for a fabric and `hosts`, on which NCCL uses TCP, is not empty."""
     fabric = os.environ.get("FABRIC")
     if fabric in FABRICS and hosts:
         names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")

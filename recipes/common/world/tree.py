@@ -15,8 +15,8 @@ from recipes.common.world.peers import Peers
 def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lambda outline: outline) -> Any:
     """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
 
-    Tensors go one by one: what is in memory besides the result is one tensor at most (on rank 0, the tree).
-    `own_part` is given the tree with a Slot for each tensor, and may set what this rank keeps of each.
+    Tensors are sent one by one: besides the result, at most one tensor is in memory (on rank 0, the tree, too).
+    `own_part` gets the tree with a Slot for each tensor, and may set which part of each this rank keeps.
     """
     sent: list[Tensor] = []
 

@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 KEYWORDS = inspect.signature(dist.gather_object).parameters
 NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
-"""Values of other ranks are read like checkpoints, by a loader that runs no code; older torch unpickles them."""
+"""Makes torch read other ranks' values like checkpoints, without running code; older torch unpickles them."""
 
 SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, Slot, type(Path())]
-"""What ranks send one another beside tensors, numbers, texts, lists, tuples and dicts of them."""
+"""Classes that ranks send each other besides tensors, numbers, strings, and lists, tuples and dicts of them."""
 
 
 class ValueUnpickler(pickle.Unpickler):
-    """Reads plain values and objects of SAFE_CLASSES; a None is 4 bytes, where torch's own loader needs 1 kB."""
+    """Read plain values and objects of SAFE_CLASSES; a None takes 4 bytes, where torch's own loader needs 1 kB."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return one of SAFE_CLASSES; raises UnpicklingError for any other name, which could be code."""
@@ -57,7 +57,7 @@ class World:
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
-    """A gloo group beside that of the gradients, for the few bytes that ranks exchange on the CPU."""
+    """A gloo group besides the group of the gradients, for the few bytes that ranks exchange on the CPU."""
     watch: Watch
 
     def gather_objects(self, value: T) -> list[T]:
@@ -82,12 +82,12 @@ class World:
         return box[0]
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor, on the CPU or on this rank's device, by rank 0's."""
+        """Overwrite a contiguous tensor, on the CPU or this rank's device, with rank 0's; call it on all ranks."""
         # World: rank 0 sends the tensor's bytes to all others.
         dist.broadcast(tensor, src=0, group=self._group_of(tensor))
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor by the sum of the ranks' tensors; call it on all ranks."""
+        """Overwrite a tensor with the sum of the ranks' tensors; call it on all ranks."""
         # World: a ring all-reduce; each rank sends 2 (N-1)/N of the tensor's bytes.
         dist.all_reduce(tensor, group=self._group_of(tensor))
 
@@ -104,12 +104,12 @@ class World:
         return finish_vote
 
     def with_own_group(self, args: Options) -> World:
-        """Return the same ranks over connections of their own, for another thread; call it on all ranks."""
+        """Return a World of the same ranks with its own connections, for another thread; call it on all ranks."""
         group = dist.new_group(backend="gloo", timeout=bound_of_waits(args))
         return replace(self, control=cast(dist.ProcessGroup, group))
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        """Return the group for a tensor: the gradients' (NCCL) on a GPU, else that for the CPU."""
+        """Return the group for a tensor: the default one (NCCL) for a GPU's, `control` for the CPU's."""
         return None if tensor.is_cuda else self.control
 
 
@@ -130,7 +130,7 @@ def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
     """Choose this process's device, connect it with the other processes, and watch what it waits for."""
     timeout = bound_of_waits(args)
     device, control = connect(args.device, ranks, timeout, devices_per_rank)
-    # What each rank waits for is noted in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
+    # Each rank notes what it waits for in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
@@ -139,16 +139,16 @@ def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
 def connect(
     wanted: str, ranks: Ranks, timeout: timedelta, devices_per_rank: int = 1
 ) -> tuple[torch.device, dist.ProcessGroup]:
-    """Let all processes meet at MASTER_ADDR:MASTER_PORT; return this one's device and a gloo group of all of them.
+    """Connect all processes at MASTER_ADDR:MASTER_PORT; return this one's device and a gloo group of all of them.
 
-    In the default group, CPU tensors go through gloo and CUDA ones through NCCL. `wanted` is --device.
+    In the default group, CPU tensors go through gloo and CUDA tensors through NCCL. `wanted` is --device.
 
     Raises:
-        MissingNodeError: they do not find each other in time.
-        UserError: the port is taken, or not all of them can use the same kind of device.
+        MissingNodeError: the processes do not find each other in time.
+        UserError: the port is taken, or not all processes can use the same kind of device.
     """
     try:
-        # World: rank 0 (or torchrun's agent) keeps a store there, through which processes then find each other.
+        # World: rank 0 (or torchrun's agent) hosts a store there, through which processes then find each other.
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
         store, _, _ = next(iter(rendezvous))
         device = agree_on_device(
@@ -178,7 +178,7 @@ def connect(
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
-    """Be the `Exchange` of devices.py, before there is a process group: a handful of requests per rank."""
+    """Serve as the `Exchange` of devices.py before there is a process group: a handful of requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
     store.set(f"kind/{kind}", text)
     if store.add("told", 1) == ranks.world_size:
@@ -189,13 +189,13 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
     if store.add("read", 1) == ranks.world_size:
         store.set("all read", "")
     if ranks.rank == 0:
-        store.wait(["all read"])  # the store may go with rank 0
+        store.wait(["all read"])  # the store may end with rank 0
     return found
 
 
 def leave_world(world: World) -> None:
-    """Disconnect, once no rank waits for another any more."""
-    gc.collect()  # models and optimizers go before the connections that they use
+    """Disconnect once no rank waits for another any more; call it on all ranks."""
+    gc.collect()  # frees models and optimizers before the connections that they use
     with world.watch("teardown"):
         dist.barrier(group=world.control)
     world.watch.leave()
