@@ -254,7 +254,7 @@ class Job:
             return {}
         task, best = self.data.task, self.position.best_score
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
-        stalls_s = self.writer.stalls_s if self.writer else [0.0]
+        stalls_s = self.writer.stalls_s if self.writer else []
         return self.record.write_result(
             world_size=self.peers.world_size,
             step=self.position.step,
@@ -268,7 +268,7 @@ class Job:
             sent_bytes_per_step=self.throughput.sent_per_step(),
             peak_memory_bytes=peak_memory_bytes(self.device),
             checkpoints=len(stalls_s),
-            checkpoint_stall_s=sum(stalls_s) / len(stalls_s),
+            checkpoint_stall_s=sum(stalls_s) / max(len(stalls_s), 1),
             **skipped,
         )
 

@@ -63,6 +63,18 @@ def test_every_rank_writes_its_share_and_the_curve_is_that_of_plain_checkpoints(
     assert_no_file_is_left_over(undisturbed)
 
 
+def test_a_complete_run_that_is_resumed_ends_as_it_was(tmp_path):
+    argv = (*SHARDED, "--epochs", "1")
+    run = train("fsdp", tmp_path, 2, *argv)
+    before = json.loads((run / "result.json").read_text())
+    again = train("fsdp", tmp_path, 2, *argv, "--resume", "auto")
+    assert json.loads((again / "result.json").read_text()) == before
+    (run / "result.json").unlink()  # as of a run that was killed before it could write it
+    result = json.loads((train("fsdp", tmp_path, 2, *argv, "--resume", "auto") / "result.json").read_text())
+    assert (result["step"], result["test_accuracy"]) == (before["step"], before["test_accuracy"])
+    assert (before["checkpoints"], result["checkpoints"], result["checkpoint_stall_s"]) == (1, 0, 0)
+
+
 # ---- what a rank reads
 
 

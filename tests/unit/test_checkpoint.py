@@ -76,6 +76,7 @@ def test_what_is_written_is_read(folder):
         "image_size": 224,
         "num_samples": 2048,
         "seq_len": 128,
+        "shuffle_block": 1,
         "model": "lenet",
         "task": "auto",
         "optimizer": "sgd",
@@ -407,6 +408,15 @@ def test_other_data_model_batch_or_seed_are_refused(folder, argv, flag):
     with pytest.raises(UserError) as caught:
         check_options(options(argv), content(10), folder.paths()[0])
     assert flag in str(caught.value)
+
+
+def test_an_option_of_a_newer_version_is_one_line(folder):
+    newer = content(10)
+    newer["options"] = {**newer["options"], "rotary": "yes"}
+    with pytest.raises(
+        UserError, match=r" was written with --rotary yes, which this version does not know; resume"
+    ):
+        check_options(options([]), newer, folder.paths()[0])
 
 
 def test_options_without_meaning_for_the_data_may_differ(folder):

@@ -17,7 +17,7 @@ import torch
 
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.process.meeting import MissingNodeError, PortTakenError
-from recipes.common.process.node import Node, check_head, wait_for_head
+from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
 from scripts.launch import agent, local, ranks, script
 from tests import support
 from tests.support import ROOT, run_command, wait_until
@@ -209,6 +209,14 @@ try:
 except RuntimeError:
     print("gone", os.environ.get("TORCH_CPP_LOG_LEVEL"))
 """
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [(-9, "was killed by SIGKILL"), (-127, "was killed by signal 127"), (3, "ended with status 3")],
+)
+def test_how_a_process_ended(status, how):
+    assert how_ended(status) == how
 
 
 def test_an_agent_whose_store_has_gone_says_nothing_of_it():

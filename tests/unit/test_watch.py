@@ -420,6 +420,16 @@ def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(tmp_pa
     assert store.requests == 2 * 1024
 
 
+def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
+    mask = os.umask(0o022)
+    try:
+        Report(0, 1, tmp_path, Notes(None, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
+    finally:
+        os.umask(mask)
+    paths = [tmp_path / "hang-report.txt", *(tmp_path / "hang").iterdir()]
+    assert [oct(path.stat().st_mode & 0o777) for path in paths] == [oct(0o644)] * 2
+
+
 def test_a_report_that_fails_ends_the_rank_all_the_same(args, monkeypatch, capsys):
     def fail(*_, **__):
         raise KeyError("host")

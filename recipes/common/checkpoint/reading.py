@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -118,14 +118,13 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
     """
 
     def check(entry: dict[str, Any]) -> None:
-        name, checksum = entry["name"], 0
+        name = entry["name"]
         if not SHARD.fullmatch(name):
             raise BadCheckpointError(f"it names {name!r}, which is no shard file")
         try:
             with open(path.with_name(name), "rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == entry["size"]
-                while is_whole and (chunk := file.read(2**20)):
-                    checksum = zlib.crc32(chunk, checksum)
+                checksum, _ = checksum_of(file, entry["size"] if is_whole else 0)
         except FileNotFoundError:
             raise BadCheckpointError(f"its shard file {name} is missing") from None
         except OSError as error:
@@ -142,26 +141,35 @@ def _cannot_read(path: Path, error: BaseException) -> UserError:
 
 
 def _check_bytes(path: Path) -> None:
-    checksum = 0
     with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size - CHECKSUM.size
-        while left > 0 and (chunk := file.read(min(left, 2**20))):
-            checksum = zlib.crc32(chunk, checksum)
-            left -= len(chunk)
-        if left > 0:
+        size = os.fstat(file.fileno()).st_size - CHECKSUM.size
+        checksum, count = checksum_of(file, size)
+        if count < size:
             raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
-        if left or file.read() != CHECKSUM.pack(MARK, checksum):
+        if size < 0 or file.read() != CHECKSUM.pack(MARK, checksum):
             raise BadCheckpointError(
                 "cut, damaged, or no checkpoint of this project (its checksum does not match)"
             )
 
 
+def checksum_of(file: BinaryIO, size: int) -> tuple[int, int]:
+    """Return the CRC-32 of a file's next `size` bytes, and their number, which is smaller where it ends before."""
+    buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs as much as to sum it
+    while count < size and (read := file.readinto(buffer[: min(size - count, len(buffer))])):  # type: ignore[attr-defined]
+        checksum = zlib.crc32(buffer[:read], checksum)
+        count += read
+    return checksum, count
+
+
 def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
     """Raise UserError, with the first option that differs, if a checkpoint's options do not match (MUST_MATCH)."""
     for name, value in content["options"].items():
+        flag = f"--{name.replace('_', '-')}"
+        if not hasattr(args, name):
+            what = f"{path} was written with {flag} {value}, which this version does not know"
+            raise UserError(f"{what}; resume with the version that wrote it")
         own = getattr(args, name)
         if own != value and args.data in ONLY_FOR.get(name, (args.data,)):
-            flag = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"{path} was written with {flag} {value}, this run has {flag} {own}; "
                 "give the same, or start a new run without --resume"

@@ -117,7 +117,10 @@ def culprit_of(statuses: dict[int, int]) -> int:
 
 def how_ended(status: int) -> str:
     """Return how a process with this exit status ended; a negative status means a signal."""
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    is_named = -status in set(signal.Signals)
+    return f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}"
 
 
 def cause_of(statuses: dict[int, int], pids: dict[int, int]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -153,6 +154,6 @@ def _wait(seconds: float, condition: Callable[[], bool]) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file atomically, so that ranks that wait for it never read a part of it."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    Path(file.name).replace(path)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
