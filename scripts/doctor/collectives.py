@@ -114,6 +114,8 @@ class Links:
         self.into = torch.empty_like(self.data)
         self.found: dict[int, float] = {}
         """Gbit/s to each other node."""
+        self.rails: dict[int, float] = {}
+        """The same on this rank's rail, if its local_rank is not 0."""
 
     def measure(self, pairs: list[tuple[int, int]], what: str, local_rank: int = 0) -> None:
         """Measure some links at once, at most one per node; a link's best measurement counts.
@@ -136,7 +138,8 @@ class Links:
             seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
             speed = self.data.nbytes * 8 / seconds / 1e9
             if local_rank:
-                self.diary.note(rail_gbit_s={other: round(speed, 4)})
+                self.rails[other] = round(speed, 4)
+                self.diary.note(rail_gbit_s=self.rails)
                 return
             self.found[other] = max(round(speed, 4), self.found.get(other, 0.0))
             self.diary.note(links_gbit_s=self.found)

@@ -9,11 +9,14 @@ import re
 import socket
 import threading
 import time
+import types
 
 import pytest
+import torch
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
+from recipes.common.process.ranks import Ranks
 from scripts.doctor import collectives, kernel_log, meeting, node, report
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 
@@ -662,6 +665,21 @@ def test_facts_are_not_changed_by_the_rules():
     before = copy.deepcopy(case)
     judge(case)
     assert case == before
+
+
+def test_all_links_of_a_rail_are_noted(monkeypatch):
+    """With an odd number of nodes, a rail has two rounds; its best link decides, not its last one."""
+    seconds = {2: 1e-3, 4: 1e-1}
+    monkeypatch.setattr(collectives, "exchange", lambda peer, *_: seconds[peer - 1])
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda *_, **__: None)
+    notes = {}
+    ranks = Ranks(rank=1, local_rank=1, world_size=6, local_world_size=2)
+    world = types.SimpleNamespace(ranks=ranks, control=None, device=torch.device("cpu"))
+    links = collectives.Links(world, types.SimpleNamespace(note=lambda **note: notes.update(note)))
+    for pairs in ([(0, 1)], [(0, 2)]):
+        links.measure(pairs, "bandwidth, rail 1", 1)
+    assert notes["rail_gbit_s"].keys() == {1, 2}
+    assert notes["rail_gbit_s"][1] == pytest.approx(100 * notes["rail_gbit_s"][2], rel=1e-2)
 
 
 @pytest.mark.parametrize(
