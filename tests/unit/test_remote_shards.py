@@ -133,6 +133,14 @@ def test_a_block_is_one_read(shards, tmp_path, has_cache):
         assert counts.requests - before == len(spans) * (2 - has_cache)
 
 
+def test_an_evaluation_reads_a_shard_in_one_piece(shards):
+    with serve(shards) as (url, counts):
+        split = load(url).test
+        before = counts.requests
+        list(split.batches(torch.arange(len(split)).split(5), 0))
+        assert counts.requests - before == len(set(split.dataset.fields["shard"].tolist())) < len(split) / 2
+
+
 def test_reads_together_are_bounded(shards, monkeypatch):
     with serve(shards) as (url, _):
         dataset = load(url).train.dataset

@@ -3,7 +3,7 @@
 `make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards` packs an image folder. The index has the folder's
 order: a run on the shards gives the same numbers as a run on the folder. The layout is WebDataset's
 (https://github.com/webdataset), 00000007.jpg followed by 00000007.cls, so that other tools can read the shards,
-too. The images in them are in random order, so that a block of neighbours (--shuffle-block) has many classes.
+too. Those of train are in random order, so that a block of neighbours (--shuffle-block) has many classes.
 
 Images are read in any order, at the places that the index gives: one read from an open file, whose checksum is
 compared. From a server (remote.py), threads read ahead what the next batches need, neighbours with one request,
@@ -316,7 +316,9 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     arrays: dict[str, Any] = {}
     shards: dict[str, int] = {}
     for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
-        order = permutation(len(samples), seed=0, epoch=0).tolist()
+        order = list(range(len(samples)))  # in which evaluation reads val
+        if half == "train":
+            order = permutation(len(samples), seed=0, epoch=0).tolist()
         rows: dict[int, tuple[int, int, int, int, int]] = {}
         numbers = itertools.count()
         while len(rows) < len(samples):
