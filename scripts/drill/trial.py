@@ -144,24 +144,24 @@ class Trial:
 
     def run(self) -> Figures:
         """Run the trial to its end, and stop and undo everything that it started; return its figures."""
-        if self.is_small_disk:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(self.runs_dir)], check=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            if self.fault.needs == "cc":
-                self.env = prepare_clock(Path(scratch))
-            self.launch()
-            self.steps = Steps(self.run_dir)
+        with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as undo:
+            undo.callback(self.repair)
             try:
+                if self.is_small_disk:
+                    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(self.runs_dir)]
+                    subprocess.run(mount, check=True)
+                if self.fault.needs == "cc":
+                    self.env = prepare_clock(Path(scratch))
+                self.launch()
+                self.steps = Steps(self.run_dir)
+                undo.callback(self.steps.end)
+                undo.callback(lambda: self.job.kill())  # the newest one: a job may be started again
                 self._go_through()
             except NotSurvivedError as error:
                 self.figures.failure = str(error)
             except TROUBLE as error:
                 # For example an unreadable record or checkpoint: the remaining faults are still planted.
                 self.figures.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            finally:
-                self.job.kill()
-                self.steps.end()
-                self.repair()
         return self.figures
 
     def repair(self) -> None:
@@ -171,7 +171,7 @@ class Trial:
 
     def tidy(self) -> None:
         """Unmount the small disk, and delete the folder of a trial that went well."""
-        if self.is_small_disk:
+        if self.runs_dir.is_mount():
             subprocess.run(["umount", "--lazy", str(self.runs_dir)], check=True)
         if not self.figures.failure:
             shutil.rmtree(self.folder)

@@ -1,6 +1,7 @@
 """The fire drill's own sums: what it draws, what it compares, and when it is red."""
 
 import json
+import subprocess
 import types
 
 import psutil
@@ -233,3 +234,15 @@ def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monk
     ):
         monkeypatch.setattr(one, "_plant", lambda error=error: (_ for _ in ()).throw(error))
         assert one.run().failure == words
+
+
+def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
+    """The others are still planted, and nothing that was not done is undone."""
+
+    def fail(folder):
+        raise subprocess.CalledProcessError(1, ["cc"])
+
+    monkeypatch.setattr(trial, "prepare_clock", fail)
+    one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
+    assert one.run().failure.startswith("CalledProcessError: Command '['cc']' returned")
+    one.tidy()
