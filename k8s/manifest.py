@@ -291,14 +291,14 @@ def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) ->
         elif before:  # scale what one process needs by the number of processes
             limits[GPU] = gpus
             amounts = [(requests, "cpu"), (requests, "memory"), (limits, "memory")]
-            volumes = template["spec"]["volumes"]
-            amounts += [(volume["emptyDir"], "sizeLimit") for volume in volumes if volume["name"] == "shm"]
+            holders = [volume.get("emptyDir", {}) for volume in template["spec"]["volumes"]]
+            amounts += [(holder, "sizeLimit") for holder in holders if holder.get("medium") == "Memory"]
             for held, name in amounts:
                 held[name] = scale(held[name], gpus, before)
             has_gpus = True
     if gpus and not has_gpus:
-        what = f"the manifest limits no {GPU}, so its processes would train on CPUs"
-        raise UserError(f"GPUS {gpus}: {what}; add the limit, or leave out GPUS and the component cpu-only")
+        fix = "limit it, without the component cpu-only; set other devices in the file, without GPUS"
+        raise UserError(f"GPUS {gpus}: the manifest limits no {GPU}; {fix}")
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:

@@ -385,7 +385,8 @@ end_submitted() {
     if ((status == 2)); then greatest=2; fi
     if ((status == 0)); then status=$greatest; fi
     if is_complete; then exit 0; fi
-    echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE" # for slurm/submit.py
+    echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE.tmp" # for slurm/submit.py
+    mv "$STATUS_FILE.tmp" "$STATUS_FILE"
     go_on="to resume: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
     if [[ -n $SCRIPT ]]; then go_on="to resume: RESUME=auto make submit ... NAME=$(basename "$run_dir")"; fi
     start_again

@@ -240,7 +240,7 @@ class DataOptions(RunOptions):
     shuffle_block: int = option(
         1,
         positive_int,
-        "shards: draw the order of blocks of N images that lie side by side, and read a block at a time",
+        "shards: shuffle blocks of N neighbouring images; a server sends a block by one request",
         "N",
     )
     skip_bad_images: bool = switch("count images that do not decode and train without them")
@@ -328,6 +328,9 @@ class Options(TrainingOptions):
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
         if self.shuffle_block > 1 and self.data != "shards":
             raise UserError(f"--shuffle-block {self.shuffle_block} is for --data shards; drop it")
+        if self.shuffle_block > self.global_batch_size:
+            what = f"more images than --global-batch-size {self.global_batch_size}"
+            raise UserError(f"--shuffle-block {self.shuffle_block}: {what}; a block of 1 MB is long enough")
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp or tensor"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")

@@ -62,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send the file, or the counts at /counts."""
         if self.path == "/counts":
             self.answer(200, repr((self.counts.requests, self.counts.most, self.counts.busy_s)).encode())
+            self.counts.most = 0
             return
         with self.counts.request(self.path) as number:
             time.sleep(self.delay_s)

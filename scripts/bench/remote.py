@@ -46,7 +46,7 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def counts(url: str) -> tuple[int, int, float]:
-    """Return the server's requests so far, the most at once, and the seconds spent in them."""
+    """Return the server's requests so far, the most at once since the last call, and the seconds spent in them."""
     with urllib.request.urlopen(f"{url}/counts", timeout=60) as answer:
         return ast.literal_eval(answer.read().decode())
 
@@ -111,7 +111,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             before = counts(url)
             spent = PHOTOS * COPIES / speed(url, *words)
             after = counts(url)
-            note = f"{after[1]} at most so far; {after[0] - before[0]} requests"
+            note = f"{after[1]} at most; {after[0] - before[0]} requests"
             name = " ".join(("reads in flight without a cache, on average", *words))
             mean = (after[2] - before[2]) / spent
             in_flight.append(Figure(PART, name, mean, note=note, no_limit="a count"))

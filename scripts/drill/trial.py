@@ -153,9 +153,9 @@ class Trial:
                 if self.fault.needs == "cc":
                     self.env = prepare_clock(Path(scratch))
                 self.launch()
+                undo.callback(lambda: self.job.kill())  # the newest one: a job may be started again
                 self.steps = Steps(self.run_dir)
                 undo.callback(self.steps.end)
-                undo.callback(lambda: self.job.kill())  # the newest one: a job may be started again
                 self._go_through()
             except NotSurvivedError as error:
                 self.figures.failure = str(error)

@@ -311,6 +311,7 @@ def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, ex
         resources["requests"] = {"cpu": "64", "memory": "250Gi"}
         resources["limits"] = {"memory": "250Gi", GPU: 8}
         spec["volumes"][0]["emptyDir"]["sizeLimit"] = "60Gi"
+        spec["volumes"][0]["name"] = "dshm"
         spec["volumes"].insert(0, {"name": "models", "hostPath": {"path": "/models"}})
         return documents
 
@@ -337,7 +338,7 @@ def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
         return documents
 
     monkeypatch.setattr(manifest, "load", load_edited)
-    with pytest.raises(UserError, match=r"^GPUS 8: the manifest limits no nvidia.com/gpu, so its processes would"):
+    with pytest.raises(UserError, match=r"^GPUS 8: the manifest limits no nvidia.com/gpu; limit it"):
         render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8))
     render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=0))
 

@@ -410,6 +410,16 @@ def test_other_data_model_batch_or_seed_are_refused(folder, argv, flag):
     assert flag in str(caught.value)
 
 
+def test_a_checkpoint_from_before_an_option_had_its_default(folder):
+    old = content(10)
+    old["options"] = {name: value for name, value in old["options"].items() if name != "shuffle_block"}
+    old["options"]["data"] = "shards"
+    argv = ["--data", "shards", "--shuffle-block"]
+    check_options(options([*argv, "1"]), old, folder.paths()[0])
+    with pytest.raises(UserError, match="--shuffle-block 1, this run has --shuffle-block 8"):
+        check_options(options([*argv, "8"]), old, folder.paths()[0])
+
+
 def test_an_option_of_a_newer_version_is_one_line(folder):
     newer = content(10)
     newer["options"] = {**newer["options"], "rotary": "yes"}

@@ -100,6 +100,12 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("pipeline", GRAPHS, "a CUDA graph overwrites the outputs"),
         ("single", [*GROUPS, "--accumulate-steps", "8"], "each of 8 passes is compiled by itself"),
         ("pipeline", [*GROUPS, "--num-microbatches", "8"], "use up to 7 passes, or drop --compile"),
+        ("ddp", ["--shuffle-block", "2"], "--shuffle-block 2 is for --data shards; drop it"),
+        (
+            "ddp",
+            ["--data", "shards", "--shuffle-block", "65"],
+            "--shuffle-block 65: more images than --global-batch-size 64",
+        ),
     ],
 )
 def test_what_a_recipe_does_not_combine(recipe, argv, words):

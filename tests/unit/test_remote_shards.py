@@ -37,7 +37,7 @@ def load(place, *flags, told=None):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
-    list(pack(make_images(folder / "images"), folder / "packed", 9000))
+    list(pack(make_images(folder / "images"), folder / "packed", 30_000))
     return folder / "packed"
 
 
@@ -133,6 +133,28 @@ def test_a_block_is_one_read(shards, tmp_path, has_cache):
         assert counts.requests - before == len(spans) * (2 - has_cache)
 
 
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_a_damaged_image_of_a_block_costs_no_other(copy, tmp_path, has_cache):
+    """It is named, and its neighbours are trained on; so are all where nobody gets to it."""
+    data = load(copy)
+    order, fields = data.train.storage_order(), data.train.dataset.fields
+    third = int(order[2])
+    path = copy / data.train.dataset._shard(third)
+    with path.open("r+b") as file:
+        file.seek(int(fields["offset"][third]) + 200)
+        file.write(b"damage")
+    told = []
+    with serve(copy) as (url, _):
+        flags = ["--cache-dir", str(tmp_path / "cache")] * has_cache
+        data = load(url, "--shuffle-block", "4", "--timeout-s", "8", *flags, told=told)
+        first, second = data.train.batches(order[:4].split(2), 0)
+    assert SKIPPED not in first[1].tolist()
+    assert second[1].tolist() == [SKIPPED, SKIPPED], "a batch ends there"
+    place = f"{url}/{path.name} at byte {int(fields['offset'][third])}"
+    [error] = map(str, told)
+    assert error.startswith(f"cannot read {place}: the server sent other bytes than were packed, 4 times;")
+
+
 def test_an_evaluation_reads_a_shard_in_one_piece(shards):
     with serve(shards) as (url, counts):
         split = load(url).test
@@ -145,7 +167,7 @@ def test_reads_together_are_bounded(shards, monkeypatch):
     with serve(shards) as (url, _):
         dataset = load(url).train.dataset
         order = dataset.storage_order().tolist()
-        most = 4 * max(dataset.fields["size"]).item()
+        most = 8 * max(dataset.fields["size"]).item()
         monkeypatch.setattr("recipes.common.data.shards.PART_BYTES", most)
         groups = list(dataset._groups(order))
         assert [index for group in groups for index in group] == order

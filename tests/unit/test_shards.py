@@ -136,6 +136,19 @@ def test_a_block_is_side_by_side_in_the_shards(whole):
     assert order == permutation(28, 0, 0, 4).tolist()
     single_images = draw_order(split, options(["--data", "shards"]), 0)
     assert torch.equal(single_images, permutation(28, 0, 0)), "as in the folder"
+    in_storage = split.storage_order().tolist()
+    pairs = set(itertools.pairwise(in_storage)) & set(itertools.pairwise(single_images.tolist()))
+    assert len(pairs) < 5, "an epoch's order is another one than that of the shards"
+
+
+def test_blocks_in_other_places_are_other_data(images, whole, tmp_path, monkeypatch):
+    """Ranks with shards of another order would train on samples of other ranks."""
+    monkeypatch.setattr("recipes.common.data.shards.STORAGE_SEED", 5)
+    other = packed(images, tmp_path / "other")
+    for flags, is_same in (((), True), (("--shuffle-block", "4"), False)):
+        ours, theirs = (load("shards", folder, print, *flags) for folder in (whole, other))
+        assert (ours.train.fingerprint() == theirs.train.fingerprint()) is is_same
+        assert ours.test.fingerprint() == theirs.test.fingerprint()
 
 
 def test_blocks_of_shards_in_the_folders_order_are_refused(copy):

@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,7 @@ from recipes.common.checkpoint.checkpoint import (
     CHECKSUM,
     FORMAT,
     MARK,
+    MUST_MATCH,
     SHARD,
     CheckpointFolder,
     names_in,
@@ -162,8 +164,12 @@ def checksum_of(file: BinaryIO, size: int) -> tuple[int, int]:
 
 
 def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
-    """Raise UserError, with the first option that differs, if a checkpoint's options do not match (MUST_MATCH)."""
-    for name, value in content["options"].items():
+    """Raise UserError, with the first option that differs, if a checkpoint's options do not match (MUST_MATCH).
+
+    An option that is missing there is newer than the checkpoint, whose run had what is now its default.
+    """
+    defaults = {field.name: field.default for field in fields(Options) if field.name in MUST_MATCH}
+    for name, value in {**defaults, **content["options"]}.items():
         flag = f"--{name.replace('_', '-')}"
         if not hasattr(args, name):
             what = f"{path} was written with {flag} {value}, which this version does not know"

@@ -29,7 +29,9 @@ class Cache:
         with self._open(name) as file:
             return os.pread(file, end - start, start)
 
-    def read(self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool]) -> bytes:
+    def read(
+        self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool] = lambda content: True
+    ) -> bytes:
         """Return the bytes from Store.read(), and keep them; raises OSError if either fails."""
         content = self.store.read(name, start, end, is_packed)
         with self._open(name) as file:

@@ -29,6 +29,9 @@ READS_IN_FLIGHT = 32
 PART_BYTES = 2**20
 """A longer file is read in parts of this many bytes, several at once."""
 
+READ_BYTES = 2**17
+"""Read from a connection at once: more would be new memory each time, of which a part is used."""
+
 PAUSES = (0, 0, 1 / 16, 1 / 4)
 """Pauses before the attempts at a read, in multiples of an attempt's time-out."""
 
@@ -134,7 +137,7 @@ class HttpStore(Store):
             response = connection.getresponse()
             size, content = check_answer(response, start, end), bytearray()
             while missing := end - start - len(content):
-                part = response.read1(missing)
+                part = response.read1(min(missing, READ_BYTES))
                 if not part:
                     raise OSError(errno.EIO, f"the server sent {len(content)} bytes of {end - start}")
                 if time.monotonic() > deadline:

@@ -48,6 +48,9 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 
 HALVES = ("train", "val")
 
+STORAGE_SEED = 2**63 - 1
+"""Of the order of training images in shards: another one than that of an epoch, unless --seed is the same."""
+
 MAX_GAP = 2048
 """Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""
 
@@ -62,7 +65,7 @@ class ShardedImages(Images):
         self, folder: str, shards: list[str], fields: dict[str, np.ndarray], args: Options, train: bool
     ) -> None:
         super().__init__(args.image_size, args.seed, train)
-        self.folder, self.shards = folder, shards
+        self.folder, self.shards, self.has_blocks = folder, shards, train and args.shuffle_block > 1
         # Tensors are in memory that all workers of a rank share.
         self.fields = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in FIELDS}
         self.labels = self.fields["label"]
@@ -107,8 +110,9 @@ class ShardedImages(Images):
         return torch.from_numpy(np.lexsort((self.fields["offset"].numpy(), self.fields["shard"].numpy())))
 
     def fingerprint(self) -> str:
-        """Return a string that identifies the images (count and digest)."""
-        return f"{len(self)} images with digest {digest(self.fields['crc'], self.labels):08x}"
+        """Return a string that identifies the images (count and digest); of blocks, their places too."""
+        places = [self.storage_order()] if self.has_blocks else []
+        return f"{len(self)} images with digest {digest(self.fields['crc'], self.labels, *places):08x}"
 
 
 class RemoteImages(ShardedImages):
@@ -146,9 +150,8 @@ class RemoteImages(ShardedImages):
                 found[index] = future, 0
         for group in self._groups(index for index in indices if index not in found):
             first, end = self._value("offset", group[0]), self._end(group[-1])
-            are_packed = partial(self._are_packed, group, first)
-            read = partial((self.cache or self.store).read, self._shard(group[0]), first, end, are_packed)
-            future = begin(read)
+            check = [partial(self.is_packed, group[0])] if len(group) == 1 else []
+            future = begin(partial((self.cache or self.store).read, self._shard(group[0]), first, end, *check))
             found |= {index: (future, self._value("offset", index) - first) for index in group}
         return found
 
@@ -184,18 +187,17 @@ class RemoteImages(ShardedImages):
     def _end(self, index: int) -> int:
         return self._value("offset", index) + self._value("size", index)
 
-    def _cut(self, index: int, content: bytes, at: int) -> bytes:
-        return content[at : at + self._value("size", index)]
-
-    def _are_packed(self, group: list[int], first: int, content: bytes) -> bool:
-        return all(self.is_packed(i, self._cut(i, content, self._value("offset", i) - first)) for i in group)
-
     def read(self, index: int) -> bytes:
         """Return an image's file; raises OSError if the server does not return it as it was packed."""
         if index not in self.pending:
             self.pending |= self._begin([index])
         future, at = self.pending.pop(index)
-        return self._cut(index, self.store.result(future), at)
+        group: bytes = self.store.result(future)
+        content = group[at : at + self._value("size", index)]
+        if len(content) < len(group) and not self.is_packed(index, content):
+            future, _ = self._begin([index])[index]  # alone, so that it is asked for until it is right
+            content = self.store.result(future)
+        return content
 
 
 def read_remote_index(args: Options) -> bytes:
@@ -318,7 +320,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
         order = list(range(len(samples)))  # in which evaluation reads val
         if half == "train":
-            order = permutation(len(samples), seed=0, epoch=0).tolist()
+            order = permutation(len(samples), STORAGE_SEED, epoch=0).tolist()
         rows: dict[int, tuple[int, int, int, int, int]] = {}
         numbers = itertools.count()
         while len(rows) < len(samples):
