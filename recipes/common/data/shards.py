@@ -118,7 +118,7 @@ class ShardedImages(Images):
 class RemoteImages(ShardedImages):
     """Images in shards on a server, which threads read ahead."""
 
-    ahead = 64
+    ahead = 128
     """Read at least this many images of the next batches ahead."""
 
     def __init__(self, store: Store, cache: Cache | None, *others: Any) -> None:
