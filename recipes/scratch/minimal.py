@@ -35,7 +35,7 @@ def all_reduce(buffer: Tensor, rank: int, size: int) -> None:
         # Scratch: 1/N of the bytes goes right, another 1/N comes from the left: 2 (N-1)/N of them in all.
         send = dist.P2POp(dist.isend, chunks[(rank - step) % size], (rank + 1) % size)
         receive = dist.P2POp(dist.irecv, arrived := torch.empty_like(incoming), (rank - 1) % size)
-        for work in dist.batch_isend_irecv([send, receive]):
+        for work in dist.batch_isend_irecv([receive, send]):  # else its bytes wait for ours
             work.wait()
         incoming.copy_(incoming + arrived if step < size - 1 else arrived)
 
