@@ -280,8 +280,9 @@ def failure_figures(
     copied, later_s = (own, write_s) if options.async_checkpoints else (0.0, 0.0)
     cost_s = gather_s + (copied / (args.copy_gb_s * 1e9) if copied else write_s)
     # Rank 0 reads the checkpoint and broadcasts it. Of shards, each rank reads a share to check it, then its part.
-    restore_s = whole / rate + model.all_reduce(whole, cluster, "ring", part=0.5).seconds
-    restore_s = 2 * write_s if is_sharded else restore_s
+    restore_s = 2 * write_s
+    if not is_sharded:
+        restore_s = whole / rate + model.all_reduce(whole, cluster, "ring", part=0.5).seconds
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
     # The recipes also write one at the end of each epoch. Each one waits until the one before it is written.
     due_s = options.checkpoint_every * step_s or max(model.daly_interval_s(cost_s, mtbf_s), later_s)
