@@ -187,9 +187,12 @@ def train_epochs(job: Job, technique: Technique) -> None:
                 raise_on_all_ranks(job.stop.error, job.peers)
                 try:
                     result = evaluate(job, technique)
-                    raise_on_all_ranks(job.stop.error, job.peers)
                 except UserError:
                     save_checkpoint(job, technique)  # keeps the trained steps; a resume evaluates them again
+                    raise
+                except Exception:
+                    if not technique.gather_state:  # that needs all ranks, and the others may not have failed
+                        job.save()
                     raise
             is_best = result is not None and job.end_epoch(result)
             save_checkpoint(job, technique, is_best)
@@ -270,7 +273,9 @@ def update(job: Job, check: Check) -> None:
 def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     """Return test_loss and the task's metrics over the whole test set, each sample counted once.
 
-    Return None if a vote has ended the evaluation; a resumed run repeats it. Call it on all ranks.
+    Return None if a stop signal has ended the evaluation; a resumed run repeats it. Call it on all ranks.
+
+    Raises on all ranks the UserError that one of them reported, or an error of the task's code.
     """
     peers, task = job.peers, job.data.task
     if job.record:
@@ -293,12 +298,21 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
         finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
         if output is not None and targets is not None:
-            add_batch(totals, task, output, targets)
+            try:
+                add_batch(totals, task, output, targets)
+            except Exception as error:
+                from recipes.common.user_code import refusal
+
+                what = f"--task {type(task).__name__} in the evaluation"
+                job.stop.fail(refusal(what, error, "fix it, then add --resume auto"))
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
-            if decision != GO:
+            if decision == STOP:
                 return None
+            if decision == FAIL:
+                break
+    raise_on_all_ranks(job.stop.error, peers)
     if technique.counts_skipped:
         totals[2] += job.data.train.skipped + job.data.test.skipped
     # Evaluation: adds up the sums and counts of all ranks, some 40 bytes a rank; averages are taken after it.

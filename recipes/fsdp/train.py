@@ -90,10 +90,10 @@ def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
     return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
 
 
-def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards | None]:
+def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards | str]:
     """Return the model on the meta device, and this rank's rows of the weights that --seed gives the whole model.
 
-    If the rows cannot be computed alone, return the whole model on the CPU, and None.
+    If the rows cannot be computed alone, return the whole model on the CPU, and the reason.
     """
     contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
     count = world.world_size // args.replicas
@@ -101,8 +101,10 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
         check_model(copy.deepcopy(model).to("meta"), args, data)
         return model, shards
-    except Exception:  # missing values can cause any error; build_model() raises the model's own errors again
-        return build_model(contiguous, data), None
+    except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
+        cause = error.__cause__ or error  # of an error in the user's code
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        return build_model(contiguous, data), reason
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -165,7 +167,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         if args.batchnorm_group:
             set_groups(model, args, world)
         module = wrap(model, args, world)
-        if shards:
+        if not isinstance(shards, str):
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
     # FSDP: the optimizer sees shards only, so its state is sharded too.
     optimizer = build_optimizer(args, model.parameters())
@@ -196,8 +198,9 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     begin_run(job, partial(read_shards, model), partial(own_shards, model))
     if args.sharded_checkpoints:
         write_shards(job, world.with_own_group(args))
-    if not shards:
-        job.say("note: the model was built whole on each rank before it was sharded; see recipes/fsdp/README.md")
+    if isinstance(shards, str):
+        what = "note: the model was built whole on each rank before it was sharded"
+        job.say(f"{what} ({shards}); see recipes/fsdp/README.md")
     train_epochs(job, technique)
     job.finish(sample_on_all_ranks=True)
 

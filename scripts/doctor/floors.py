@@ -119,9 +119,9 @@ def kernel_log(case: Case) -> Iterator[Finding]:
             times = f"{event['count']} times" if event["count"] > 1 else "once"
             if event["xid"]:
                 advice, what = XIDS[event["xid"]]
-                text = f"GPU {event['device']}, Xid {event['xid']} {times} in a day: {what}"
+                text = f"GPU {event['device']}, Xid {event['xid']} {times}: {what}"
                 say = case.warning if advice == WATCH else case.error
                 yield say(rank, text, ADVICE[advice])
             else:
                 remedy = "drain the node and replace the module (ras-mc-ctl --errors, ipmitool sel list)"
-                yield case.error(rank, f"uncorrected errors of its main memory {times} in a day", remedy)
+                yield case.error(rank, f"uncorrected errors of its main memory {times}", remedy)

@@ -156,7 +156,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(cluster, submit, tmp_p
     assert f"job {job}: requeued, start 2" in done.stdout
     shown = cluster.run("scontrol", "show", "job", job)
     assert (" ExcNodeList=n2\n" in shown, " NodeList=n[1,3]\n" in shown) == (True, True), shown
-    assert "Xid 79 once in a day: fallen off the bus" in (tmp_path / "mine/slurm/excluded.txt").read_text()
+    assert "Xid 79 once: fallen off the bus" in (tmp_path / "mine/slurm/excluded.txt").read_text()
 
 
 def test_a_cancelled_job_writes_a_checkpoint(cluster, submit, tmp_path):

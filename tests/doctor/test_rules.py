@@ -353,20 +353,20 @@ UNIFORM_FAULTS = {
     ),
     "kernel_log, bus": (
         lambda: planted(xid(79)),
-        "GPU PCI:0000:3b:00, Xid 79 once in a day: fallen off the bus; drain the node and switch it off",
+        "GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and switch it off",
     ),
     "kernel_log, ecc": (
         lambda: planted(xid(95, 3)),
-        "Xid 95 3 times in a day: uncontained ECC error; drain the node and reset",
+        "Xid 95 3 times: uncontained ECC error; drain the node and reset",
     ),
     "kernel_log, nvlink": (lambda: planted(xid(74)), "NVLink error; drain the node and have the board"),
     "kernel_log, remap": (
         lambda: planted(xid(63)),
-        "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once in a day",
+        "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once",
     ),
     "kernel_log, memory": (
         lambda: planted(xid(0, device="memory")),
-        "uncorrected errors of its main memory once in a day",
+        "uncorrected errors of its main memory once",
     ),
 }
 

@@ -46,6 +46,21 @@ class Breaks:
 def breaks():
     return {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
 
+class BrokenMetric(SquaredError):
+    def metric_sums(self, output, target):
+        if len(output) > 2 and os.environ.get("BREAK") == "task":
+            raise ValueError("too many samples for this metric")
+        return super().metric_sums(output, target)
+
+class BrokenModel(nn.Sequential):
+    def forward(self, inputs):
+        if len(inputs) > 2 and not self.training and os.environ.get("BREAK") == "model":
+            raise ValueError("too many samples for this model")
+        return super().forward(inputs)
+
+def broken_line(data):
+    return BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
+
 """
 
 
@@ -155,6 +170,24 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder,
         assert outcome.statuses == [0, 0], outcome.text
         whole = run("single", 1, *argv, "--workers", "0")
         assert losses(tmp_path / "ddp") == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(("recipe", "broken"), [("ddp", "task"), ("pipeline", "task"), ("ddp", "model")])
+def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, folder, tmp_path, recipe, broken):
+    argv = ("--data", "mine:values", "--model", "mine:broken_line", "--task", "mine:BrokenMetric")
+    argv = ("--device", "cpu", "--global-batch-size", "48", "--max-steps", "5", *argv, *SAME[recipe])
+    words = words_for(tmp_path, recipe, *argv)
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup, BREAK=broken).wait()
+    assert f"ValueError: too many samples for this {'metric' if broken == 'task' else 'model'}" in outcome.text
+    if broken == "task":
+        assert outcome.statuses == [2, 2]
+        assert len(re.findall("error: ", outcome.text)) == 1
+        assert "Traceback" not in outcome.text
+    assert newest_checkpoint(tmp_path / recipe)["position"]["step"] == 5
+    outcome = Ranks(recipe, [*words, "--resume", "auto"], 2, tmp_path / "out", setup=setup).wait()
+    assert outcome.statuses == [0, 0], outcome.text
+    assert largest_difference(weights(tmp_path / recipe), weights(run(recipe, 2, *VALUES))) == 0
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):
