@@ -237,6 +237,10 @@ class DataOptions(RunOptions):
         "processes that read samples, per rank (imagefolder, shards, your own data sets)",
         "N",
     )
+    decode: str = choice(
+        "where JPEGs of imagefolder and shards are decoded: by --workers, or a batch at once on each rank's GPU",
+        *("workers", "gpu"),
+    )
     shuffle_block: int = option(
         1,
         positive_int,
@@ -326,6 +330,8 @@ class Options(TrainingOptions):
             raise UserError(f"--data-dir {url_of(self.data_dir)}: of a server, only shards are read; {fix}")
         if self.cache_dir and not is_remote:
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
+        if self.decode == "gpu" and self.data not in ("imagefolder", "shards"):
+            raise UserError("--decode gpu is for --data imagefolder and shards; drop it")
         if self.shuffle_block > 1 and self.data != "shards":
             raise UserError(f"--shuffle-block {self.shuffle_block} is for --data shards; drop it")
         if self.shuffle_block > self.global_batch_size:

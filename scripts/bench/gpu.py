@@ -63,6 +63,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
         {
             "ours": lambda: ours(*RESIDENT),
             "photos": lambda: ours(*photos),
+            "photos, decoded by it": lambda: ours(*photos, "--decode", "gpu"),
             "fp32": plain,
             "tf32": lambda: plain("--tf32"),
             # Images/s if the tensor cores computed nothing but products of large matrices.
@@ -77,6 +78,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
         "tf32": "eager TF32 loop on ready tensors",
         "roofline": "bf16 matrix products",
         "photos": f"the same from JPEGs, decoded by {os.cpu_count()} cores",
+        "photos, decoded by it": f"the same from JPEGs, read by {os.cpu_count()} processes and decoded by the GPU",
     }
     return [
         speed_figure(PART, RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")

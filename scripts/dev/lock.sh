@@ -16,7 +16,7 @@ if [[ -n ${TORCH_INDEX:-} ]]; then
         exit 2
     fi
     {
-        sed '/^torch/d; s/-cu13;/-cu12;/' run.in
+        sed '/^torch/d; s/-cu13/-cu12/' run.in
         for package in $TORCH; do echo "$package+$cuda"; done
     } | uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes \
         --extra-index-url "$TORCH_INDEX" --index-strategy unsafe-best-match --no-emit-index-url \

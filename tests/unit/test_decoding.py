@@ -1,8 +1,10 @@
 """Decoding a part of an image gives the pixels of the whole; crops are distributed as torchvision's."""
 
+import copy
 import io
 import random
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,11 +13,16 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
-from recipes.common.data import SKIPPED, imagefolder, images
+from recipes.common.data import SKIPPED, gpu_decode, imagefolder, images, load_data
+from recipes.common.data.gpu_decode import BatchDecoder
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
-from recipes.common.data.images import BAD_IMAGE, Box, decode, read
+from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
+from recipes.common.data.workers import LoadedSplit
+from recipes.common.errors import UserError
 from recipes.common.seeding import mix
+from recipes.single.train import options
 
+CPU = torch.device("cpu")
 WIDTH, HEIGHT = 83, 61
 
 
@@ -61,7 +68,7 @@ KINDS = {
 def decoder(request, monkeypatch):
     """Decode with nvImageCodec if it is available, or with Pillow alone."""
     if request.param == "Pillow":
-        monkeypatch.setattr(images, "_library", lambda: None)
+        monkeypatch.setattr(images, "library", lambda: None)
     elif not images.decodes_parts():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     return request.param
@@ -228,7 +235,7 @@ def test_a_sample_is_the_same_whoever_decodes_it(tmp_path, monkeypatch):
         paths[-1].write_bytes(KINDS[kind]())
     dataset = ImageFolder([(str(path), 1) for path in paths], 16, 3, train=True)
     samples = [dataset[5, i] for i in range(len(paths))]
-    monkeypatch.setattr(images, "_library", lambda: None)
+    monkeypatch.setattr(images, "library", lambda: None)
     again = [dataset[5, i] for i in reversed(range(len(paths)))][::-1]
     assert all(torch.equal(one.input, other.input) for one, other in zip(samples, again, strict=True))
     assert [int(sample.target) for sample in samples] == [SKIPPED] + [1] * len(KINDS)
@@ -240,12 +247,85 @@ def test_what_decodes_whole_images_only_says_so_once(tmp_path, monkeypatch, capf
     for half in ("train", "val"):
         (tmp_path / half / "a").mkdir(parents=True)
         picture().save(tmp_path / half / "a" / "0.jpg")
-    from recipes.common.data import load_data
-    from recipes.single.train import options
-
     args = options(["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"])
     monkeypatch.setattr(imagefolder, "decodes_parts", lambda: False)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        load_data(args, torch.device("cpu"), print)
+        load_data(args, CPU, print)
     assert capfd.readouterr().err.count("Pillow decodes whole images") == 1
+
+
+def warnings(capfd):
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+class TestDecodeGpu:
+    """--decode gpu, with nvImageCodec's CPU decoder in place of the GPU's: tests/gpu has the GPU's."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        if not images.decodes_parts():
+            pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
+        for half in ("train", "val"):
+            (tmp_path / half / "a").mkdir(parents=True)
+            for i, kind in enumerate(KINDS):
+                (tmp_path / half / "a" / f"{i:02d}.jpg").write_bytes(KINDS[kind]())
+            # Its size can be read, so that a worker sends it; its Huffman table is damaged.
+            start, table = KINDS["4:2:0"]().split(b"\xff\xc4", 1)
+            damaged = start + b"\xff\xc4" + table[:3] + b"\xff" * 16 + table[19:]
+            assert find_part(damaged, whole)
+            (tmp_path / half / "a" / "90.jpg").write_bytes(damaged)
+            (tmp_path / half / "a" / "91.jpg").write_bytes(b"no image")
+        return tmp_path
+
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    @pytest.mark.parametrize("half", ["train", "test"])
+    def test_batches_are_those_of_the_workers(self, folder, capfd, workers, half):
+        words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "16", "--workers", workers)
+        args = options([*words, "--skip-bad-images"])
+        split = getattr(load_data(args, CPU, print), half)
+        order = torch.arange(len(KINDS) + 2).split(5)
+        expected = [tuple(each.clone() for each in batch) for batch in split.batches(order, 3)]
+        said = warnings(capfd)
+        dataset = copy.copy(split.dataset)
+        own = LoadedSplit(dataset, args, CPU, print, split.prepare, BatchDecoder(dataset, CPU, 1))
+        found = list(own.batches(order, 3))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert torch.equal(ours[1], theirs[1])
+        assert [int(label) for _, labels in found for label in labels][-2:] == [SKIPPED, SKIPPED]
+        assert warnings(capfd) == said
+        assert (own.skipped, split.skipped) == (2, 2)
+        assert len(said) == 2
+        assert said[1].endswith("91.jpg does not decode (no image of a format that Pillow knows)")
+
+    def test_jpegs_are_decoded_by_the_rank(self, folder, monkeypatch):
+        """Otherwise the test above would compare workers with workers."""
+        paths = [str(folder / "train" / "a" / f"{i:02d}.jpg") for i in (0, 10)]
+        dataset = ImageFolder([(path, 0) for path in paths], 16, 0, train=True)
+        decoder = BatchDecoder(dataset, CPU, 1)
+        samples = [dataset[0, i] for i in range(2)]
+        assert [int(sample.input.plan[5]) > 0 for sample in samples] == [True, False]
+        assert samples[0].input.content.numpy().tobytes() == KINDS["4:2:0"]()
+        monkeypatch.setattr(gpu_decode, "decode", None)
+        pixels, *_ = decoder(decoder.collate(samples))
+        assert pixels.shape == (2, 16, 16, 3)
+
+    def test_what_cannot_decode_on_a_gpu_is_refused(self, folder, monkeypatch):
+        words = ("--data", "imagefolder", "--data-dir", str(folder), "--decode", "gpu", "--workers", "0")
+        with pytest.raises(UserError, match="--decode gpu: this run is on a CPU; drop it"):
+            load_data(options(words), CPU, print)
+        with pytest.raises(UserError, match="--decode gpu is for --data imagefolder and shards; drop it"):
+            options(["--decode", "gpu"])
+        dataset = ImageFolder([("0.jpg", 0)], 16, 0, train=True)
+        fail = Mock(side_effect=RuntimeError("no driver\nat all"))
+        monkeypatch.setattr(gpu_decode, "make_decoder", fail)
+        with pytest.raises(UserError, match=r"nvImageCodec fails \(no driver\) on cpu; pip install"):
+            BatchDecoder(dataset, CPU, 1)
+        fail.side_effect = images.make_decoder
+        monkeypatch.setattr(BatchDecoder, "_decode", lambda self, parts: [None])
+        with pytest.raises(UserError, match="nvImageCodec cannot decode on cpu; pip install"):
+            BatchDecoder(dataset, CPU, 1)
+        monkeypatch.setattr(gpu_decode, "library", lambda: None)
+        with pytest.raises(UserError, match="--decode gpu needs nvImageCodec: pip install"):
+            BatchDecoder(dataset, CPU, 1)

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from recipes.common.data.images import BAD_IMAGE, Box, decode, decodes_parts, read
+from recipes.common.data.gpu_decode import BatchDecoder, Encoded, encode, encode_pixels
+from recipes.common.data.images import BAD_IMAGE, Box, decode, decodes_parts, find_part, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
 from recipes.common.errors import UserError
@@ -48,6 +49,8 @@ class Images(Dataset[Sample], ABC):
 
     labels: Tensor
     """int64, shape (N,)."""
+    encodes_later = False
+    """Whether samples are Encoded, for a BatchDecoder (gpu_decode.py)."""
 
     def __init__(self, image_size: int, seed: int, train: bool) -> None:
         self.image_size, self.seed, self.train = image_size, seed, train
@@ -70,25 +73,35 @@ class Images(Dataset[Sample], ABC):
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
         try:
-            content = self.read(index)
-            if self.train:
-                image = self._random_crop(content, mix(self.seed, epoch, index))
-            else:
-                image = centre_crop(decode(content, whole), self.image_size)
+            return Sample(self._load(self.read(index), epoch, index), self.labels[index])
         except BAD_IMAGE as error:
             blank = torch.zeros(self.image_size, self.image_size, 3, dtype=torch.uint8)
+            substitute = encode_pixels(blank, index) if self.encodes_later else blank
             path = self.path(index)
             if isinstance(error, OSError) and error.errno is not None:  # Pillow's own errors have no errno
                 fix = "fix this, then add --resume auto"
-                return Sample(blank, torch.tensor(SKIPPED), f"cannot read {path}: {error.strerror}; {fix}")
-            return Sample(blank, torch.tensor(SKIPPED), f"{path} does not decode ({error})", is_damaged=True)
-        return Sample(image, self.labels[index])
+                return Sample(substitute, torch.tensor(SKIPPED), f"cannot read {path}: {error.strerror}; {fix}")
+            return Sample(substitute, torch.tensor(SKIPPED), f"{path} does not decode ({error})", is_damaged=True)
 
-    def _random_crop(self, content: bytes, seed: int) -> Tensor:
-        part = decode(content, lambda width, height: random_box(width, height, random.Random(seed)))
-        image = resize(part, self.image_size, self.image_size)
-        # The flip has its own random bit: the number of draws for the box varies.
-        return image.flip(1) if mix(seed) & 1 else image
+    def _load(self, content: bytes, epoch: int, index: int) -> Tensor | Encoded:
+        """Return an image from its file: cropped at random for training, the centre for evaluation."""
+        seed = mix(self.seed, epoch, index)
+
+        def choose(width: int, height: int) -> Box:
+            return random_box(width, height, random.Random(seed)) if self.train else whole(width, height)
+
+        is_flipped = self.train and bool(mix(seed) & 1)  # a bit of its own: the box takes any number of draws
+        if self.encodes_later and (found := find_part(content, choose)):
+            return encode(content, index, is_flipped, found[1])
+        pixels = self.fit(decode(content, choose), is_flipped)
+        return encode_pixels(pixels, index) if self.encodes_later else pixels
+
+    def fit(self, pixels: Tensor, is_flipped: bool) -> Tensor:
+        """Return an image's chosen part, uint8 (H, W, 3), in the batch's size; for evaluation, its centre."""
+        if not self.train:
+            return centre_crop(pixels, self.image_size)
+        image = resize(pixels, self.image_size, self.image_size)
+        return image.flip(1) if is_flipped else image
 
 
 class ImageFolder(Images):
@@ -145,7 +158,10 @@ def whole(width: int, height: int) -> Box:
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, antialiased if it shrinks."""
     planes = pixels.unsqueeze(0).permute(0, 3, 1, 2)  # a view, channels last: that kernel is the fast one
-    scaled = interpolate(planes, (height, width), mode="bilinear", antialias=True)
+    values = planes.float() if pixels.is_cuda else planes  # GPUs do not scale integers
+    scaled = interpolate(values, (height, width), mode="bilinear", antialias=True)
+    if pixels.is_cuda:
+        scaled = scaled.round_().to(torch.uint8)
     return scaled.permute(0, 2, 3, 1)[0]
 
 
@@ -244,7 +260,14 @@ def data_of(
     if not decodes_parts() and os.environ.get("RANK", "0") == "0":
         print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
     normalise = Normalise(MEAN, STD, args.image_size, device, args.channels_last)
-    train, test = (LoadedSplit(dataset, args, device, on_bad_image, normalise) for dataset in halves)
+    if args.decode == "gpu" and device.type != "cuda":
+        raise UserError("--decode gpu: this run is on a CPU; drop it")
+
+    def split(images: Images) -> LoadedSplit:
+        decoder = BatchDecoder(images, device, max(1, args.workers)) if args.decode == "gpu" else None
+        return LoadedSplit(images, args, device, on_bad_image, normalise, decoder)
+
+    train, test = map(split, halves)
     return Data.of_images(train, test, 3, args.image_size, num_classes)
 
 

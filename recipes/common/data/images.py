@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 
@@ -51,13 +51,16 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
 
     Raises an error of BAD_IMAGE if the file's content does not decode.
     """
-    # A truncated file lacks its end marker: decoding it whole shows whether data below the crop are missing.
-    if content.startswith(JPEG_BEGIN) and content.endswith(JPEG_END):
-        pixels = _decode_part(content, choose)
-        if pixels is not None:
-            return pixels
-    with Image.open(io.BytesIO(content)) as image:
-        rgb = _to_8_bits(image).convert("RGB")
+    if found := find_part(content, choose):
+        decoder, params = _decoder(os.getpid())
+        decoded = decoder.decode(found[0], params=params)
+        if decoded is not None:
+            return torch.from_numpy(np.asarray(decoded))
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            rgb = _to_8_bits(image).convert("RGB")
+    except UnidentifiedImageError:  # its text is the address of an object
+        raise ValueError("no image of a format that Pillow knows") from None
     box = choose(*rgb.size)
     part = rgb.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return torch.from_numpy(np.array(part))
@@ -79,13 +82,17 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
 
 def decodes_parts() -> bool:
     """Return whether nvImageCodec is installed; without it, Pillow decodes everything whole."""
-    return _library() is not None
+    return library() is not None
 
 
-def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | None:
-    """Return what decode() does if this is a plain colour JPEG and nvImageCodec can decode it, else None."""
-    codec = _library()
-    if codec is None:
+def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) -> tuple[Any, Box] | None:
+    """Return the part of an image that choose(width, height) selects, as nvImageCodec's stream and as a box.
+
+    Return None for what Pillow has to decode: all but whole plain colour JPEGs. `content` must outlive the stream.
+    """
+    codec = library()
+    # A truncated file lacks its end marker: decoding it whole shows whether data below the crop are missing.
+    if codec is None or bytes(content[:3]) != JPEG_BEGIN or bytes(content[-2:]) != JPEG_END:
         return None
     try:
         stream = codec.CodeStream(content)
@@ -97,13 +104,11 @@ def _decode_part(content: bytes, choose: Callable[[int, int], Box]) -> Tensor | 
         return None
     box = choose(width, height)
     region = codec.Region(box.top, box.left, box.top + box.height, box.left + box.width)
-    decoder, params = _decoder(os.getpid())
-    image = decoder.decode(stream.get_sub_code_stream(region=region), params=params)
-    return None if image is None else torch.from_numpy(np.asarray(image))
+    return stream.get_sub_code_stream(region=region), box
 
 
 @functools.cache
-def _library() -> Any:
+def library() -> Any:
     """Return nvImageCodec, or None if it is not installed."""
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # Pillow reports damaged files
     try:
@@ -117,14 +122,22 @@ def _library() -> Any:
 @functools.cache
 def _decoder(pid: int) -> tuple[Any, Any]:
     """Return a decoder for this process (a forked process needs its own) and its settings."""
-    codec = _library()
+    codec = library()
+    return make_decoder(
+        codec.NVIMGCODEC_DEVICE_CPU_ONLY, 1, codec.BackendKind.CPU_ONLY
+    )  # --workers decode at once
+
+
+def make_decoder(device: int, threads: int, *kinds: Any) -> tuple[Any, Any]:
+    """Return a decoder on a GPU, or without one, with these kinds of back end, and its settings, as Pillow's."""
+    codec = library()
     decoder = codec.Decoder(
-        device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
-        max_num_cpu_threads=1,  # --workers sets how many processes decode
-        backends=[codec.Backend(codec.BackendKind.CPU_ONLY)],
-        options=":fancy_upsampling=1",  # as Pillow does
+        device_id=device,
+        max_num_cpu_threads=threads,
+        backends=[codec.Backend(kind) for kind in kinds],
+        options=":fancy_upsampling=1",
     )
-    return decoder, codec.DecodeParams(apply_exif_orientation=False)  # Pillow does not, either
+    return decoder, codec.DecodeParams(apply_exif_orientation=False)
 
 
 @contextlib.contextmanager

@@ -78,11 +78,13 @@ class Store(ABC):
                 raise OSError(errno.EIO, "the server sent other bytes than were packed")
             return content
 
-        return bytes(self._try(read_checked))
+        content: bytes = self._try(read_checked)
+        return content
 
     def _try(self, action: Callable[[], Any]) -> Any:
         for pause in PAUSES:
-            time.sleep(pause * self.attempt_s)
+            if pause:  # sleep(0) would pass the core on
+                time.sleep(pause * self.attempt_s)
             try:
                 return action()
             except RefusedError:
@@ -135,21 +137,22 @@ class HttpStore(Store):
             folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
             connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
             response = connection.getresponse()
-            size, content = check_answer(response, start, end), bytearray()
-            while missing := end - start - len(content):
+            size, missing, parts = check_answer(response, start, end), end - start, []
+            while missing:
                 part = response.read1(min(missing, READ_BYTES))
                 if not part:
-                    raise OSError(errno.EIO, f"the server sent {len(content)} bytes of {end - start}")
+                    raise OSError(errno.EIO, f"the server sent {end - start - missing} bytes of {end - start}")
                 if time.monotonic() > deadline:
                     raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
-                content += part
+                parts.append(part)
+                missing -= len(part)
             if response.length != 0:  # sent in chunks, and more may come
                 connection.close()
             response.close()
         except BaseException:
             connection.close()
             raise
-        return bytes(content), size
+        return b"".join(parts), size
 
 
 def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:

@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from recipes.common.data.gpu_decode import BatchDecoder
 
 MAX_WARNINGS = 10
 """Most warnings about skipped images; all of them are counted."""
@@ -144,7 +147,8 @@ def bounded(seconds: float) -> Iterator[None]:
 class Sample(NamedTuple):
     """A sample as a dataset returns it; for a batch, each field holds the values of all samples."""
 
-    input: Tensor
+    input: Any
+    """A tensor; or Encoded (gpu_decode.py)."""
     target: Tensor
     fault: str = ""
     """Why the sample could not be read, if this one is a substitute for it."""
@@ -174,6 +178,7 @@ class LoadedSplit(Split):
         device: the device that gets the batches.
         on_fault: gets the error of a sample that cannot be read, unless --skip-bad-images skips it.
         prepare: turns the inputs that were read, on the device, into a batch of inputs.
+        decoder: makes batches and decodes them, if the dataset's samples are encoded.
     """
 
     def __init__(
@@ -183,7 +188,9 @@ class LoadedSplit(Split):
         device: torch.device,
         on_fault: Callable[[UserError], None],
         prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
+        decoder: BatchDecoder | None = None,
     ) -> None:
+        self.decoder = decoder
         self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have reported that they wait for this one
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
         self.skips_damaged = args.skip_bad_images
@@ -195,6 +202,7 @@ class LoadedSplit(Split):
             batch_sampler=self.keys,
             num_workers=args.workers,
             pin_memory=device.type == "cuda",
+            collate_fn=decoder.collate if decoder else None,
             worker_init_fn=end_with_rank,
             multiprocessing_context=start_server() if args.workers else None,
             persistent_workers=args.workers > 0,
@@ -237,7 +245,7 @@ class LoadedSplit(Split):
                 batch = next(loaded, None)
             if batch is None:
                 break
-            inputs, targets, faults, are_damaged = batch
+            inputs, targets, faults, are_damaged = self.decoder(batch) if self.decoder else batch
             for fault, is_damaged in zip(faults, are_damaged, strict=True):
                 if fault:
                     self._report(fault, bool(is_damaged))

@@ -1,0 +1,136 @@
+"""--decode gpu: workers read files and choose crops, and each rank decodes the JPEGs of a batch on its GPU.
+
+nvImageCodec uses the GPU's JPEG engine, its cores, or both. Its pixels differ a little from libjpeg-turbo's, and
+scaling in floating point rounds differently. What Pillow has to decode (images.py) is decoded by the workers.
+
+The tests run all of this with nvImageCodec's CPU decoder; docs/evidence.md says what has run on a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, library, make_decoder
+from recipes.common.data.workers import Sample
+from recipes.common.errors import UserError
+from recipes.common.task import SKIPPED
+
+if TYPE_CHECKING:
+    from recipes.common.data.imagefolder import Images
+
+
+class Encoded(NamedTuple):
+    """The input of a sample, or of a batch, before JPEGs are decoded."""
+
+    content: Tensor
+    """uint8: the image's file, or its final pixels (S, S, 3) flattened; of a batch, one after another."""
+    plan: Tensor
+    """int64, (7,) or (B, 7): index, length of the content, whether to flip, and the Box; its width 0: pixels."""
+
+
+EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool]]
+"""The fields of Sample, for a batch."""
+
+
+def encode(content: bytes, index: int, is_flipped: bool, box: Box) -> Encoded:
+    """Return a JPEG of which a box is to be decoded."""
+    return Encoded(
+        torch.frombuffer(bytearray(content), dtype=torch.uint8),
+        torch.tensor([index, len(content), is_flipped, *box]),
+    )
+
+
+def encode_pixels(pixels: Tensor, index: int) -> Encoded:
+    """Return an image that is decoded already: uint8, shape (S, S, 3)."""
+    return Encoded(pixels.flatten(), torch.tensor([index, pixels.numel(), False, 0, 0, 0, 0]))
+
+
+class BatchDecoder:
+    """Makes batches of encoded samples, in the workers, and decodes them, in the rank.
+
+    Args:
+        images: the data set; its encodes_later is set.
+        device: the device that decodes; on a CPU the pixels are those that workers decode.
+        threads: threads of the host that help the GPU.
+
+    Raises UserError if nvImageCodec cannot decode on this GPU.
+    """
+
+    def __init__(self, images: Images, device: torch.device, threads: int) -> None:
+        self.images, self.device = images, device
+        images.encodes_later = True
+        codec = library()
+        if codec is None:
+            raise UserError("--decode gpu needs nvImageCodec: pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'")
+        kinds, number = [codec.BackendKind.CPU_ONLY], codec.NVIMGCODEC_DEVICE_CPU_ONLY
+        if device.type == "cuda":
+            kinds = [codec.BackendKind.HW_GPU_ONLY, codec.BackendKind.GPU_ONLY, codec.BackendKind.HYBRID_CPU_GPU]
+            number = device.index or 0
+        jpeg = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(jpeg, "JPEG")
+        reason = "cannot decode"
+        try:
+            self.decoder, self.params = make_decoder(number, threads, *kinds)
+            works = self._decode([(np.frombuffer(jpeg.getvalue(), np.uint8), Box(0, 0, 16, 16))])[0] is not None
+        except RuntimeError as error:
+            works, reason = False, f"fails ({str(error).splitlines()[0]})"
+        if not works:
+            fix = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]', which has nvJPEG, or drop it"
+            raise UserError(f"--decode gpu: nvImageCodec {reason} on {device}; {fix}")
+
+    @staticmethod
+    def collate(samples: Sequence[Sample]) -> EncodedBatch:
+        """Return samples as a batch, as default_collate() does with inputs of one size."""
+        inputs, targets, faults, are_damaged = zip(*samples, strict=True)
+        contents, plans = zip(*inputs, strict=True)
+        return Encoded(torch.cat(contents), torch.stack(plans)), torch.stack(targets), faults, are_damaged
+
+    def _decode(self, parts: Sequence[tuple[np.ndarray, Box]]) -> list[Tensor | None]:
+        """Return the pixels of each part on the device, uint8 (H, W, 3), or None where it cannot be decoded."""
+        streams = []
+        for content, box in parts:
+            found = find_part(content, partial(_given, box))
+            assert found, "workers have found this part before"
+            streams.append(found[0])
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        decoded = self.decoder.decode(streams, params=self.params, cuda_stream=stream)
+        if self.device.type == "cpu":
+            return [None if image is None else torch.from_numpy(np.asarray(image)) for image in decoded]
+        # Not copied: the memory is nvImageCodec's, which frees it in the order of the stream.
+        return [None if image is None else torch.as_tensor(image, device=self.device) for image in decoded]
+
+    def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, list[str], list[bool]]:
+        """Return a batch of collate() with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
+        (content, plan), targets, size = batch[0], batch[1], self.images.image_size
+        faults, are_damaged = list(batch[2]), list(batch[3])
+        rows = [(index, bool(flip), Box(*box)) for index, _, flip, *box in plan.tolist()]
+        contents = content.split(plan[:, 1].tolist())
+        jpegs = {i: (contents[i].numpy(), box) for i, (_, _, box) in enumerate(rows) if box.width}
+        decoded = dict(zip(jpegs, self._decode([*jpegs.values()]), strict=True))
+        result = torch.zeros(len(rows), size, size, 3, dtype=torch.uint8, device=self.device)
+        for i, (index, is_flipped, box) in enumerate(rows):
+            if i not in jpegs:
+                result[i] = contents[i].view(size, size, 3)
+                continue
+            pixels = decoded[i]
+            try:
+                if pixels is None:  # a kind of JPEG that GPUs do not decode, or a damaged one
+                    pixels = decode(jpegs[i][0].tobytes(), partial(_given, box)).to(self.device)
+            except BAD_IMAGE as error:
+                targets[i], are_damaged[i] = SKIPPED, True
+                faults[i] = f"{self.images.path(index)} does not decode ({error})"
+                continue
+            result[i] = self.images.fit(pixels, is_flipped)
+        return result, targets, faults, are_damaged
+
+
+def _given(box: Box, width: int, height: int) -> Box:
+    return box
