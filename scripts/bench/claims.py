@@ -60,22 +60,6 @@ class Claim:
     on: str = ""
     not_run: str = ""
 
-    def faults(self) -> list[str]:
-        """Return what is wrong with the claim: its text, its keys, its tests, or the figures of its record."""
-        found = [f"{self.document} has no {part!r}" for part in self.text if part not in flat(self.document)]
-        ways = (self.tests, self.record, self.not_run and not self.tests, self.command and self.is_runnable)
-        if sum(map(bool, ways)) != 1:
-            found.append("needs one of tests, command, record and not_run")
-        found += [f"there is no test {test}" for test in self.tests if not is_test(test)]
-        found += [f"{shown!r} is not in its text" for shown in self.finds if shown not in " ".join(self.text)]
-        if self.record and not (self.date and self.commit and self.on and self.command):
-            found.append("a record needs its date, commit, on and command")
-        if self.record and not (ROOT / self.record).is_file():
-            found.append(f"there is no {self.record}")
-        elif self.record:
-            found += self.differences((ROOT / self.record).read_text())
-        return found
-
     @property
     def is_runnable(self) -> bool:
         """Whether `make evidence` can run it."""
@@ -91,17 +75,13 @@ class Claim:
             elif not rounds_to(match[1], shown):
                 found.append(f"{shown}: measured {match[1]}")
         if self.prints:
-            found += [f"not printed: {part}" for part in self.text if part not in flat(text=output)]
+            printed = " ".join(output.split())
+            found += [f"not printed: {part}" for part in self.text if part not in printed]
         return found
 
     def numbers(self) -> list[str]:
         """Return the figures of its text. An outcome keeps them, because it confirms only these."""
         return re.findall(r"\d[\d,.]*(?:e-?\d+)?\b", " ".join(self.text))
-
-
-def flat(document: str = "", text: str = "") -> str:
-    """Return a document, or a text, with every run of white space replaced by one space."""
-    return " ".join((text or (ROOT / document).read_text(encoding="utf-8")).split())
 
 
 def rounds_to(measured: str, shown: str) -> bool:
@@ -115,15 +95,6 @@ def rounds_to(measured: str, shown: str) -> bool:
         return measured == shown
     last = (goal if "." in shown else goal.normalize()).as_tuple().exponent
     return abs(value - goal) <= Decimal(10) ** int(last) / 2
-
-
-def is_test(name: str) -> bool:
-    """Return whether a file or folder of tests, or a test in a file, exists."""
-    path, _, rest = name.partition("::")
-    if not rest:
-        return (ROOT / path).exists()
-    text = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
-    return all(re.search(rf"^ *(def|class) {part}\b", text, re.MULTILINE) for part in rest.split("::"))
 
 
 def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
