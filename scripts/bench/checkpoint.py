@@ -12,7 +12,6 @@ from statistics import median
 from scripts.bench.figures import Figure, Rounds, ratio
 from scripts.bench.programs import contender
 
-PART = "checkpoint"
 OPTIONS = ("--model", "resnet50", "--optimizer", "adamw", "--data", "synthetic", "--image-size", "8")
 SMALL = ("--num-samples", "64", "--global-batch-size", "4", "--lr", "0.0001")
 
@@ -30,7 +29,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     read = f"{rates['restore']} against {rates['read']}; checksum and load_state_dict included"
     restore, reading = "speed of a restore, file not in memory", "reading the file into new memory"
     return [
-        Figure(PART, name, *ratio(stalls, "async", "sync"), "<= 0.05", "a synchronous save", sync),
-        Figure(PART, name, *ratio(stalls, "copy", "async"), "", copying, copy, is_limit=True),
-        Figure(PART, restore, *ratio(reads, "restore", "read"), ">= 0.8", reading, read, is_limit=True),
+        Figure(name, *ratio(stalls, "async", "sync"), "<= 0.05", "a synchronous save", sync),
+        Figure(name, *ratio(stalls, "copy", "async"), "", copying, copy, is_limit=True),
+        Figure(restore, *ratio(reads, "restore", "read"), ">= 0.8", reading, read, is_limit=True),
     ]

@@ -18,7 +18,6 @@ AGAIN = "not measured in this run"
 class Figure:
     """A measured figure, usually the ratio of two contenders: the median over the rounds."""
 
-    part: str  # the part of the benchmark, as PARTS names it
     name: str  # what was measured, in words
     measured: float | None  # None if it could not be measured; the note says why
     low: float | None = None  # minimum over the rounds
@@ -29,6 +28,7 @@ class Figure:
     is_limit: bool = False
     """Whether the peer is the limit, the most that the machine allows; it applies to all figures of this name."""
     no_limit: str = ""  # why there is no limit
+    part: str = ""  # the part of the benchmark, as PARTS names it; who runs the part fills it in
 
     @property
     def values(self) -> tuple[float, float, float]:
@@ -62,7 +62,7 @@ class Figure:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figure as in the JSON file."""
-        return {**asdict(self), "is_met": self.is_met}
+        return {"part": self.part, **asdict(self), "is_met": self.is_met}
 
 
 Rounds = dict[str, list[float]]
@@ -96,7 +96,6 @@ def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]
 
 
 def speed_figure(
-    part: str,
     name: str,
     values: Rounds,
     ours: str,
@@ -108,12 +107,12 @@ def speed_figure(
 ) -> Figure:
     """Return a figure for the ratio of two contenders' speeds; the note has their medians."""
     note = f"{median(values[ours]):,.0f} against {median(values[against]):,.0f} {unit}"
-    return Figure(part, name, *ratio(values, ours, against), goal, peer, note, is_limit)
+    return Figure(name, *ratio(values, ours, against), goal, peer, note, is_limit)
 
 
-def unmeasured(part: str, name: str, reason: str, goal: str = "") -> Figure:
+def unmeasured(name: str, reason: str, goal: str = "") -> Figure:
     """Return a figure without a measurement, with the reason why it cannot be measured here."""
-    return Figure(part, name, None, goal=goal, note=f"not measured: {reason}")
+    return Figure(name, None, goal=goal, note=f"not measured: {reason}")
 
 
 def of(processes: int) -> str:

@@ -17,7 +17,6 @@ from scripts.bench import jpeg, small_data
 from scripts.bench.figures import Figure, speed_figure, spread, take_turns, unmeasured
 from scripts.bench.programs import contender, recipe, run
 
-PART = "gpu"
 BATCH, STEPS, IMAGES = 256, 60, 2048
 OPTIONS = ("--model", "resnet50", "--image-size", "224", "--epochs", "1000")
 RESIDENT = ("--data", "synthetic", "--num-samples", str(IMAGES))
@@ -38,7 +37,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure images/s and peak memory of resnet50, and the seconds of an epoch of LeNet."""
     if not torch.cuda.is_available():
         reason = "there is no GPU"
-        return [unmeasured(PART, RESNET, reason), unmeasured(PART, LENET, reason, f"<= {TUTORIAL_EPOCH_S}")]
+        return [unmeasured(RESNET, reason), unmeasured(LENET, reason, f"<= {TUTORIAL_EPOCH_S}")]
     return [*resnet(rounds, folder), *lenet(rounds, folder)]
 
 
@@ -81,7 +80,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
         "photos, decoded by it": f"the same from JPEGs, read by {os.cpu_count()} processes and decoded by the GPU",
     }
     return [
-        speed_figure(PART, RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")
+        speed_figure(RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")
         for name, peer in peers.items()
     ]
 
@@ -105,6 +104,6 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
     reason = "kernels shorter than their launch"
     return [
-        Figure(PART, f"{LENET}, {how}", *spread(values[name]), goal, peer, no_limit=reason)
+        Figure(f"{LENET}, {how}", *spread(values[name]), goal, peer, no_limit=reason)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

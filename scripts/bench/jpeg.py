@@ -19,7 +19,6 @@ from scripts.bench.contenders.photos import CONTENDERS
 from scripts.bench.figures import Figure, speed_figure, take_turns
 from scripts.bench.programs import contender
 
-PART = "jpeg"
 COUNT, WIDTH, HEIGHT = 192, 500, 375
 QUALITY = {"china.jpg": 97, "flower.jpg": 98}
 """JPEG quality for each photograph that gives about 110 KB with 4:2:0 chroma, as cameras and the web use."""
@@ -57,6 +56,6 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     name = f"normalised batches of JPEGs of {WIDTH}x{HEIGHT}, {kilobytes:.0f} KB, on one core"
     torchvision, huffman = "torchvision's ImageFolder", "the images' Huffman decoding alone"
     return [
-        speed_figure(PART, name, values, "batches", "torchvision", ">= 2", torchvision, "images/s"),
-        speed_figure(PART, name, values, "batches", "huffman", "", huffman, "images/s", is_limit=True),
+        speed_figure(name, values, "batches", "torchvision", ">= 2", torchvision, "images/s"),
+        speed_figure(name, values, "batches", "huffman", "", huffman, "images/s", is_limit=True),
     ]

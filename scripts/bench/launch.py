@@ -15,7 +15,6 @@ from scripts.bench.figures import Figure, ratio, take_turns
 from scripts.bench.programs import TIMEOUT_S, own_environment, threads
 from scripts.launch.command import ROOT
 
-PART = "launch"
 PROCESSES = 2
 
 
@@ -38,7 +37,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     note = f"{median(values['ours']):.2f} s against {median(values['bare']):.2f} s, {PROCESSES} processes"
     peer = "torchrun of a script that imports torch"
     name = "make run RECIPE=ddp: time to the first step"
-    return [Figure(PART, name, *ratio(values, "ours", "bare"), "<= 1.3", peer, note, is_limit=True)]
+    return [Figure(name, *ratio(values, "ours", "bare"), "<= 1.3", peer, note, is_limit=True)]
 
 
 def _seconds(command: Sequence[str], is_reached: Callable[[Path], bool]) -> float:

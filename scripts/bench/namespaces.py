@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.common.errors import UserError
@@ -26,19 +27,26 @@ MODULE = "scripts.bench.namespaces"
 PARTS = ("overlap", "scaling", "wire", "plan")
 
 
-def measure(part: str, rounds: int, folder: Path) -> list[Figure]:
-    """Measure a part in its own process; return an unmeasured figure if that is not possible here.
+def measure_here(part: str, rounds: int) -> list[Figure]:
+    """Measure any part of make bench in this process and a temporary folder."""
+    module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
+    with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
+        return [replace(figure, part=part) for figure in module.measure(rounds, Path(folder))]
+
+
+def measure(part: str, rounds: int) -> list[Figure]:
+    """Measure one of PARTS in its own process; return an unmeasured figure if that is not possible here.
 
     Raises:
         RuntimeError: it failed; the process has printed why.
     """
     if reason := network.why_not(narrow=True):
-        return [unmeasured(part, "nodes with a network each", reason)]
-    result = folder / "figures.json"
-    words = [part, "--rounds", str(rounds), "--result", str(result)]
-    if status := subprocess.run([sys.executable, "-m", MODULE, *words], cwd=ROOT).returncode:
-        raise RuntimeError(f"ended with status {status}")
-    return [Figure(**row) for row in json.loads(result.read_text())]
+        return [replace(unmeasured("nodes with a network each", reason), part=part)]
+    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        words = [part, "--rounds", str(rounds), "--result", result.name]
+        if status := subprocess.run([sys.executable, "-m", MODULE, *words], cwd=ROOT).returncode:
+            raise RuntimeError(f"ended with status {status}")
+        return [Figure(**row) for row in json.load(result)]
 
 
 @command
@@ -52,12 +60,11 @@ def main(argv: list[str]) -> int:
     if reason := network.why_not(narrow=True):
         raise UserError(f"{args.part} cannot be measured here: {reason}")
     network.enter(MODULE, argv)
-    with tempfile.TemporaryDirectory(prefix=f"bench-{args.part}-") as folder:
-        try:
-            figures = importlib.import_module(f"scripts.bench.{args.part}").measure(args.rounds, Path(folder))
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+    try:
+        figures = measure_here(args.part, args.rounds)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if args.result:
         args.result.write_text(json.dumps([vars(figure) for figure in figures]))
     else:

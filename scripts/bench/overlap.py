@@ -162,7 +162,7 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
         f"{batch} samples a rank, buckets of {sizes} MB"
     )
     name = f"step, ddp {precision}, computing {share:g} x communication"
-    return Figure("overlap", name, *values, "<= 1.15", "the best overlap on a core", note, is_limit=True)
+    return Figure(name, *values, "<= 1.15", "the best overlap on a core", note, is_limit=True)
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

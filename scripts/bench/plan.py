@@ -189,7 +189,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"
     return [
         *(time_figure(point, predicted[point], real_s[point]) for point in points),
-        Figure("plan", "bytes sent over the plan's", *spread(sent), "<= 1.02", peer, note, is_limit=True),
+        Figure("bytes sent over the plan's", *spread(sent), "<= 1.02", peer, note, is_limit=True),
     ]
 
 
@@ -202,7 +202,7 @@ def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Seque
     compute_ms = 1e3 * median(plan.compute_s for plan in predicted)
     note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {1e3 * median(real_s):.0f} ms"
     note += "; the larger over the smaller"
-    return Figure("plan", name, *spread(ratios), "<= 1.15", "the real step", note, is_limit=True)
+    return Figure(name, *spread(ratios), "<= 1.15", "the real step", note, is_limit=True)
 
 
 if __name__ == "__main__":

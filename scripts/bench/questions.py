@@ -152,11 +152,8 @@ def drill_figures(text: str) -> list[Figure]:
         if not seconds or rows[0][0] == "-":  # the job survives this fault: there is no end to time
             continue
         end, bound_s = ("trains again", ELASTIC_STEP_S) if is_elastic else ("has ended", NOTICE_S)
-        figures.append(
-            Figure(
-                "drill", f"{name}, until it {end}", *spread(seconds), f"<= {bound_s:g}", "its bound", is_limit=True
-            )
-        )
+        title, goal = f"{name}, until it {end}", f"<= {bound_s:g}"
+        figures.append(Figure(title, *spread(seconds), goal, "its bound", is_limit=True, part="drill"))
     return figures
 
 

@@ -24,7 +24,6 @@ from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
 from scripts.launch.command import ROOT
 
-PART = "remote"
 DELAY_S = 0.05
 PHOTOS, COPIES = 256, 8
 BLOCKS = ("--shuffle-block", "8")
@@ -114,13 +113,13 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             note = f"{after[1]} at most; {after[0] - before[0]} requests"
             name = " ".join(("reads in flight without a cache, on average", *words))
             mean = (after[2] - before[2]) / spent
-            in_flight.append(Figure(PART, name, mean, note=note, no_limit="a count"))
+            in_flight.append(Figure(name, mean, note=note, no_limit="a count"))
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
     what, local = "images/s, server 50 ms away", "the same shards on a disk"
     figures = [
-        speed_figure(PART, f"{what}, {name}", values, name, "disk", ">= 0.95", local, "images/s", is_limit=True)
+        speed_figure(f"{what}, {name}", values, name, "disk", ">= 0.95", local, "images/s", is_limit=True)
         for name in contenders
         if name != "disk"
     ]
     name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
-    return [*figures, *in_flight, Figure(PART, name, *spread(opened), "<= 5", no_limit="a bound on a wait")]
+    return [*figures, *in_flight, Figure(name, *spread(opened), "<= 5", no_limit="a bound on a wait")]

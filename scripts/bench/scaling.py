@@ -58,7 +58,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         peers |= {"1": "one process"} if processes > 1 else {}
         name = f"{of(processes)} of a thread each: samples/s"
         found += [
-            speed_figure("scaling", name, values, f"{processes}", against, "", peer, is_limit=against != "1")
+            speed_figure(name, values, f"{processes}", against, "", peer, is_limit=against != "1")
             for against, peer in peers.items()
         ]
     return found

@@ -22,7 +22,6 @@ from scripts.bench.figures import Figure, Rounds, of, speed_figure, take_turns, 
 from scripts.bench.programs import contender, recipe
 from scripts.launch.cores import count_cores
 
-PART = "small-data"
 SAMPLES, SIDE, CLASSES = 60_000, 28, 10
 BATCH_SIZE, STEPS, LOG_EVERY = 256, 60, 10
 PEERS = {"lightning": "Lightning", "accelerate": "accelerate"}
@@ -139,7 +138,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
 
     def figure(precision: str, ours: str, against: str, goal: str, peer: str, is_limit: bool = False) -> Figure:
         name = f"LeNet {precision}, {of(processes)}"
-        return speed_figure(PART, name, values, ours, against, goal, peer, is_limit=is_limit)
+        return speed_figure(name, values, ours, against, goal, peer, is_limit=is_limit)
 
     ddp = " and DDP" * (processes > 1)
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{ddp}"
@@ -151,7 +150,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
         *(
             figure("fp32", "ours", peer, "", title)
             if peer in values
-            else unmeasured(PART, f"LeNet fp32, {of(processes)}", f"{peer} is not installed")
+            else unmeasured(f"LeNet fp32, {of(processes)}", f"{peer} is not installed")
             for peer, title in PEERS.items()
         ),
         figure("fp32", "ours", "bare", ">= 0.95", bare, True),
@@ -167,4 +166,4 @@ def difference(bench: Bench, processes: int) -> Figure:
     note = f"of every {LOG_EVERY}th of the first {COMPARED} steps"
     name = f"LeNet fp32, {of(processes)}: largest relative difference of the loss"
     reason = "a difference, not a speed"
-    return Figure(PART, name, largest, goal="<= 0.0001", peer="usual loop", note=note, no_limit=reason)
+    return Figure(name, largest, goal="<= 0.0001", peer="usual loop", note=note, no_limit=reason)

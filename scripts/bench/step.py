@@ -8,7 +8,6 @@ from statistics import median
 from scripts.bench.figures import Figure, of, ratio, take_turns
 from scripts.bench.programs import contender, recipe
 
-PART = "step"
 BATCH, STEPS = 2, 50
 """A step takes about 60 ms on two cores. In longer steps, a recipe's overhead would be lost in the noise."""
 
@@ -36,4 +35,4 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
     what = f"{name}, {of(processes)}: time of a step"
     peer = "bare forward + backward + step" + " under DDP" * (processes > 1)
     note = f"{times} (resnet18, batch {BATCH})"
-    return Figure(PART, what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note, is_limit=True)
+    return Figure(what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note, is_limit=True)

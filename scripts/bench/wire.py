@@ -104,7 +104,7 @@ class Measured:
         reason = "" if is_limit else "it sends less than the gradients"
         low, high = min(self.sent_bytes) / limit, max(self.sent_bytes) / limit
         peer = f"ring limit, {8 * width} bits"
-        return Figure("wire", name, high, low, high, self.variant.goal, peer, note, is_limit, reason)
+        return Figure(name, high, low, high, self.variant.goal, peer, note, is_limit, reason)
 
     def time_figure(self) -> Figure:
         """Return a step's time over the least that its bytes on the link and its work allow."""
@@ -115,14 +115,14 @@ class Measured:
         if not wire_s:
             wire_ms = 1e3 * max(self.sent_bytes) * 8 / RATE_BITS
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
-            return Figure("wire", name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
+            return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
         note = f"{step_ms:.0f} ms a step, the wire alone {1e3 * wire_s:.0f} ms, the work alone {free_ms:.0f} ms"
         before = "forward" if self.variant.overlaps else "computing"
         note += f" with {before} {1e3 * median(self.before_s):.0f} ms"
         peer = f"the longer of {before} and then the wire, and the cores' work"
         limits = [max(first + wire_s, free_s) for first, free_s in zip(self.before_s, self.free_s, strict=True)]
         ratios = [step_s / limit for step_s, limit in zip(self.step_s, limits, strict=True)]
-        return Figure("wire", name, *spread(ratios), "<= 1.15", peer, note, is_limit=True)
+        return Figure(name, *spread(ratios), "<= 1.15", peer, note, is_limit=True)
 
 
 def workload(nodes: int) -> list[str]:
@@ -213,5 +213,5 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     return [
         *(one.bytes_figure() for one in found),
         *(one.time_figure() for one in timed),
-        *(unmeasured("wire", f"bytes sent, {one.name}", "horovod is not installed", one.goal) for one in missing),
+        *(unmeasured(f"bytes sent, {one.name}", "horovod is not installed", one.goal) for one in missing),
     ]

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from matplotlib.axes import Axes
@@ -30,14 +31,13 @@ def write(folder, name, date, *figures, gpus=()):
     return path
 
 
-LOOP = Figure(
-    "small-data", "LeNet fp32, 1 process", 2.0, 1.9, 2.2, ">= 1.8", "usual eager loop | workers", "4 | 2"
-)
-LIMIT = Figure("small-data", LOOP.name, 0.8, 0.7, 0.9, ">= 0.95", "bare compute", is_limit=True)
-SLOW = Figure("wire", "step at 1 Gbit/s, ddp-fp32, 2 nodes", 1.25, 1.2, 1.3, "<= 1.15", "wire", is_limit=True)
-BYTES = Figure("wire", "bytes sent", 1.0, goal="<= 1.01", peer="ring limit", is_limit=True)
-MISSED = Figure("gpu", "nccl", None, goal="<= 1", note="not measured: no GPU")
-LOST = Figure("drill", "lose-node, until it trains again", 24.1, goal="<= 30", peer="its bound", is_limit=True)
+small_data, wire, gpu, drill = (partial(Figure, part=part) for part in ("small-data", "wire", "gpu", "drill"))
+LOOP = small_data("LeNet fp32, 1 process", 2.0, 1.9, 2.2, ">= 1.8", "usual eager loop | workers", "4 | 2")
+LIMIT = small_data(LOOP.name, 0.8, 0.7, 0.9, ">= 0.95", "bare compute", is_limit=True)
+SLOW = wire("step at 1 Gbit/s, ddp-fp32, 2 nodes", 1.25, 1.2, 1.3, "<= 1.15", "wire", is_limit=True)
+BYTES = wire("bytes sent", 1.0, goal="<= 1.01", peer="ring limit", is_limit=True)
+MISSED = gpu("nccl", None, goal="<= 1", note="not measured: no GPU")
+LOST = drill("lose-node, until it trains again", 24.1, goal="<= 30", peer="its bound", is_limit=True)
 
 README = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 
