@@ -13,7 +13,6 @@ tests did not run to completion.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
@@ -25,16 +24,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from os import killpg
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
 from scripts.bench import claims as documents
 from scripts.bench.__main__ import facts
 from scripts.bench.claims import OUTCOMES, Claim, read_claims, read_outcomes
-from scripts.bench.programs import own_environment
+from scripts.bench.programs import run_bounded
 from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
 
@@ -47,9 +45,6 @@ TIMEOUT_S = 1800
 TESTS_TIMEOUT_S = 3 * 3600
 """Time limit of the tests of all claims together."""
 
-END_S = 30
-"""How long a command may take to end after SIGINT."""
-
 
 def revision() -> str:
     """Return the commit, with -dirty if tracked files other than the claims and their evidence differ from it."""
@@ -58,33 +53,6 @@ def revision() -> str:
     own = [f":!{path.relative_to(ROOT)}" for path in (documents.CLAIMS, OUTCOMES, documents.PAGE)]
     is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
     return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
-
-
-def run(words: Sequence[str], timeout_s: float, shows: bool = False) -> tuple[int, str]:
-    """Run a command with a time limit; return its status and its output. Then kill its process group.
-
-    With shows, the output goes to this process's standard output, and "" is returned for it.
-
-    At the limit and at Ctrl-C, the group gets SIGINT first: pytest then stops what its tests have started.
-    """
-    with tempfile.TemporaryFile() as output:
-        streams: dict[str, Any] = {"stdout": None if shows else output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(words, cwd=ROOT, env=own_environment(), start_new_session=True, **streams)
-        try:
-            process.wait(timeout_s)
-        except BaseException as error:  # also Ctrl-C, which may come twice
-            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
-                killpg(process.pid, signal.SIGINT)
-                process.wait(END_S)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return 128 + signal.SIGKILL, f"took longer than {timeout_s} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        return process.returncode, output.read().decode(errors="replace")
 
 
 class Case(NamedTuple):
@@ -195,7 +163,7 @@ def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | Non
         report = Path(folder) / "report.xml"
         words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *chosen, *arguments]
         before = revision()
-        status, output = run(words, TESTS_TIMEOUT_S, shows=True)
+        status, output = run_bounded(words, {}, TESTS_TIMEOUT_S, shows=True)
         if status not in (0, 1):
             raise UserError(f"the tests did not run to their end{output and ': '}{output} (status {status})")
         found = read_report(report, chosen)
@@ -249,7 +217,7 @@ def main(argv: list[str]) -> int:
             about = {**where, "date": report.date, "on": report.on}
         else:
             about = where
-            passed, result = judge_command(claim, *run(shlex.split(claim.command), TIMEOUT_S))
+            passed, result = judge_command(claim, *run_bounded(shlex.split(claim.command), {}, TIMEOUT_S))
             result += f", {time.monotonic() - begin:.0f} s"
         said = "not run here" if passed is None else "holds" if passed else "FAILED"
         print(f"{claim.name}: {said}: {result}", flush=True)

@@ -6,7 +6,6 @@ is measured with and without CUDA graphs, and compared with the epoch time that 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from scripts.bench import jpeg, small_data
 from scripts.bench.figures import Figure, speed_figure, spread, take_turns, unmeasured
-from scripts.bench.programs import contender, recipe, run
+from scripts.bench.programs import contender, parse_result, recipe, run
 
 BATCH, STEPS, IMAGES = 256, 60, 2048
 OPTIONS = ("--model", "resnet50", "--image-size", "224", "--epochs", "1000")
@@ -87,8 +86,8 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
 
 def matmul_tflops() -> float:
     """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures in a process of its own."""
-    facts = json.loads(run([sys.executable, "-m", "scripts.doctor.torch_facts"]).splitlines()[-1])
-    return facts["devices"][0]["tflops"]
+    command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
+    return parse_result(command, run(command))["devices"][0]["tflops"]
 
 
 def lenet(rounds: int, folder: Path) -> list[Figure]:

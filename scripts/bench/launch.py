@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import tempfile
 import time
@@ -12,8 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from scripts.bench.figures import Figure, ratio, take_turns
-from scripts.bench.programs import TIMEOUT_S, own_environment, threads
-from scripts.launch.command import ROOT
+from scripts.bench.programs import TIMEOUT_S, process_group, threads
 
 PROCESSES = 2
 
@@ -48,17 +46,15 @@ def _seconds(command: Sequence[str], is_reached: Callable[[Path], bool]) -> floa
     with tempfile.NamedTemporaryFile() as file:
         output = Path(file.name)
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=own_environment() | threads(PROCESSES), stdout=file, stderr=subprocess.STDOUT
-        )
-        while not is_reached(output):
-            if (process.poll() is not None and not is_reached(output)) or time.perf_counter() > begin + TIMEOUT_S:
-                process.kill()
-                raise RuntimeError(f"{' '.join(command)} did no step:\n{output.read_text()[-1000:]}")
-            time.sleep(0.005)
-        seconds = time.perf_counter() - begin
-        if process.wait(TIMEOUT_S):
-            raise RuntimeError(f"{' '.join(command)} failed:\n{output.read_text()[-1000:]}")
+        with process_group(command, threads(PROCESSES), file.file) as process:
+            while not is_reached(output):
+                has_ended = process.poll() is not None
+                if (has_ended and not is_reached(output)) or time.perf_counter() > begin + TIMEOUT_S:
+                    raise RuntimeError(f"{' '.join(command)} did no step:\n{output.read_text()[-1000:]}")
+                time.sleep(0.005)
+            seconds = time.perf_counter() - begin
+            if process.wait(TIMEOUT_S):
+                raise RuntimeError(f"{' '.join(command)} failed:\n{output.read_text()[-1000:]}")
     return seconds
 
 

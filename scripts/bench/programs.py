@@ -1,4 +1,4 @@
-"""Start the contenders: each in processes of its own and with a bound."""
+"""Start the contenders and what shows a claim: each in processes of its own and with a bound."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from os import killpg
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scripts.lab.network import Network
 from scripts.launch.command import ROOT
@@ -19,24 +22,65 @@ from scripts.launch.runs import read_losses
 
 TIMEOUT_S = 600.0
 
+END_S = 30
+"""How long a command may take to end after SIGINT."""
+
 _numbers = itertools.count(1)
 
 
-def run(command: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
-    """Run a command and return its standard output.
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], env: Mapping[str, str], output: IO[bytes] | None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a session of its own while the block runs; then kill what is left of its process group.
+
+    All that it prints goes to `output`, or to this process's output. If the block raises, also for Ctrl-C, the
+    group gets SIGINT first: pytest then stops what its tests have started.
+    """
+    streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
+    environment = {**own_environment(), **env}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    try:
+        yield process
+    except BaseException:  # Ctrl-C may come twice
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+            killpg(process.pid, signal.SIGINT)
+            process.wait(END_S)
+        raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_bounded(
+    command: Sequence[str], env: Mapping[str, str], timeout_s: float, shows: bool = False
+) -> tuple[int, str]:
+    """Run a command with a time limit; return its status and its output.
+
+    With shows, the output goes to this process's standard output, and "" is returned for it.
+    """
+    with tempfile.TemporaryFile() as output:
+        try:
+            with process_group(command, env, None if shows else output) as process:
+                process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return 128 + signal.SIGKILL, f"took longer than {timeout_s:g} s"
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
+    """Run a command and return its output.
 
     Raises:
         RuntimeError: it failed (the message has its last lines) or took too long.
     """
-    own = own_environment() | (env or {})
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)} took longer than {timeout_s:.0f} s") from None
-    if done.returncode:
-        words = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{words}")
-    return done.stdout
+    status, output = run_bounded(command, env or {}, timeout_s)
+    if status:
+        words = "\n".join(output.splitlines()[-12:])
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{words}")
+    return output
 
 
 def own_environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -9,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from recipes.common.models.models import LeNet
 from scripts.bench import jpeg, programs
 from scripts.bench.contenders import lenet
+from tests.support import has_ended, wait_until
 
 
 def test_the_lenet_of_the_tutorials_is_that_of_the_recipes(tmp_path):
@@ -29,6 +31,17 @@ def test_the_lenet_of_the_tutorials_is_that_of_the_recipes(tmp_path):
 def test_the_photographs_are_like_those_of_imagenet(tmp_path):
     assert 100 < jpeg.write_photos(tmp_path, 6) < 120
     assert len(list(tmp_path.rglob("*.jpg"))) == 8
+
+
+def test_nothing_of_a_contender_outlives_its_time_limit(tmp_path):
+    """Torchrun's workers do not end with it."""
+    pid = tmp_path / "pid"
+    with pytest.raises(RuntimeError, match="took longer than 1 s"):
+        programs.run(["bash", "-c", f"sleep 60 & echo $! > {pid}; wait"], timeout_s=1)
+    sleeping = int(pid.read_text())
+    wait_until(
+        lambda: not psutil.pid_exists(sleeping) or has_ended(psutil.Process(sleeping)), 5, "the sleep has ended"
+    )
 
 
 @pytest.mark.parametrize("after", ["", "\n", "[Gloo] Rank 0 is connected to 1 peer ranks\n", "12\n"])

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.bench import claims, evidence
+from scripts.bench import claims, evidence, programs
 from scripts.bench.claims import Claim, page, read_claims, rounds_to
+from scripts.bench.programs import run_bounded
 from scripts.launch.command import ROOT
 
 
@@ -240,11 +241,11 @@ def test_tests_run_once_and_all_together(monkeypatch, tmp_path):
     ]
     ran = []
 
-    def run(words, timeout_s, shows):
+    def run(words, env, timeout_s, shows):
         ran.extend(words)
         return 4, ""
 
-    monkeypatch.setattr(evidence, "run", run)
+    monkeypatch.setattr(evidence, "run_bounded", run)
     with pytest.raises(UserError, match=r"^the tests did not run to their end \(status 4\)$"):
         evidence.run_tests(ways, ["-x"])
     assert [word for word in ran if "report" not in word] == [
@@ -264,8 +265,8 @@ def test_a_command_has_to_print_what_the_document_shows():
 
 
 def test_a_command_has_a_bound_and_leaves_nothing_behind():
-    assert evidence.run(["bash", "-c", "sleep 60; true"], 0.5) == (137, "took longer than 0.5 s")
-    assert evidence.run([sys.executable, "-c", "print(1)"], 60) == (0, "1\n")
+    assert run_bounded(["bash", "-c", "sleep 60; true"], {}, 0.5) == (137, "took longer than 0.5 s")
+    assert run_bounded([sys.executable, "-c", "print(1)"], {}, 60) == (0, "1\n")
 
 
 def test_an_interrupted_command_ends_by_itself(tmp_path):
@@ -282,7 +283,7 @@ def test_an_interrupted_command_ends_by_itself(tmp_path):
     threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            evidence.run(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"], 60)
+            run_bounded(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"], {}, 60)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert ended.exists()
@@ -311,10 +312,10 @@ def test_nothing_of_a_command_is_left_behind_however_it_ends(monkeypatch, waits,
             raise ProcessLookupError
 
     process = SimpleNamespace(pid=7, returncode=0, wait=wait)
-    monkeypatch.setattr(evidence.subprocess, "Popen", lambda *args, **kwargs: process)
-    monkeypatch.setattr(evidence, "killpg", kill)
+    monkeypatch.setattr(programs.subprocess, "Popen", lambda *args, **kwargs: process)
+    monkeypatch.setattr(programs, "killpg", kill)
     with pytest.raises(met) if met else contextlib.nullcontext():
-        evidence.run(["x"], 60)
+        run_bounded(["x"], {}, 60)
     assert sent == [(7, signal.SIGINT)] * (waits != [None]) + [(7, signal.SIGKILL)]
 
 
