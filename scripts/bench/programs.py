@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import killpg
 from pathlib import Path
 from typing import IO, Any
@@ -83,6 +84,32 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s:
     return output
 
 
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    is_reached: Callable[[], bool],
+    env: Mapping[str, str],
+    timeout_s: float = TIMEOUT_S,
+    pause_s: float = 0.05,
+) -> Iterator[None]:
+    """Start a command, run the block once is_reached(), asked every pause_s, and then wait for the command's end.
+
+    Raises:
+        RuntimeError: it failed, took too long or ended before that; the message has the end of its output.
+    """
+    deadline = time.monotonic() + timeout_s
+    with tempfile.NamedTemporaryFile() as output, process_group(command, env, output.file) as process:
+        said = Path(output.name)
+        while not is_reached():
+            has_ended = process.poll() is not None
+            if (has_ended and not is_reached()) or time.monotonic() > deadline:
+                raise RuntimeError(f"{' '.join(command)} did no such step:\n{said.read_text()[-1000:]}")
+            time.sleep(pause_s)
+        yield
+        if process.wait(deadline - time.monotonic()):
+            raise RuntimeError(f"{' '.join(command)} failed:\n{said.read_text()[-1000:]}")
+
+
 def own_environment() -> dict[str, str]:
     """Return this process's environment without the variables that a calling make sets."""
     return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
@@ -98,6 +125,12 @@ def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) 
     return {**result, "losses": list(read_losses(folder / run_name).values())}
 
 
+def contender_command(name: str, options: Sequence[str], processes: int) -> list[str]:
+    """Return what runs a module of scripts.bench.contenders, under torchrun if processes > 1."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *torchrun * (processes > 1), "-m", f"scripts.bench.contenders.{name}", *options]
+
+
 def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """Run a module of scripts.bench.contenders, under torchrun if processes > 1, and return its result.
 
@@ -106,12 +139,7 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
     Raises:
         RuntimeError: it failed, took too long or printed no such line.
     """
-    module = f"scripts.bench.contenders.{name}"
-    if processes == 1:
-        command = [sys.executable, "-m", module, *options]
-    else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(processes), "-m", module, *options]
+    command = contender_command(name, options, processes)
     return parse_result(command, run(command, threads(processes)))
 
 
@@ -128,8 +156,8 @@ def bare_step_ms(
     net: Network, processes: int, threads: int, flags: Sequence[str], options: Sequence[str]
 ) -> float:
     """Return rank 0's milliseconds of a bare step, while as many processes do the same on a node each."""
-    words = [sys.executable, "-m", "scripts.bench.contenders.bare_step", "--alone", *flags, "--", *options]
-    return float(parse_result(words, net.run_ranks(words, processes, threads, TIMEOUT_S)[0])["step_ms"])
+    command = contender_command("bare_step", ["--alone", *flags, "--", *options], 1)
+    return float(parse_result(command, net.run_ranks(command, processes, threads, TIMEOUT_S)[0])["step_ms"])
 
 
 def threads(processes: int) -> dict[str, str]:

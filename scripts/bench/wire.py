@@ -22,8 +22,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -161,19 +159,12 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
         return {row["step"]: row["samples_per_s"] for row in rows if "loss" in row}
 
     last_free = variant.warm + FREE
-    with ThreadPoolExecutor(1) as pool:
-        command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
-        job = pool.submit(programs.run, command, timeout_s=RUN_TIMEOUT_S)
-        while last_free not in speeds():
-            if job.done():
-                job.result()  # raises what has ended it
-                raise RuntimeError(f"{' '.join(command)} has ended before step {last_free}")
-            time.sleep(0.05)
+    command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
+    with programs.running(command, lambda: last_free in speeds(), {}, RUN_TIMEOUT_S):
         free = [speed for step, speed in speeds().items() if step > variant.warm]
         for node in range(nodes):
             net.narrow(node, RATE, burst="256kb")
         mixed = max(speeds()) + LOG_EVERY
-        job.result()
     narrow = [speed for step, speed in speeds().items() if step > mixed]
     for node in range(nodes):
         net.restore(node)

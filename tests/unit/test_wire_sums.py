@@ -1,5 +1,6 @@
 """The limits that the benchmark of the wire holds bytes against."""
 
+import contextlib
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
-from scripts.bench import overlap, wire
+from scripts.bench import overlap, programs, wire
 from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
 from scripts.plan.model import ring_bytes
 
@@ -57,12 +58,11 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
             for step, speed in speeds.items():
                 file.write(json.dumps({"kind": "step", "step": step, "loss": 1.0, "samples_per_s": speed}) + "\n")
 
-    class Job:
-        __enter__ = submit = lambda self, *_, **__: self
-        __exit__ = done = lambda *_: False
-
-        def result(self):
-            log({24: 9.0} | dict.fromkeys(range(28, last + 1, 4), 5.0))
+    @contextlib.contextmanager
+    def running(command, is_reached, *_):
+        assert is_reached()
+        yield
+        log({24: 9.0} | dict.fromkeys(range(28, last + 1, 4), 5.0))
 
     class Net:
         option = staticmethod(lambda: "n0=a,n1=b")
@@ -76,7 +76,7 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
 
     path.parent.mkdir()
     log({4: 99.0, 8: 10.0, 12: 10.0, 16: 20.0})
-    monkeypatch.setattr(wire, "ThreadPoolExecutor", lambda _: Job())
+    monkeypatch.setattr(programs, "running", running)
     variant = Variant("ddp-fp32", "ddp")
     if last == 28:
         with pytest.raises(RuntimeError, match="its steps ended before the links were narrow; raise NARROW"):

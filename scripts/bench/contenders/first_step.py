@@ -1,8 +1,13 @@
-"""The least that a launch can be: import torch, meet the other processes, and do one step under DDP."""
+"""The least that a launch can be: import torch, meet the other processes, and do one step under DDP.
+
+torchrun --nproc-per-node=2 -m scripts.bench.contenders.first_step FILE
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    """Print a line once the first step is done."""
+    """Make FILE once the first step is done."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(32, 64)).sum().backward()
     optimizer.step()
     if os.environ["RANK"] == "0":
-        print("first step", flush=True)
+        Path(sys.argv[1]).touch()
     dist.barrier()
     dist.destroy_process_group()
 
