@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import cast
 
 import torch
@@ -61,10 +61,10 @@ class Trainer:
 
     def __init__(self, world: World, batch: int, precision: str) -> None:
         compression, dtype = PRECISIONS[precision]
-        words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--device", "cpu"]
-        words += ["--global-batch-size", str(batch * world.world_size), "--lr", "0.001", "--epochs", "1000000"]
-        words += ["--num-samples", str(STEPS * batch * world.world_size), "--log-every", "1000000"]
-        args = train.options([*words, "--grad-compression", compression])
+        size = batch * world.world_size
+        words = f"--model resnet18 --data synthetic --image-size 32 --num-samples {STEPS * size} --device cpu"
+        words += f" --global-batch-size {size} --lr 0.001 --epochs 1000000 --log-every 1000000"
+        args = train.options([*words.split(), "--grad-compression", compression])
         self.job, self.technique = train.prepare(args, "ddp", world, Stop())
         self.ddp = cast(DistributedDataParallel, self.technique.module)
         self.share = torch.arange(batch)
@@ -119,18 +119,12 @@ def seconds(work: Callable[[], None]) -> float:
     return (time.perf_counter() - begin) / STEPS
 
 
-def agreed(value: float) -> float:
-    """Return the mean of the ranks' numbers; call it on all ranks."""
-    number = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(number)
-    return float(number) / dist.get_world_size()
-
-
 def be_a_rank(precision: str, number: int, result: Path) -> None:
     """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     quick = Trainer(world, PROBE_BATCH, precision).measure(2)
-    sample_s, communication_s = agreed(min(quick["compute"]) / PROBE_BATCH), agreed(min(quick["communication"]))
+    quickest = world.gather_objects([min(quick["compute"]) / PROBE_BATCH, min(quick["communication"])])
+    sample_s, communication_s = (fmean(values) for values in zip(*quickest, strict=True))
     found = []
     for share in SHARES:
         batch = max(2, round(share * communication_s / sample_s))

@@ -55,10 +55,10 @@ TIMEOUT_S = 300.0
 
 def recipe_words(nodes: int, folder: Path) -> list[str]:
     """Return the ddp recipe's options; the batch per rank is the same at any number of nodes."""
-    words = ["--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
-    words += ["--model", MODEL, "--bucket-cap-mb", str(BUCKET_MB), "--device", "cpu", "--no-async-checkpoints"]
-    words += ["--global-batch-size", str(nodes * LOCAL_BATCH), "--no-tensorboard", "--log-every", "1000"]
-    return [*words, "--runs-dir", str(folder), "--name", "run", "--overwrite"]
+    data = f"--data synthetic --image-size {IMAGE_SIZE} --num-samples 1000 --model {MODEL} --device cpu"
+    more = f"--global-batch-size {nodes * LOCAL_BATCH} --bucket-cap-mb {BUCKET_MB} --log-every 1000 --overwrite"
+    words = f"{data} {more} --no-async-checkpoints --no-tensorboard --name run".split()
+    return [*words, "--runs-dir", str(folder)]
 
 
 # ---- one rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -25,8 +24,6 @@ TIMEOUT_S = 600.0
 
 END_S = 30
 """How long a command may take to end after SIGINT."""
-
-_numbers = itertools.count(1)
 
 
 @contextlib.contextmanager
@@ -115,14 +112,22 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
+def recipe_command(
+    name: str, run: Path, options: Sequence[str], processes: int = 1, net: Network | None = None
+) -> list[str]:
+    """Return what runs a recipe as `make run` does, with its record in `run`; with networks, a process a node."""
+    shape = ["--nproc-per-node", str(processes)]
+    if net:
+        shape = ["--nodes", str(processes), "--nproc-per-node", "1", "--networks", net.option()]
+    place = ["--runs-dir", str(run.parent), "--name", run.name, "--overwrite", "--no-tensorboard"]
+    return [sys.executable, "-m", "scripts.launch.local", name, *shape, "--", *place, *options]
+
+
 def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) -> dict[str, Any]:
     """Run a recipe as `make run` does; return its result.json, and the losses of its logged steps as "losses"."""
-    run_name = f"{name}-{next(_numbers)}"
-    command = [sys.executable, "-m", "scripts.launch.local", name, "--nproc-per-node", str(processes)]
-    command += ["--", "--runs-dir", str(folder), "--name", run_name]
-    run([*command, "--no-tensorboard", *options])
-    result = json.loads((folder / run_name / "result.json").read_text())
-    return {**result, "losses": list(read_losses(folder / run_name).values())}
+    record = folder / "run"
+    run(recipe_command(name, record, options, processes))
+    return json.loads((record / "result.json").read_text()) | {"losses": list(read_losses(record).values())}
 
 
 def contender_command(name: str, options: Sequence[str], processes: int) -> list[str]:

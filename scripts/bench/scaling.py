@@ -7,34 +7,31 @@ cores, that compute the same and exchange nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from scripts.bench.figures import Figure, of, speed_figure, take_turns
-from scripts.bench.programs import bare_step_ms, run
+from scripts.bench.programs import bare_step_ms, recipe_command, run
 from scripts.lab.network import Network
 from scripts.launch.runs import read_metrics
 
 PROCESSES = (1, 2, 4)
 RANK_BATCH, STEPS, LOG_EVERY = 16, 8, 2
-TIMEOUT_S = 600
 
 
 def options(processes: int) -> list[str]:
     """Return a recipe's options: resnet18 on images of 32x32, which computes for longer than it exchanges."""
-    words = ["--model", "resnet18", "--data", "synthetic", "--image-size", "32", "--num-samples", "1024"]
-    words += ["--global-batch-size", str(RANK_BATCH * processes), "--lr", "0.001", "--device", "cpu"]
-    return [*words, "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY)]
+    data = "--model resnet18 --data synthetic --image-size 32 --num-samples 1024"
+    steps = f"--global-batch-size {RANK_BATCH * processes} --max-steps {STEPS} --log-every {LOG_EVERY}"
+    return f"{data} {steps} --lr 0.001 --device cpu".split()
 
 
 def ours(net: Network, folder: Path, processes: int) -> float:
     """Run the recipe; return the mean of its logged samples/s, without the first LOG_EVERY steps."""
-    words = [sys.executable, "-m", "scripts.launch.local", "ddp", "--nodes", str(processes)]
-    words += ["--nproc-per-node", "1", "--networks", net.option(), "--", *options(processes), "--no-tensorboard"]
-    run([*words, "--runs-dir", str(folder), "--name", "run", "--overwrite"], {"OMP_NUM_THREADS": "1"}, TIMEOUT_S)
+    command = recipe_command("ddp", folder / "run", options(processes), processes, net)
+    run(command, {"OMP_NUM_THREADS": "1"})
     return fmean([row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row][1:])
 
 

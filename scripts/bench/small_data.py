@@ -50,9 +50,9 @@ def write_data(folder: Path) -> None:
 
 def recipe_words(data_dir: Path) -> list[str]:
     """Return the options with which the recipes run."""
-    words = ["--data", "fashion-mnist", "--data-dir", str(data_dir), "--global-batch-size", str(BATCH_SIZE)]
-    words += ["--epochs", "1", "--max-steps", str(STEPS), "--log-every", str(LOG_EVERY), "--device", "cpu"]
-    return [*words, "--lr-schedule", "constant", "--warmup-steps", "0"]
+    steps = f"--epochs 1 --max-steps {STEPS} --log-every {LOG_EVERY} --lr-schedule constant --warmup-steps 0"
+    words = f"--data fashion-mnist --global-batch-size {BATCH_SIZE} --device cpu {steps}".split()
+    return [*words, "--data-dir", str(data_dir)]
 
 
 class Bench:

@@ -18,9 +18,8 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
-    options = ["--model", "resnet18", "--data", "synthetic", "--image-size", "16", "--num-samples", "1024"]
-    options += ["--seed", "1", "--lr", "0.001", "--device", "cpu"]
-    options += ["--global-batch-size", str(BATCH), "--epochs", "1000", "--max-steps"]
+    data = f"--model resnet18 --data synthetic --image-size 16 --num-samples 1024 --global-batch-size {BATCH}"
+    options = f"{data} --seed 1 --lr 0.001 --device cpu --epochs 1000 --max-steps".split()
 
     def ours() -> float:
         # samples_per_s leaves out the first step and the work at the end of each epoch.

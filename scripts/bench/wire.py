@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from scripts.bench import programs
 from scripts.bench.figures import Figure, spread, unmeasured
-from scripts.bench.programs import bare_step_ms
+from scripts.bench.programs import bare_step_ms, recipe_command
 from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
@@ -125,18 +124,15 @@ class Measured:
 
 def workload(nodes: int) -> list[str]:
     """Return the options that say what is computed."""
-    words = ["--model", MODEL, "--data", "synthetic", "--image-size", str(IMAGE_SIZE), "--num-samples", "1000"]
-    return [*words, "--global-batch-size", str(RANK_BATCH * nodes), "--device", "cpu"]
+    data = f"--model {MODEL} --data synthetic --image-size {IMAGE_SIZE} --num-samples 1000"
+    return f"{data} --global-batch-size {RANK_BATCH * nodes} --device cpu".split()
 
 
 def command_of(variant: Variant, net: Network, nodes: int, steps: int, run: Path) -> list[str]:
     """Return what starts a run of a recipe."""
-    launch = [sys.executable, "-m", "scripts.launch.local", variant.recipe, "--nodes", str(nodes)]
-    launch += ["--nproc-per-node", "1", "--networks", net.option(), "--"]
-    words = [*workload(nodes), "--max-steps", str(steps)]
-    words += ["--log-every", str(LOG_EVERY), "--no-tensorboard", "--runs-dir", str(run.parent), "--name", run.name]
     # An untrained model on noise, in halves: gentle steps, so that nothing overflows.
-    return [*launch, *words, "--lr", "0.001", "--overwrite", *variant.options]
+    more = f"--max-steps {steps} --log-every {LOG_EVERY} --lr 0.001".split()
+    return recipe_command(variant.recipe, run, [*workload(nodes), *more, *variant.options], nodes, net)
 
 
 def count_bytes(variant: Variant, net: Network, nodes: int, folder: Path) -> list[float]:
