@@ -6,9 +6,9 @@ python -m scripts.bench.range_server FOLDER DELAY_S
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -22,57 +22,28 @@ Fault = Callable[["Handler", int], bool]
 """Called for each request with its handler and number. Returns True if it has sent the answer itself."""
 
 
-class Counts:
-    """Counts of requests: so far, in progress now, and at most at once; and the seconds spent in them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.requests = self.now = self.most = 0
-        self.busy_s = 0.0
-        self.paths: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def request(self, path: str) -> Iterator[int]:
-        """Count a request while the block runs; yield its number."""
-        with self.lock:
-            self.requests += 1
-            self.paths[path] += 1
-            number = self.requests
-            self.now += 1
-            self.most = max(self.most, self.now)
-        begin = time.monotonic()
-        try:
-            yield number
-        finally:
-            with self.lock:
-                self.now -= 1
-                self.busy_s += time.monotonic() - begin
-
-
 class Handler(BaseHTTPRequestHandler):
     """Answers GET requests with a whole file or a range of it."""
 
     protocol_version = "HTTP/1.1"
-    folder: Path
-    delay_s: float
-    fault: Fault | None
-    counts: Counts
+    disable_nagle_algorithm = True
+    server: Server
 
     def do_GET(self) -> None:
         """Send the file, or the counts at /counts."""
         if self.path == "/counts":
-            self.answer(200, repr((self.counts.requests, self.counts.most, self.counts.busy_s)).encode())
-            self.counts.most = 0
+            self.answer(200, json.dumps((self.server.requests, self.server.most, self.server.busy_s)).encode())
+            self.server.most = 0
             return
-        with self.counts.request(self.path) as number:
-            time.sleep(self.delay_s)
-            if not (self.fault and self.fault(self, number)):
+        with self.server.count(self.path) as number:
+            time.sleep(self.server.delay_s)
+            if not (self.server.fault and self.server.fault(self, number)):
                 self.send_part()
 
     def send_part(self) -> None:
         """Send the file, or its part in a Range header of the form bytes=FIRST-LAST."""
         try:
-            with open(self.folder / self.path.lstrip("/"), "rb") as file:
+            with open(self.server.folder / self.path.lstrip("/"), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"] or "")
                 start, end = (int(wanted[1]), min(int(wanted[2]) + 1, size)) if wanted else (0, size)
@@ -98,29 +69,50 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server for many connections at once."""
+    """A server for many connections at once, on a free port of 127.0.0.1.
+
+    It counts requests: so far, in progress now, and at most at once; and the seconds spent in them.
+    """
 
     daemon_threads, request_queue_size = True, 512
+
+    def __init__(self, folder: Path, delay_s: float, fault: Fault | None) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.delay_s, self.fault = folder, delay_s, fault
+        self.lock = threading.Lock()
+        self.requests = self.now = self.most = 0
+        self.busy_s = 0.0
+        self.paths: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def count(self, path: str) -> Iterator[int]:
+        """Count a request while the block runs; yield its number."""
+        with self.lock:
+            self.requests += 1
+            self.paths[path] += 1
+            number = self.requests
+            self.now += 1
+            self.most = max(self.most, self.now)
+        begin = time.monotonic()
+        try:
+            yield number
+        finally:
+            with self.lock:
+                self.now -= 1
+                self.busy_s += time.monotonic() - begin
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: clients that are killed close the connection in the middle of an answer."""
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection with Nagle's algorithm disabled."""
-        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().finish_request(request, client_address)
-
 
 @contextlib.contextmanager
-def serve(folder: Path, delay_s: float = 0.0, fault: Fault | None = None) -> Iterator[tuple[str, Counts]]:
-    """Serve a folder on a free port of 127.0.0.1 while the block runs; yield its URL and the counts."""
-    counts = Counts()
-    facts = {"folder": folder, "delay_s": delay_s, "fault": staticmethod(fault) if fault else None}
-    with Server(("127.0.0.1", 0), type("Handler", (Handler,), {**facts, "counts": counts})) as server:
+def serve(folder: Path, delay_s: float = 0.0, fault: Fault | None = None) -> Iterator[tuple[str, Server]]:
+    """Serve a folder while the block runs; yield the URL and the server, which has the counts."""
+    with Server(folder, delay_s, fault) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", counts
+            yield f"http://127.0.0.1:{server.server_port}", server
         finally:
             server.shutdown()
             thread.join()
