@@ -86,15 +86,11 @@ def columns_for(runs: Sequence[dict[str, Any]]) -> list[Column]:
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Plot the first run's loss, the other runs' relative differences from it, and all samples per second."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     first, *others = runs
-    figure, axes = plt.subplot_mosaic(
-        [["loss", "speed"], ["difference", "speed"]], figsize=(11, 4.5), width_ratios=(3, 2), layout="constrained"
-    )
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "speed"], ["difference", "speed"]], width_ratios=(3, 2))
     names = [f"{run['recipe']} x{run['world_size']}" for run in runs]
     colors = [f"C{i}" for i in range(len(runs))]
     axes["loss"].plot(list(first["losses"]), list(first["losses"].values()), color=colors[0])
@@ -114,7 +110,6 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     axes["speed"].set_xlim(0, 1.2 * max(run["samples_per_s"] for run in runs) or 1)
     axes["speed"].set(xlabel="samples per second", title="Speed; the colors are those of the curves")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def notes_of(folder: Path, args: Namespace) -> list[str]:

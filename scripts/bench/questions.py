@@ -163,16 +163,14 @@ TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 1.5, 2, 5)
 
 def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
     """Draw the figures that have a limit, and their peers; draw nothing if there are none."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import FixedLocator, NullLocator
 
     rows = question.rows(figures)
     if not rows:
         return
-    figure, axis = plt.subplots(figsize=(7, 1.7 + 0.24 * len(rows)), layout="constrained", dpi=100)
+    picture = Picture(figsize=(7, 1.7 + 0.24 * len(rows)), layout="constrained", dpi=100)
+    axis = picture.subplots()
     markers: dict[str, str] = {}
     for y, row in enumerate(rows):
         middle, low, high = row.values if question.is_time else row.share
@@ -205,10 +203,9 @@ def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
         axis.xaxis.set(major_locator=FixedLocator(ticks), major_formatter="{x:g}", minor_locator=NullLocator())
     share = "speed, as a share of the most that the machine allows"
     axis.set_xlabel("seconds" if question.is_time else share, fontsize=8)
-    figure.suptitle(question.text, x=0.01, ha="left", fontsize=9)
+    picture.suptitle(question.text, x=0.01, ha="left", fontsize=9)
     axis.spines[["top", "right", "left"]].set_visible(False)
     handles, labels = axis.get_legend_handles_labels()
     kinds = dict(zip(labels, handles, strict=True))
-    figure.legend(kinds.values(), kinds, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    picture.legend(kinds.values(), kinds, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    picture.savefig(path, metadata={"Software": None})

@@ -21,7 +21,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from scripts.bench import claims
 from scripts.bench.figures import AGAIN, TITLES, Figure, describe, table_lines
-from scripts.bench.questions import QUESTIONS, Question, draw, drill_figures
+from scripts.bench.questions import QUESTIONS, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -139,18 +139,14 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
     return "\n".join(lines).rstrip() + "\n"
 
 
-def short_figures(figures: Sequence[Figure]) -> list[tuple[Question, Figure | None]]:
-    """Return the questions of README.md's table, each with the figure that answers it (None: not measured)."""
-    return [(question, question.figure(figures)) for question in QUESTIONS if question.chinese]
-
-
 def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
     """Return the table of README.md, or of README.zh-CN.md, from the newest run and the drill."""
     figures = [*runs[0].figures, *drill]
     titles = ("问题", "回答") if is_chinese else ("question", "answer")
     rows = [
         (question.chinese[0] if is_chinese else question.text, question.said(figures, is_chinese))
-        for question, _ in short_figures(figures)
+        for question in QUESTIONS
+        if question.chinese
     ]
     more = "[全部数字](docs/benchmarks/README.md); `make bench` 测量你的机器。"
     more = more if is_chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
@@ -185,12 +181,11 @@ def read_drill() -> list[Figure]:
 
 def evidence() -> str:
     """Return the text of docs/evidence.md: the documents' claims, and the figures of README.md's table."""
-    newest = read_runs(FOLDER)[:1]
     benchmark = [
-        (question.said(run.figures), one, run.facts)
-        for run in newest
-        for question, one in short_figures(run.figures)
-        if one
+        (question.said(run.figures), figure, run.facts)
+        for run in read_runs(FOLDER)[:1]
+        for question in QUESTIONS
+        if question.chinese and (figure := question.figure(run.figures))
     ]
     return claims.page(claims.read_claims(), claims.read_outcomes(), benchmark)
 

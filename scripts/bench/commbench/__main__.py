@@ -58,11 +58,7 @@ def options(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all that are installed)")
     add("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")
-    add(
-        "--nproc-per-node",
-        type=count,
-        help="of each node (its GPUs, else 1; on a cluster NPROC_PER_NODE)",
-    )
+    add("--nproc-per-node", type=count, help="of each node (its GPUs, else 1; on a cluster NPROC_PER_NODE)")
     add_options(parser)
     add("--narrow", metavar="RATE", help="as root: a network namespace per node, links of RATE, such as 1gbit")
     add("--runs-dir", type=Path, default=ROOT / "runs", metavar="DIR", help="parent folder of commbench-001")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from scripts.launch.command import Column
 
@@ -65,8 +66,5 @@ def bus_factor(op: str, ranks: int) -> float:
 
 def link_speed(interface: str) -> float | None:
     """Return an interface's speed in Gbit/s as its driver reports it; None if it reports none, as lo does."""
-    try:
-        megabits = int(Path(f"/sys/class/net/{interface}/speed").read_text())
-    except (OSError, ValueError):
-        return None
-    return megabits / 1000 if megabits > 0 else None
+    found = psutil.net_if_stats().get(interface)
+    return found.speed / 1000 if found and found.speed else None  # psutil: in Mbit/s, 0 if unknown
