@@ -361,10 +361,8 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     counts = sorted({2**i for i in range(args.nodes.bit_length())} | {args.nodes})
     found = {nodes: plan_row(nodes, args, options, kind, workload, compute) for nodes in counts}
     rows = [row for row in found.values() if row]
-    if not rows:
-        raise UserError(
-            "the global batch leaves ranks or passes without a sample, or is larger than the data, on one node"
-        )
+    no_row = "the global batch leaves ranks or passes without a sample, or is larger than the data, on one node"
+    refuse((not rows, no_row))
     last, link, fabric = rows[-1], cluster_of(args, 1).network, args.fabric or "own"
     lines = [
         f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "

@@ -18,7 +18,6 @@ from scripts.plan.model import Link
 TCP_SHARE = 1448 / 1538
 RDMA_SHARE = 0.9
 
-
 FABRICS = {
     **{f"ib-{gbit}": (14.0, gbit, gbit > 100, RDMA_SHARE) for gbit in (400, 200, 100)},  # NDR, HDR, EDR
     **{f"efa-{gbit}": (30.0, gbit, False, RDMA_SHARE) for gbit in (400, 3200)},  # of p4d and p5 instances
