@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=count, default=5, help="most rounds of a part; medians are over them (5)")
     parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")
     args = parse(parser, argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the running command, as Ctrl-C does
     parts, about = check_names("PARTS", args.parts, list(PARTS)) or PARTS, facts()
     device = "gpu" if torch.cuda.is_available() else "cpu"
     output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
