@@ -115,12 +115,12 @@ def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
     return claims
 
 
-def read_outcomes(path: Path = OUTCOMES) -> dict[str, dict[str, Any]]:
+def read_outcomes() -> dict[str, dict[str, Any]]:
     """Read the outcome of each claim's last run, by name; empty if there is no file yet."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return json.loads(OUTCOMES.read_text(encoding="utf-8")) if OUTCOMES.exists() else {}
     except ValueError as error:
-        raise UserError(f"{path} cannot be read: {error}; take the last commit's") from None
+        raise UserError(f"{OUTCOMES} cannot be read: {error}; take the last commit's") from None
 
 
 def machine(facts: Mapping[str, Any]) -> str:

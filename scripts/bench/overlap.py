@@ -38,6 +38,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
 from recipes.ddp import train
 from scripts.bench.figures import Figure, Rounds, ratio, take_turns
+from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
 
 NODES, RATE = 2, "1gbit"
@@ -52,8 +53,6 @@ PROBE_BATCH = 4
 
 PRECISIONS = {"fp32": ("none", torch.float32), "fp16": ("fp16", torch.float16)}
 """For each name: the value of --grad-compression, and the type that is sent."""
-
-TIMEOUT_S = 600
 
 
 class Trainer:

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train
 from scripts.bench.figures import Figure, spread
+from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
+from scripts.launch.cores import count_cores
 from scripts.plan.model import Cluster, Compute, Gradient, Link, Method, Step, step
 from scripts.plan.workload import kind_of, look_at, timed_step
 
@@ -50,7 +52,6 @@ RUN_S, FEWEST, MOST = 4.0, 6, 40
 """Approximate time of all steps of a run, and the minimum and maximum number of steps."""
 
 MOST_LOAD = 0.95
-TIMEOUT_S = 300.0
 
 
 def recipe_words(nodes: int, folder: Path) -> list[str]:
@@ -69,7 +70,7 @@ def be_a_rank(folder: Path) -> None:
     dist.init_process_group("gloo")
     words = recipe_words(dist.get_world_size(), folder)
     options = train.options(words)
-    kind = kind_of(options, None, None)
+    kind = kind_of(options)
     figures = probe(timed_step(options, kind, LOCAL_BATCH, torch.device("cpu")))
     if dist.get_rank() == 0:
         (folder / "probe.json").write_text(json.dumps(figures))
@@ -159,7 +160,7 @@ def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
         net.narrow(node, f"{mbit}mbit")
     rank = [sys.executable, "-m", "scripts.bench.plan", str(folder)]
     try:
-        net.run_ranks(rank, nodes, max(1, len(os.sched_getaffinity(0)) // nodes), TIMEOUT_S)
+        net.run_ranks(rank, nodes, max(1, count_cores() // nodes), TIMEOUT_S)
     finally:
         for node in limited:
             net.restore(node)
@@ -168,7 +169,7 @@ def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return a figure for the step time at each point, and one for the bytes at all points."""
     options = train.options(recipe_words(1, folder))
-    gradients = look_at(options, kind_of(options, None, None)).gradients
+    gradients = look_at(options, kind_of(options)).gradients
     net = Network(max(NODES))
     points = [(1, 0), *itertools.product(NODES[1:], MBIT)]
     predicted: dict[tuple[int, int], list[Step]] = {point: [] for point in points}

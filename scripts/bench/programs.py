@@ -21,6 +21,7 @@ from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_losses
 
 TIMEOUT_S = 600.0
+"""Time limit of a contender."""
 
 END_S = 30
 """How long a command may take to end after SIGINT."""
@@ -68,13 +69,13 @@ def run_bounded(
         return process.returncode, output.read().decode(errors="replace")
 
 
-def run(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S) -> str:
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output.
 
     Raises:
         RuntimeError: it failed (the message has its last lines) or took too long.
     """
-    status, output = run_bounded(command, env or {}, timeout_s)
+    status, output = run_bounded(command, env or {}, TIMEOUT_S)
     if status:
         words = "\n".join(output.splitlines()[-12:])
         raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{words}")
@@ -83,18 +84,14 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s:
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str],
-    is_reached: Callable[[], bool],
-    env: Mapping[str, str],
-    timeout_s: float = TIMEOUT_S,
-    pause_s: float = 0.05,
+    command: Sequence[str], is_reached: Callable[[], bool], env: Mapping[str, str], pause_s: float = 0.05
 ) -> Iterator[None]:
     """Start a command, run the block once is_reached(), asked every pause_s, and then wait for the command's end.
 
     Raises:
         RuntimeError: it failed, took too long or ended before that; the message has the end of its output.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + TIMEOUT_S
     with tempfile.NamedTemporaryFile() as output, process_group(command, env, output.file) as process:
         said = Path(output.name)
         while not is_reached():

@@ -42,7 +42,6 @@ NODES = (2, 4)
 TIMED_NODES = 2
 RANK_BATCH = 2
 LOG_EVERY = 4
-RUN_TIMEOUT_S = 300
 
 BYTES_GOAL = "<= 1.01"
 
@@ -141,7 +140,7 @@ def count_bytes(variant: Variant, net: Network, nodes: int, folder: Path) -> lis
     totals = []
     for steps in (variant.warm, variant.warm + COUNTED):
         before = [net.sent_bytes(node) for node in range(nodes)]
-        programs.run(command_of(variant, net, nodes, steps, folder / "run"), timeout_s=RUN_TIMEOUT_S)
+        programs.run(command_of(variant, net, nodes, steps, folder / "run"))
         totals.append([net.sent_bytes(node) - sent for node, sent in enumerate(before)])
         shutil.rmtree(folder / "run")  # a checkpoint of 93 MB
     return [(more - few) / COUNTED for few, more in zip(*totals, strict=True)]
@@ -157,7 +156,7 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
 
     last_free = variant.warm + FREE
     command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
-    with programs.running(command, lambda: last_free in speeds(), {}, RUN_TIMEOUT_S):
+    with programs.running(command, lambda: last_free in speeds(), {}):
         free = [speed for step, speed in speeds().items() if step > variant.warm]
         for node in range(nodes):
             net.narrow(node, RATE, burst="256kb")

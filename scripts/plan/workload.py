@@ -45,7 +45,7 @@ class Kind:
     sample_bytes: int  # of a sample that is read in a step; 0: samples are on the device
 
 
-def kind_of(args: Options, num_classes: int | None, samples: int | None) -> Kind:
+def kind_of(args: Options, num_classes: int | None = None, samples: int | None = None) -> Kind:
     """Return the Kind of --data; folders and shards of images have ImageNet's numbers, unless they are given."""
     if args.data == "text" or is_reference(args.data):
         data = load_data(args, torch.device("cpu"), print)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def planned_bytes(*words):
     """Return the bytes that a node sends per step according to the plan."""
     args = options([*wire_ranks.WORDS, *words])
-    gradients = look_at(args, kind_of(args, None, None)).gradients
+    gradients = look_at(args, kind_of(args)).gradients
     method = Method("ddp", device="cpu", grad_compression=args.grad_compression)
     return step(gradients, Compute(1.0, 2.0), Cluster(2, 1, Link(0.0, 1e9)), method).sent_bytes_per_node
 

@@ -195,7 +195,7 @@ def test_a_rank_of_tensor_computes_its_part(ranks):
     """12 W^2 numbers in each of gpt-tiny's 4 blocks are split, and attention by heads; a block has 4 sums."""
     words = f"--data text --data-dir {ROOT}/docs --seq-len 16 --tensor-parallel {ranks}".split()
     args = tensor_options(words)
-    workload = look_at(args, kind_of(args, None, None))
+    workload = look_at(args, kind_of(args))
     split, whole = 4 * 12 * 64**2, 4 * 4 * 64 + 2 * 64 + 256 * 64
     assert workload.parameters == split // ranks + whole
     attention = 4 * 2 * 2 * 16 * 64
@@ -264,7 +264,7 @@ def test_checkpoints_come_when_they_are_asked_for_and_after_each_epoch():
 def test_ranks_step_their_shards_of_the_optimizer():
     for words, ranks in ((("fsdp",), 2), (("ddp", "--zero"), 2), (("ddp",), 1)):
         args, options = command.parse_args([*words, "--data", "digits", "--gpus", "2", "--local-batch-size", "8"])
-        kind = kind_of(options, None, None)
+        kind = kind_of(options)
         row = command.plan_row(1, args, options, kind, look_at(options, kind), Compute(1.0, 2.0, 0.5))
         assert row["compute_s"] == pytest.approx(3.0 + 0.5 / ranks)
 
@@ -365,7 +365,7 @@ def test_a_hopeless_job_gets_nowhere():
 
 def looked_at(*words):
     args = train.options(list(words))
-    kind = kind_of(args, None, None)
+    kind = kind_of(args)
     return args, kind, look_at(args, kind)
 
 
@@ -554,7 +554,7 @@ def test_synthetic_data_have_the_recipes_size():
     assert row["steps"] == 3 * (1000 // 16)
     assert row["hours"] == pytest.approx(row["steps"] * row["step_s"] / 3600 / row["useful_share"])
     for count in (10, 5000):
-        kind = kind_of(train.options(["--data", "synthetic", "--num-samples", str(count)]), None, None)
+        kind = kind_of(train.options(["--data", "synthetic", "--num-samples", str(count)]))
         assert (kind.num_samples, kind.data.num_classes) == (count, min(count, 1000))
 
 
