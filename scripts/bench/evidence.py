@@ -29,9 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
-from scripts.bench import claims as documents
 from scripts.bench.__main__ import facts
-from scripts.bench.claims import OUTCOMES, Claim, read_claims, read_outcomes
+from scripts.bench.claims import CLAIMS, OUTCOMES, PAGE, Claim, machine, read_claims, read_outcomes
 from scripts.bench.programs import run_bounded
 from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
@@ -50,7 +49,7 @@ def revision() -> str:
     """Return the commit, with -dirty if tracked files other than the claims and their evidence differ from it."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
-    own = [f":!{path.relative_to(ROOT)}" for path in (documents.CLAIMS, OUTCOMES, documents.PAGE)]
+    own = [f":!{path.relative_to(ROOT)}" for path in (CLAIMS, OUTCOMES, PAGE)]
     is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
     return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
@@ -82,7 +81,7 @@ def properties(config: pytest.Config) -> dict[str, str]:
     partial = [f"{flag} {value}" for flag, name in chosen.items() if (value := config.getoption(name, None))]
     given = config.args if config.args_source is config.ArgsSource.ARGS else ()
     said = {"partial": ", ".join(partial), "tests": " ".join(sorted(given))}
-    return {"revision": revision(), "on": documents.machine(facts()), **said}
+    return {"revision": revision(), "on": machine(facts()), **said}
 
 
 def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
@@ -201,13 +200,13 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the running command, as Ctrl-C does
     claims, outcomes = read_claims(), read_outcomes()
     runnable = [name for name, claim in claims.items() if claim.is_runnable]
-    where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": documents.machine(facts())}
+    where = {"date": time.strftime("%Y-%m-%d"), "revision": revision(), "on": machine(facts())}
     outcomes = {name: outcomes[name] for name in runnable if name in outcomes}
     failed = []
     chosen = [claims[name] for name in check_names("CLAIMS", args.claims, list(claims)) or runnable]
     for claim in chosen:
         if claim.name not in runnable:
-            raise UserError(f"CLAIMS: {claim.name} has nothing to run here; see its row in {documents.PAGE.name}")
+            raise UserError(f"CLAIMS: {claim.name} has nothing to run here; see its row in {PAGE.name}")
     report = read_own_report(args.report) if args.report else run_tests(chosen, args.options)
     # The commands come after the tests, one at a time.
     for claim in sorted(chosen, key=lambda claim: not claim.tests):
@@ -225,10 +224,10 @@ def main(argv: list[str]) -> int:
             outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
             in_order = {name: outcomes[name] for name in runnable if name in outcomes}
             OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
-            documents.PAGE.write_text(evidence(), encoding="utf-8")  # at once: after Ctrl-C, both agree
+            PAGE.write_text(evidence(), encoding="utf-8")  # at once: after Ctrl-C, both agree
         failed += [claim.name] * (passed is False)
-    documents.PAGE.write_text(evidence(), encoding="utf-8")
-    print(f"wrote {documents.PAGE.relative_to(ROOT)}")
+    PAGE.write_text(evidence(), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
     return 1 if failed else 0
 
 

@@ -110,7 +110,7 @@ def own_environment() -> dict[str, str]:
 
 
 def recipe_command(
-    name: str, run: Path, options: Sequence[str], processes: int = 1, net: Network | None = None
+    name: str, run: Path, options: Sequence[str], processes: int, net: Network | None = None
 ) -> list[str]:
     """Return what runs a recipe as `make run` does, with its record in `run`; with networks, a process a node."""
     shape = ["--nproc-per-node", str(processes)]
