@@ -14,7 +14,7 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
 from recipes.common.data import SKIPPED, gpu_decode, imagefolder, images, load_data
-from recipes.common.data.gpu_decode import BatchDecoder
+from recipes.common.data.gpu_decode import BatchDecoder, collate
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
 from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
 from recipes.common.data.workers import LoadedSplit
@@ -259,6 +259,11 @@ def warnings(capfd):
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ")]
 
 
+def decoder_of(dataset):
+    dataset.encodes_later = True
+    return BatchDecoder(dataset.image_size, dataset.fit, dataset.path, CPU, 1)
+
+
 class TestDecodeGpu:
     """--decode gpu, with nvImageCodec's CPU decoder in place of the GPU's: tests/gpu has the GPU's."""
 
@@ -288,7 +293,7 @@ class TestDecodeGpu:
         expected = [tuple(each.clone() for each in batch) for batch in split.batches(order, 3)]
         said = warnings(capfd)
         dataset = copy.copy(split.dataset)
-        own = LoadedSplit(dataset, args, CPU, print, split.prepare, BatchDecoder(dataset, CPU, 1))
+        own = LoadedSplit(dataset, args, CPU, print, split.prepare, collate, decoder_of(dataset))
         found = list(own.batches(order, 3))
         for ours, theirs in zip(found, expected, strict=True):
             assert torch.equal(ours[0], theirs[0])
@@ -303,12 +308,12 @@ class TestDecodeGpu:
         """Otherwise the test above would compare workers with workers."""
         paths = [str(folder / "train" / "a" / f"{i:02d}.jpg") for i in (0, 10)]
         dataset = ImageFolder([(path, 0) for path in paths], 16, 0, train=True)
-        decoder = BatchDecoder(dataset, CPU, 1)
+        decode = decoder_of(dataset)
         samples = [dataset[0, i] for i in range(2)]
         assert [int(sample.input.plan[5]) > 0 for sample in samples] == [True, False]
         assert samples[0].input.content.numpy().tobytes() == KINDS["4:2:0"]()
         monkeypatch.setattr(gpu_decode, "decode", None)
-        pixels, *_ = decoder(decoder.collate(samples))
+        pixels, *_ = decode(collate(samples))
         assert pixels.shape == (2, 16, 16, 3)
 
     def test_what_cannot_decode_on_a_gpu_is_refused(self, folder, monkeypatch):
@@ -321,11 +326,11 @@ class TestDecodeGpu:
         fail = Mock(side_effect=RuntimeError("no driver\nat all"))
         monkeypatch.setattr(gpu_decode, "make_decoder", fail)
         with pytest.raises(UserError, match=r"nvImageCodec fails \(no driver\) on cpu; pip install"):
-            BatchDecoder(dataset, CPU, 1)
+            decoder_of(dataset)
         fail.side_effect = images.make_decoder
         monkeypatch.setattr(BatchDecoder, "_decode", lambda self, parts: [None])
         with pytest.raises(UserError, match="nvImageCodec cannot decode on cpu; pip install"):
-            BatchDecoder(dataset, CPU, 1)
+            decoder_of(dataset)
         monkeypatch.setattr(gpu_decode, "library", lambda: None)
         with pytest.raises(UserError, match="--decode gpu needs nvImageCodec: pip install"):
-            BatchDecoder(dataset, CPU, 1)
+            decoder_of(dataset)

@@ -9,9 +9,9 @@ The tests run all of this with nvImageCodec's CPU decoder; docs/evidence.md says
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, librar
 from recipes.common.data.workers import Sample
 from recipes.common.errors import UserError
 from recipes.common.task import SKIPPED
-
-if TYPE_CHECKING:
-    from recipes.common.data.imagefolder import Images
 
 
 class Encoded(NamedTuple):
@@ -53,20 +50,35 @@ def encode_pixels(pixels: Tensor, index: int) -> Encoded:
     return Encoded(pixels.flatten(), torch.tensor([index, pixels.numel(), False, 0, 0, 0, 0]))
 
 
+def collate(samples: Sequence[Sample]) -> EncodedBatch:
+    """Return encoded samples as a batch, as default_collate() does with inputs of one size."""
+    inputs, targets, faults, are_damaged = zip(*samples, strict=True)
+    contents, plans = zip(*inputs, strict=True)
+    return Encoded(torch.cat(contents), torch.stack(plans)), torch.stack(targets), faults, are_damaged
+
+
 class BatchDecoder:
-    """Makes batches of encoded samples, in the workers, and decodes them, in the rank.
+    """Decodes the batches that collate() makes.
 
     Args:
-        images: the data set; its encodes_later is set.
+        size: height and width S of the images in a batch.
+        fit: returns an image's chosen part, uint8 (H, W, 3), in that size: (pixels, whether to flip).
+        path: returns where the image of an index is, for messages.
         device: the device that decodes; on a CPU the pixels are those that workers decode.
         threads: threads of the host that help the GPU.
 
     Raises UserError if nvImageCodec cannot decode on this GPU.
     """
 
-    def __init__(self, images: Images, device: torch.device, threads: int) -> None:
-        self.images, self.device = images, device
-        images.encodes_later = True
+    def __init__(
+        self,
+        size: int,
+        fit: Callable[[Tensor, bool], Tensor],
+        path: Callable[[int], str],
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        self.size, self.fit, self.path, self.device = size, fit, path, device
         codec = library()
         if codec is None:
             raise UserError("--decode gpu needs nvImageCodec: pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'")
@@ -86,13 +98,6 @@ class BatchDecoder:
             fix = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]', which has nvJPEG, or drop it"
             raise UserError(f"--decode gpu: nvImageCodec {reason} on {device}; {fix}")
 
-    @staticmethod
-    def collate(samples: Sequence[Sample]) -> EncodedBatch:
-        """Return samples as a batch, as default_collate() does with inputs of one size."""
-        inputs, targets, faults, are_damaged = zip(*samples, strict=True)
-        contents, plans = zip(*inputs, strict=True)
-        return Encoded(torch.cat(contents), torch.stack(plans)), torch.stack(targets), faults, are_damaged
-
     def _decode(self, parts: Sequence[tuple[np.ndarray, Box]]) -> list[Tensor | None]:
         """Return the pixels of each part on the device, uint8 (H, W, 3), or None where it cannot be decoded."""
         streams = []
@@ -108,8 +113,8 @@ class BatchDecoder:
         return [None if image is None else torch.as_tensor(image, device=self.device) for image in decoded]
 
     def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, list[str], list[bool]]:
-        """Return a batch of collate() with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
-        (content, plan), targets, size = batch[0], batch[1], self.images.image_size
+        """Return the batch with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
+        (content, plan), targets, size = batch[0], batch[1], self.size
         faults, are_damaged = list(batch[2]), list(batch[3])
         rows = [(index, bool(flip), Box(*box)) for index, _, flip, *box in plan.tolist()]
         contents = content.split(plan[:, 1].tolist())
@@ -126,9 +131,9 @@ class BatchDecoder:
                     pixels = decode(jpegs[i][0].tobytes(), partial(_given, box)).to(self.device)
             except BAD_IMAGE as error:
                 targets[i], are_damaged[i] = SKIPPED, True
-                faults[i] = f"{self.images.path(index)} does not decode ({error})"
+                faults[i] = f"{self.path(index)} does not decode ({error})"
                 continue
-            result[i] = self.images.fit(pixels, is_flipped)
+            result[i] = self.fit(pixels, is_flipped)
         return result, targets, faults, are_damaged
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from recipes.common.data.gpu_decode import BatchDecoder, Encoded, encode, encode_pixels
+from recipes.common.data.gpu_decode import BatchDecoder, Encoded, collate, encode, encode_pixels
 from recipes.common.data.images import BAD_IMAGE, Box, decode, decodes_parts, find_part, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
@@ -264,8 +264,11 @@ def data_of(
         raise UserError("--decode gpu: this run is on a CPU; drop it")
 
     def split(images: Images) -> LoadedSplit:
-        decoder = BatchDecoder(images, device, max(1, args.workers)) if args.decode == "gpu" else None
-        return LoadedSplit(images, args, device, on_bad_image, normalise, decoder)
+        if args.decode == "workers":
+            return LoadedSplit(images, args, device, on_bad_image, normalise)
+        images.encodes_later = True
+        decode = BatchDecoder(images.image_size, images.fit, images.path, device, max(1, args.workers))
+        return LoadedSplit(images, args, device, on_bad_image, normalise, collate, decode)
 
     train, test = map(split, halves)
     return Data.of_images(train, test, 3, args.image_size, num_classes)

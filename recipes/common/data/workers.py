@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
-
-if TYPE_CHECKING:
-    from recipes.common.data.gpu_decode import BatchDecoder
 
 MAX_WARNINGS = 10
 """Most warnings about skipped images; all of them are counted."""
@@ -178,7 +175,8 @@ class LoadedSplit(Split):
         device: the device that gets the batches.
         on_fault: gets the error of a sample that cannot be read, unless --skip-bad-images skips it.
         prepare: turns the inputs that were read, on the device, into a batch of inputs.
-        decoder: makes batches and decodes them, if the dataset's samples are encoded.
+        collate: makes a batch of samples, in the workers (default: tensors of all their fields).
+        decode: turns what collate() returns into a batch of inputs, targets, faults and whether it is damaged.
     """
 
     def __init__(
@@ -188,9 +186,10 @@ class LoadedSplit(Split):
         device: torch.device,
         on_fault: Callable[[UserError], None],
         prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs,
-        decoder: BatchDecoder | None = None,
+        collate: Callable[[Sequence[Any]], Any] | None = None,
+        decode: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
-        self.decoder = decoder
+        self.decode = decode
         self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have reported that they wait for this one
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
         self.skips_damaged = args.skip_bad_images
@@ -202,7 +201,7 @@ class LoadedSplit(Split):
             batch_sampler=self.keys,
             num_workers=args.workers,
             pin_memory=device.type == "cuda",
-            collate_fn=decoder.collate if decoder else None,
+            collate_fn=collate,
             worker_init_fn=end_with_rank,
             multiprocessing_context=start_server() if args.workers else None,
             persistent_workers=args.workers > 0,
@@ -245,7 +244,7 @@ class LoadedSplit(Split):
                 batch = next(loaded, None)
             if batch is None:
                 break
-            inputs, targets, faults, are_damaged = self.decoder(batch) if self.decoder else batch
+            inputs, targets, faults, are_damaged = self.decode(batch)
             for fault, is_damaged in zip(faults, are_damaged, strict=True):
                 if fault:
                     self._report(fault, bool(is_damaged))
