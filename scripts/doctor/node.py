@@ -6,6 +6,7 @@ under "errors", where the rules find it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -183,20 +184,20 @@ def disks(runs_dir: Path) -> Facts:
     }
 
 
+def infiniband() -> Path:
+    """Return the folder of RDMA devices (SYSFS replaces /sys, as in scripts/launch/fabric.sh)."""
+    return Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
+
+
 def rdma_devices() -> list[str]:
-    """Return the RDMA devices, which need locked memory (SYSFS replaces /sys, as in scripts/launch/fabric.sh)."""
-    folder = Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    """Return the RDMA devices, which need locked memory."""
+    return sorted(path.name for path in infiniband().glob("*"))
 
 
 def rdma_rates() -> dict[str, float]:
     """Return the Gbit/s of each device's active port, which /sys shows as "400 Gb/sec (4X NDR)"."""
-    rates = {}
-    for name in rdma_devices():
-        for port in (Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband" / name / "ports").glob("*"):
-            if "ACTIVE" in (port / "state").read_text():
-                rates[name] = float((port / "rate").read_text().split()[0])
-    return rates
+    ports = [port for port in infiniband().glob("*/ports/*") if "ACTIVE" in (port / "state").read_text()]
+    return {port.parts[-3]: float((port / "rate").read_text().split()[0]) for port in ports}
 
 
 def code_digest() -> str:
@@ -216,40 +217,38 @@ def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
     """Return what two or more calls of nvidia-smi say about each GPU, or None if there is no nvidia-smi.
 
     Raises:
-        ValueError: it fails or hangs, or a GPU disappears between two calls.
+        ValueError: it fails, or a GPU disappears between two calls.
+        TimeoutError: a call does not end within timeout_s.
     """
     if not shutil.which("nvidia-smi"):
         return None
     found = query_gpus(GPU_FIELDS, timeout_s)
-    if isinstance(found, str):
-        raise ValueError(found)
     # A driver that does not know one of the fields rejects the query. "Throttle" became "event" in driver 535.
     renamed = tuple(field.replace("_throttle_", "_event_") for field in GPU_HEALTH)
     for asked in (GPU_HEALTH, renamed, (ECC_FIELD,)):
-        health = query_gpus(asked, timeout_s)
-        if isinstance(health, str):
-            continue
-        if len(health) != len(found):
-            raise ValueError(f"nvidia-smi listed {len(found)} GPUs, and {len(health)} a moment later")
-        states = ([*state.values()] for state in health)
-        return [
-            {**gpu, **dict(zip(GPU_HEALTH, state, strict=False))} for gpu, state in zip(found, states, strict=True)
-        ]
-    return found
+        with contextlib.suppress(ValueError):
+            health = query_gpus(asked, timeout_s)
+            break
+    else:
+        return found
+    if len(health) != len(found):
+        raise ValueError(f"nvidia-smi listed {len(found)} GPUs, and {len(health)} a moment later")
+    states = (dict(zip(GPU_HEALTH, state.values(), strict=False)) for state in health)
+    return [{**gpu, **state} for gpu, state in zip(found, states, strict=True)]
 
 
-def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts] | str:
-    """Return a dict for each GPU, or nvidia-smi's complaint; raises ValueError if it hangs."""
+def query_gpus(fields: tuple[str, ...], timeout_s: float) -> list[Facts]:
+    """Return a dict for each GPU; raises ValueError with nvidia-smi's complaint, TimeoutError if it hangs."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"nvidia-smi did not end within {timeout_s:.0f} s") from None
+        raise TimeoutError(f"nvidia-smi did not end within {timeout_s:.0f} s") from None
     if done.returncode:
-        return one_line(f"nvidia-smi ended with status {done.returncode}: {done.stdout} {done.stderr}")
+        raise ValueError(f"nvidia-smi ended with status {done.returncode}: {done.stdout} {done.stderr}")
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
     if odd := [row for row in rows if len(row) != len(fields)]:
-        return one_line(f"nvidia-smi says {', '.join(odd[0])}")
+        raise ValueError(f"nvidia-smi says {', '.join(odd[0])}")
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
 
