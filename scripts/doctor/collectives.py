@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.world.world import NO_PICKLE
 from recipes.probe.train import TorchWorld, gather_map
 from scripts.doctor.rules import SLOW_LINK, lower_of_both
 
@@ -79,11 +78,11 @@ def check_sum(world: TorchWorld, diary: Diary) -> None:
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
     """Return the rounds of a round-robin tournament: pairs of nodes such that each pair meets once."""
-    seats: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
+    seats = [*range(nodes + nodes % 2)]  # an odd number gets one that does not exist, whose partner rests
     rounds = []
-    for _ in range(len(seats) - 1):
-        pairs = [(seats[i], seats[-1 - i]) for i in range(len(seats) // 2)]
-        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+    for _ in seats[1:]:
+        pairs = [sorted((seats[i], seats[-1 - i])) for i in range(len(seats) // 2)]
+        rounds.append([(a, b) for a, b in pairs if b < nodes])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return rounds
 
@@ -106,16 +105,13 @@ class Links:
     """Measures the links of this node, between ranks of the same local_rank; call each method on all ranks."""
 
     def __init__(self, world: TorchWorld, diary: Diary) -> None:
-        self.ranks, self.diary = world.ranks, diary
-        self.control = world.control
+        self.world, self.ranks, self.diary = world, world.ranks, diary
         self.nodes = self.ranks.world_size // self.ranks.local_world_size
         self.node = self.ranks.rank // self.ranks.local_world_size
         self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
         self.into = torch.empty_like(self.data)
         self.found: dict[int, float] = {}
-        """Gbit/s to each other node."""
-        self.rails: dict[int, float] = {}
-        """The same on this rank's rail, if its local_rank is not 0."""
+        """Gbit/s to each other node, on the rail of this local_rank."""
 
     def measure(self, pairs: list[tuple[int, int]], what: str, local_rank: int = 0) -> None:
         """Measure some links at once, at most one per node; a link's best measurement counts.
@@ -123,33 +119,30 @@ class Links:
         The ranks with this local_rank communicate, because each GPU may have a rail of its own.
         """
         is_mine = self.ranks.local_rank == local_rank
-        other = next((a + b - self.node for a, b in pairs if self.node in (a, b)), None) if is_mine else None
+        other = next((a + b - self.node for a, b in pairs if is_mine and self.node in (a, b)), None)
         self.diary.note(stage=what if other is None else f"{what}, with node {other}")
-        peer = None if other is None else other * self.ranks.local_world_size + local_rank
         once = torch.zeros(1)
-        if peer is not None:
+        if other is not None:
+            peer = other * self.ranks.local_world_size + local_rank
             exchange(peer, self.data, self.into, 1)  # creates the connection
             once[0] = exchange(peer, self.data, self.into, 1)
         # Doctor: 4 bytes per rank. Both ends have to repeat the same number of times, and all start together.
-        dist.all_reduce(once, op=dist.ReduceOp.MAX, group=self.control)
-        repeats = int(min(MAX_REPEATS, max(1.0, LINK_TIME_S / max(float(once), 1e-6))))
-        if peer is not None and other is not None:
+        dist.all_reduce(once, op=dist.ReduceOp.MAX, group=self.world.control)
+        if other is not None:
+            repeats = int(min(MAX_REPEATS, max(1.0, LINK_TIME_S / max(float(once), 1e-6))))
             batches = BATCHES if repeats > 1 else 1  # one batch shows such a slow link
             seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
-            speed = self.data.nbytes * 8 / seconds / 1e9
-            if local_rank:
-                self.rails[other] = round(speed, 4)
-                self.diary.note(rail_gbit_s=self.rails)
-                return
-            self.found[other] = max(round(speed, 4), self.found.get(other, 0.0))
-            self.diary.note(links_gbit_s=self.found)
+            speed = round(self.data.nbytes * 8 / seconds / 1e9, 4)
+            self.found[other] = max(speed, self.found.get(other, 0.0))
+            self.diary.note(**{"rail_gbit_s" if local_rank else "links_gbit_s": self.found})
 
     def slow(self) -> list[tuple[int, int]]:
-        """Return the links that are much slower than the median."""
-        rows: list[dict[int, float]] = [{}] * self.ranks.world_size
+        """Return the links of local rank 0 that are much slower than the median."""
         # Doctor: a few bytes per link from every rank.
-        dist.all_gather_object(rows, self.found, group=self.control, **NO_PICKLE)
-        speeds = lower_of_both((rank // self.ranks.local_world_size, row) for rank, row in enumerate(rows))
+        rows = self.world.gather({"links": {} if self.ranks.local_rank else self.found})
+        speeds = lower_of_both(
+            (rank // self.ranks.local_world_size, row["links"]) for rank, row in enumerate(rows)
+        )
         usual = median(speeds.values()) if speeds else 0.0
         return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
 
