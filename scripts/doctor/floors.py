@@ -79,11 +79,11 @@ def gpu_floors(case: Case) -> Iterator[Finding]:
 def rails(case: Case) -> Iterator[Finding]:
     """Report rails of GPUs, by local rank, that reach less than half of the slowest active RDMA port's rate."""
     for node, found in sorted(case.ranks.items()):
-        rates = (case.facts.get(node, {}).get("rdma_gbit_s") or {}).values()
+        rates = case.fact(node, "rdma_gbit_s", {}).values()
         least = RAIL_SHARE * min(rates, default=0.0)
         slow: dict[int, float] = {}
         for rank in found["ranks"]:
-            links = {**(rank.get("links_gbit_s") or {}), **(rank.get("rail_gbit_s") or {})}
+            links = {**rank.get("links_gbit_s", {}), **rank.get("rail_gbit_s", {})}
             speeds = [speed for other, speed in links.items() if case.machine(int(other)) != case.machine(node)]
             if str(rank.get("device", "")).startswith("cuda") and speeds and max(speeds) < least:
                 slow[rank["local_rank"]] = max(speeds)
@@ -98,17 +98,16 @@ def transport(case: Case) -> Iterator[Finding]:
     """Report NCCL over sockets on a node that has RDMA devices, or on which FABRIC asks for another network."""
     for node, found in sorted(case.ranks.items()):
         networks = {rank.get("network") for rank in found["ranks"]} - {None}
-        variables = case.facts.get(node, {}).get("variables") or {}
-        fabric = (
-            (found.get("fabric") or {}).get("FABRIC") or variables.get("FABRIC") or "auto"
-        )  # from fabric.sh, or from the environment
+        # FABRIC is set in site.env, which fabric.sh reads, or in the environment.
+        variables = {**case.fact(node, "variables", {}), **found.get("fabric", {})}
+        fabric = variables.get("FABRIC") or "auto"
         if "Socket" not in networks or fabric == "tcp":
             continue
         remedy = "see docs/site.md: the device in the pod, libibverbs1 or aws-ofi-nccl in the image, locked memory"
         if fabric != "auto":
             yield case.error(node, f"FABRIC={fabric}, and NCCL uses Socket, which is TCP", remedy)
-        elif case.facts.get(node, {}).get("rdma"):
-            what = f"{case.name(node)} has {case.facts[node]['rdma'][0]}, and NCCL uses Socket, which is TCP"
+        elif rdma := case.fact(node, "rdma"):
+            what = f"{case.name(node)} has {rdma[0]}, and NCCL uses Socket, which is TCP"
             yield case.warning((node,), what, remedy)
 
 

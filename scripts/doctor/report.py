@@ -60,17 +60,16 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
 
 def networks(case: Case) -> list[str]:
     """Return a line for each network that NCCL reports, with the nodes that use it; none on CPUs."""
-    found: dict[str, list[int]] = {}
-    for node, result in sorted(case.ranks.items()):
-        for network in sorted({rank["network"] for rank in result["ranks"] if rank.get("network")}):
-            found.setdefault(network, []).append(node)
-    return [f"NCCL uses {network} on {case.names(nodes)}" for network, nodes in sorted(found.items())]
+    found: dict[str, set[int]] = {}
+    for node, rank in case.each_rank():
+        if network := rank.get("network"):
+            found.setdefault(network, set()).add(node)
+    return [f"NCCL uses {network} on {case.names(sorted(nodes))}" for network, nodes in sorted(found.items())]
 
 
 def probe_map(case: Case) -> dict[str, Any] | None:
     """Return the map of ranks as recipes/probe prints it, or None."""
-    ranks = (rank for found in case.ranks.values() for rank in found["ranks"])
-    return next((rank["map"] for rank in ranks if rank.get("map")), None)
+    return next((rank["map"] for _, rank in case.each_rank() if rank.get("map")), None)
 
 
 def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) -> None:

@@ -85,9 +85,14 @@ class Case:
     ranks: dict[int, Facts] = field(default_factory=dict)
     """By node: what ranks.run_ranks returned."""
 
+    def fact(self, rank: int, part: str, default: Any = None) -> Any:
+        """Return a part of a node's facts, or the default if the node has not sent it or does not know it."""
+        value = self.facts.get(rank, {}).get(part)
+        return default if value is None else value
+
     def name(self, rank: int) -> str:
         """Return a node's name for the report."""
-        host = self.facts.get(rank, {}).get("host")
+        host = self.fact(rank, "host")
         return f"node {rank} ({host})" if host else f"node {rank}"
 
     def names(self, ranks: Sequence[int]) -> str:
@@ -97,21 +102,28 @@ class Case:
 
     def each(self, part: str) -> Iterator[tuple[int, Any]]:
         """Yield each node's rank and its value of a part of the facts, if it has one."""
-        for rank, facts in sorted(self.facts.items()):
-            if facts.get(part) is not None:
-                yield rank, facts[part]
+        for rank in sorted(self.facts):
+            if (value := self.fact(rank, part)) is not None:
+                yield rank, value
+
+    def each_rank(self) -> Iterator[tuple[int, Facts]]:
+        """Yield the node and the notes of each rank of the doctor's own job."""
+        for node, found in sorted(self.ranks.items()):
+            for notes in found["ranks"]:
+                yield node, notes
 
     def machine(self, rank: int) -> str:
         """Return an identifier of a node's machine; a unique one for a node that has sent none."""
-        return str(self.facts.get(rank, {}).get("machine", f"node {rank}"))
+        return str(self.fact(rank, "machine", f"node {rank}"))
 
     def network(self, rank: int) -> Facts:
         """Return a node's network facts, or question marks if the node does not know them."""
-        return self.facts.get(rank, {}).get("network") or dict.fromkeys(("address", "interface", "mtu"), "?")
+        unknown = {**dict.fromkeys(("address", "interface", "mtu"), "?"), "addresses": []}
+        return self.fact(rank, "network", unknown)
 
     def runs_dir(self, rank: int) -> str:
         """Return the path of a node's runs folder."""
-        return str((self.facts.get(rank, {}).get("disk") or {}).get("runs", "the runs folder"))
+        return str(self.fact(rank, "disk", {}).get("runs", "the runs folder"))
 
     def error(self, nodes: int | Sequence[int], what: str, remedy: str, severity: str = "error") -> Finding:
         """Return an error of one node, whose name is put in front, or of several nodes."""
@@ -167,7 +179,7 @@ def names(case: Case) -> Findings:
     for viewer, seen in sorted(case.peers.items()):
         for other, peer in sorted(seen.items()):
             rank, results = int(other), peer["names"]
-            own = set((case.facts[rank].get("network") or {}).get("addresses", []))
+            own = {*case.network(rank)["addresses"]}
             # Nodes of one machine share the viewer's own name. Otherwise one name that leads there is enough.
             if case.machine(rank) == case.machine(viewer) or any(
                 isinstance(result, list) and own & {*result} for result in results.values()
@@ -277,7 +289,7 @@ def limits(case: Case) -> Findings:
             what = f"a process may open {files} files only"
             fix = f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}"
             yield case.error(rank, what, fix)
-        rdma = case.facts[rank].get("rdma")
+        rdma = case.fact(rank, "rdma")
         if rdma and 0 <= locked < LOCKED_BYTES:
             what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"
             fix = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)"
@@ -391,15 +403,15 @@ def too_old(driver: str, cuda: str | None) -> str:
 def gpus_visible(case: Case) -> Findings:
     """Report GPUs that torch does not see, too few GPUs, and GPUs that differ between nodes."""
     counts: dict[int, tuple[int, str]] = {}
-    for rank, facts in sorted(case.facts.items()):
-        torch, listed = facts.get("torch"), facts.get("gpus")
-        if "error" in (torch or {}) or (torch is None and "gpus" in facts.get("errors", {})):
+    for rank in sorted(case.facts):
+        torch, listed = case.fact(rank, "torch"), case.fact(rank, "gpus")
+        if "error" in (torch or {}) or (torch is None and "gpus" in case.fact(rank, "errors", {})):
             continue
         devices = [d for d in torch["devices"] if d["device"] != "cpu"] if torch else listed or []
         counts[rank] = (len(devices), ", ".join(sorted({device["name"] for device in devices})))
         if torch is None:  # --quick: only nvidia-smi's list
             continue
-        nproc = int((case.facts[rank].get("variables") or {}).get("NPROC_PER_NODE") or 1)
+        nproc = int(case.fact(rank, "variables", {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
             what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
             fix = too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty"
@@ -454,9 +466,9 @@ def collectives(case: Case) -> Findings:
     for node, found in sorted(case.ranks.items()):
         if found.get("error"):
             yield case.error(node, f"no ranks were started: {found['error']}", "fix that first")
-        for rank in found["ranks"]:
-            if rank["stage"] != "done":
-                stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
+    for node, rank in case.each_rank():
+        if rank["stage"] != "done":
+            stuck.setdefault((rank["stage"], rank.get("error", "no end")), []).append(node)
     for (stage, why), nodes in stuck.items():
         count = f"{len(nodes)} ranks" if len(nodes) > 1 else "a rank"
         what = f"{case.names(sorted(set(nodes)))}: {count} did not get past {stage}: {why}"
@@ -479,7 +491,7 @@ def sums(case: Case) -> Findings:
             what = f"rank {', '.join(map(str, ranks))} received an incorrect sum from the all-reduce"
             fix = "its memory, GPU or link is broken, or its torch is not that of the others: take it out"
             yield case.error(node, what, fix)
-    maps = [rank["map"] for found in case.ranks.values() for rank in found["ranks"] if rank.get("map")]
+    maps = [rank["map"] for _, rank in case.each_rank() if rank.get("map")]
     for size, total in sorted({(one["world_size"], one["sum"]) for one in maps}):
         if total != size * (size + 1) // 2:
             what = f"the all-reduce of 1..{size} gave {total}: the ranks are not one group"
@@ -498,8 +510,7 @@ def lower_of_both(seen: Iterable[tuple[int, Mapping[Any, float]]]) -> dict[tuple
 
 def links(case: Case) -> dict[tuple[int, int], float]:
     """Return the Gbit/s of each pair of nodes that was measured, the lower of what both ends saw."""
-    ranks = ((node, rank) for node, found in case.ranks.items() for rank in found["ranks"])
-    return lower_of_both((node, rank.get("links_gbit_s") or {}) for node, rank in ranks)
+    return lower_of_both((node, rank.get("links_gbit_s", {})) for node, rank in case.each_rank())
 
 
 def bandwidth(case: Case) -> Findings:
