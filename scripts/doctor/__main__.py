@@ -24,6 +24,7 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ EXAMINATION_S = 115.0
 HEALTH_CHECK_S = 9.0
 """The same limit for --quick on one node, which has to end within 10 s."""
 
+say = partial(print, flush=True)
+
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
@@ -70,11 +73,6 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     if args.json and (args.json.is_dir() or not args.json.name):
         raise UserError(f"--json {args.json} is a folder; name a file in it")
     return args
-
-
-def say(text: str) -> None:
-    """Print a line and flush it."""
-    print(text, flush=True)
 
 
 class Checks:

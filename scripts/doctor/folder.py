@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -92,8 +91,8 @@ class RunsFolder:
         """Return the lines that nodes have left, by rank."""
 
         def read() -> dict[int, str]:
-            found = ((path, re.fullmatch(r"word-(\d+)", path.name)) for path in self.folder.iterdir())
-            return {int(name[1]): path.read_text(errors="replace")[:500] for path, name in found if name}
+            paths = self.folder.glob("word-*")
+            return {int(path.name.removeprefix("word-")): path.read_text(errors="replace")[:500] for path in paths}
 
         with contextlib.suppress(OSError):
             return call_within(read, SMALL_S)
