@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from recipes.common.process.node import Node
+from recipes.common.process.node import Node, how_ended
 from recipes.common.world.transport import find_network
 from scripts.doctor.node import one_line
 from scripts.launch.command import ROOT
@@ -61,9 +60,6 @@ def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
         if network := find_network(said):
             found["network"] = network
     if process.status and "error" not in found:
-        how = process.last_line
-        if process.status < 0:
-            ended_by = f"it was ended by {signal.Signals(-process.status).name}"
-            how = "it did not come to an end" if process.is_late else ended_by
-        found["error"] = one_line(how)[:400]
+        how = process.last_line if process.status > 0 else f"it {how_ended(process.status)}"
+        found["error"] = "it did not come to an end" if process.is_late else one_line(how)[:400]
     return found

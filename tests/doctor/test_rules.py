@@ -18,7 +18,9 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
 from scripts.doctor import collectives, kernel_log, meeting, node, report
+from scripts.doctor.ranks import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
+from scripts.launch.processes import Ended
 
 GIB = 2**30
 
@@ -680,6 +682,20 @@ def test_all_links_of_a_rail_are_noted(monkeypatch):
         links.measure(pairs, "bandwidth, rail 1", 1)
     assert notes["rail_gbit_s"].keys() == {1, 2}
     assert notes["rail_gbit_s"][1] == pytest.approx(100 * notes["rail_gbit_s"][2], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_late", "said"),
+    [
+        (1, False, "last line"),
+        (-9, True, "it did not come to an end"),
+        (-15, False, "it was killed by SIGTERM"),
+        (-35, False, "it was killed by signal 35"),  # SIGRTMIN + 1 has no name
+    ],
+)
+def test_how_a_rank_ended_is_said(tmp_path, status, is_late, said):
+    found = read_rank(tmp_path, 0, Ended(status, is_late, "first line\nlast line\n"))
+    assert found == {"local_rank": 0, "stage": "starting", "error": said}
 
 
 @pytest.mark.parametrize(
