@@ -11,7 +11,7 @@ seeded by a sample's index while the data set returns it.
 
 Variables: SAME_FOLDER, where to write; SAME_CONTROL=1 reverses each training batch (without a DataLoader: rounds
 gradients differently) to measure rounding; SAME_REPLAY, a JSON file with the batches to draw, by loader iteration;
-SAME_STOP_AFTER=N ends the process after N optimizer steps.
+SAME_STOP_AFTER=N ends the process after N optimizer steps. It sets SAME_REPORT, the file for a script's metrics.
 """
 
 from __future__ import annotations
@@ -415,7 +415,9 @@ def run_script(script: str, argv: list[str]) -> None:
     """Run a file, or a module by its dotted name, as `python` does, and record it."""
     names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
     rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
-    observer = Observer(Path(os.environ["SAME_FOLDER"]), int(rank))
+    folder = Path(os.environ["SAME_FOLDER"])
+    os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
+    observer = Observer(folder, int(rank))
     install(observer)
     sys.argv = [script, *argv]
     try:

@@ -64,8 +64,7 @@ def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
     end_with_parent()
     multiprocessing.set_start_method(None, force=True)  # the script's workers use torch's default method
     folder = Path(env["SAME_FOLDER"])
-    report = str(folder / f"rank{rank}.report")
-    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), SAME_REPORT=report)
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)

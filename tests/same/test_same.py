@@ -2,11 +2,14 @@
 
 import importlib.util
 import re
+import sys
 
 import pytest
 
+from scripts.same import ranks
 from scripts.same.__main__ import main
 from scripts.same.causes import NOTES
+from scripts.same.compare import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, RESUME, RIGHT, plant
 from tests.support import ROOT
@@ -107,6 +110,14 @@ def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         assert lines[0].startswith(f"error: {error}")
+
+
+@pytest.mark.parametrize("launcher", ["", sys.executable])
+def test_a_loss_is_read_from_the_report(tmp_path, launcher):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text("import os\nprint('loss 2.5', file=open(os.environ['SAME_REPORT'], 'a'))\n")
+    assert ranks.run([str(script)], launcher, 1, folder, 60) == [0]
+    assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
 def test_ranks_that_wait_for_each_other_are_ended(capsys, tmp_path):
