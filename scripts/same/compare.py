@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -181,22 +181,18 @@ class Rounding:
         used = {records[0]["low_precision"] for records in first.steps} or {"float32"}
         self.floor = FLOOR_SHARE * max(math.sqrt(EPS.get(name, EPS["float32"])) for name in used)
         pairs = pair_steps(control, first)
-        self.gradient = running_max(difference(again["final"], one["final"]) for again, one in pairs)
-        self.update = running_max(difference(update(again), update(one)) for again, one in pairs)
+        self.gradient = [*accumulate((difference(again["final"], one["final"]) for again, one in pairs), max)]
+        self.update = [*accumulate((difference(update(again), update(one)) for again, one in pairs), max)]
         self.is_controlled = not pairs or control.rows(0) == first.rows(0)
         self.printed = {}
         for name, series in first.series.items():
             excesses = series.excesses(control.series.get(name, series))
-            self.printed[name] = running_max(0.0 if math.isinf(excess) else excess for excess in excesses)
+            finite = (0.0 if math.isinf(excess) else excess for excess in excesses)
+            self.printed[name] = [*accumulate(finite, max)]
 
     def limit(self, measured: Sequence[float], i: int, scale: float = 1.0) -> float:
         """Return the largest difference that rounding explains for step or value i, whose magnitude is `scale`."""
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
-
-
-def running_max(values: Iterable[float]) -> list[float]:
-    """Return the largest value so far at each position."""
-    return list(accumulate(values, max))
 
 
 def is_replicated(run: Run, first: Run) -> bool:

@@ -136,10 +136,7 @@ class Observer:
     def start_step(self) -> None:
         """Reset what is recorded for a step."""
         self.model: int | None = None
-        self.rows: list[str] = []
-        self.synced_forwards = self.unsynced_forwards = 0
-        self.random: dict[str, int] | None = None
-        self.pending: dict[str, Any] = {}
+        self.record: dict[str, Any] = {"rows": [], "synced_forwards": 0, "unsynced_forwards": 0, "random": None}
 
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
@@ -180,14 +177,15 @@ class Observer:
         if self.is_control and self.iteration < 0:
             self.round_differently(gradients)
         shapes = [list(parameter.shape) for parameter in parameters]
-        self.pending = {
+        drawn = self.record["random"]
+        self.record |= {
             "lr": [float(group["lr"]) for group in self.stepping[0].param_groups if "lr" in group],
             "weights": sketch_all(parameters),
             "final": sketch_all(gradients),
             "missing": [i for i, gradient in enumerate(gradients) if gradient is None],
             "shapes": zlib.crc32(json.dumps(shapes).encode()),
             "low_precision": self.low_precision(parameters[0]),
-            "moved": [name for name, state in checksums().items() if self.random and state != self.random[name]],
+            "moved": [name for name, state in checksums().items() if drawn and state != drawn[name]],
         }
 
     def low_precision(self, parameter: Tensor) -> str:
@@ -214,12 +212,8 @@ class Observer:
             self.write(
                 "step",
                 optimizer=self.optimizers.index(optimizer),
-                **self.pending,
+                **self.record,
                 after=sketch_all(self.parameters()),
-                rows=self.rows,
-                synced_forwards=self.synced_forwards,
-                unsynced_forwards=self.unsynced_forwards,
-                random=self.random,
                 batch_norm=self.uses_batch_norm,
                 dropout=self.uses_dropout,
                 iteration=self.iteration,
@@ -243,8 +237,8 @@ class Observer:
         if self.call_depth == 0 and next(module.parameters(), None) is not None:
             self.see_batch(module, (args, kwargs))
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
-            self.synced_forwards += module.require_backward_grad_sync
-            self.unsynced_forwards += not module.require_backward_grad_sync
+            kind = "synced_forwards" if module.require_backward_grad_sync else "unsynced_forwards"
+            self.record[kind] += 1
         self.call_depth += 1
         try:
             return original(module, *args, **kwargs)
@@ -266,12 +260,12 @@ class Observer:
         self.end_evaluation()
         if self.model is None:
             self.model = id(module)
-            self.random = self.random or checksums()
+            self.record["random"] = self.record["random"] or checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     self.autocast = torch.get_autocast_dtype(device)
         if id(module) == self.model:
-            self.rows += fingerprints(batch)
+            self.record["rows"] += fingerprints(batch)
 
     def end_evaluation(self) -> None:
         """Write the evaluation that has just ended, if there was one, with the number of collectives after it."""
@@ -322,7 +316,7 @@ class Observer:
     def next_batch(self, original: Function, iterator: Any) -> Any:
         """Return a loader's next batch and note the state of the random generators after it."""
         batch = original(iterator)
-        self.random = checksums()
+        self.record["random"] = checksums()
         return batch
 
     def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
