@@ -99,10 +99,7 @@ def run_all(setting: Setting, names: Sequence[str]) -> Iterator[Figures]:
     print(LINE.format(*TITLES), flush=True)
     for number, (name, reference) in enumerate(zip(names, references, strict=True), start=1):
         trial = Trial(setting, name, number, reference)
-        try:
-            figures = trial.run()
-        finally:
-            trial.tidy()
+        figures = trial.run()
         show(figures)
         if figures.failure:
             print(f"  not survived: {figures.failure} ({os.path.relpath(trial.folder)}/log.txt)", flush=True)

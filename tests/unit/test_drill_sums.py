@@ -245,4 +245,3 @@ def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "prepare_clock", fail)
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
     assert one.run().failure.startswith("CalledProcessError: Command '['cc']' returned")
-    one.tidy()
