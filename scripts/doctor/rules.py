@@ -180,10 +180,9 @@ def names(case: Case) -> Findings:
         for other, peer in sorted(seen.items()):
             rank, results = int(other), peer["names"]
             own = {*case.network(rank)["addresses"]}
+            leads_there = any(isinstance(result, list) and own & {*result} for result in results.values())
             # Nodes of one machine share the viewer's own name. Otherwise one name that leads there is enough.
-            if case.machine(rank) == case.machine(viewer) or any(
-                isinstance(result, list) and own & {*result} for result in results.values()
-            ):
+            if leads_there or case.machine(rank) == case.machine(viewer):
                 continue
             name_of, address = case.name(rank), case.network(rank)["address"]
             for name, result in results.items():
@@ -478,19 +477,19 @@ def collectives(case: Case) -> Findings:
 
 def sums(case: Case) -> Findings:
     """Report all-reduces that gave an incorrect sum."""
-    wrong = {
-        node: [r["rank"] for r in found["ranks"] if r.get("wrong_elements")] for node, found in case.ranks.items()
-    }
-    everywhere = len(wrong) > 1 and all(wrong.values())
-    if everywhere:
+    wrong: dict[int, list[str]] = {}
+    for node, rank in case.each_rank():
+        if rank.get("wrong_elements"):
+            wrong.setdefault(node, []).append(str(rank["rank"]))
+    if len(wrong) == len(case.ranks) > 1:
         what = "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values"
         fix = "run the doctor on halves of the nodes until one is left, and take that out"
-        yield case.error(sorted(wrong), what, fix)
-    for node, ranks in sorted(wrong.items()):
-        if ranks and not everywhere:
-            what = f"rank {', '.join(map(str, ranks))} received an incorrect sum from the all-reduce"
-            fix = "its memory, GPU or link is broken, or its torch is not that of the others: take it out"
-            yield case.error(node, what, fix)
+        yield case.error([*wrong], what, fix)
+        wrong = {}
+    for node, ranks in wrong.items():
+        what = f"rank {', '.join(ranks)} received an incorrect sum from the all-reduce"
+        fix = "its memory, GPU or link is broken, or its torch is not that of the others: take it out"
+        yield case.error(node, what, fix)
     maps = [rank["map"] for _, rank in case.each_rank() if rank.get("map")]
     for size, total in sorted({(one["world_size"], one["sum"]) for one in maps}):
         if total != size * (size + 1) // 2:

@@ -92,12 +92,10 @@ def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
             metrics = json.loads(line)
             for name, item in metrics.items():
                 if re.search(rf"\b({METRICS}|losses)\b", re.sub("[_/]", " ", name), re.IGNORECASE):
+                    found = full_name(name.replace("losses", "loss"), str(metrics.get("split")))
                     for number in item if isinstance(item, list) else [item]:
                         if isinstance(number, int | float) and not isinstance(number, bool):
-                            yield (
-                                full_name(name.replace("losses", "loss"), str(metrics.get("split"))),
-                                repr(number),
-                            )
+                            yield found, repr(number)
             return
     if pattern:
         for match in re.finditer(pattern, line):

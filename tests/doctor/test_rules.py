@@ -90,23 +90,11 @@ def healthy(nodes=3, gpus=0):
         a: {str(b): {"names": {f"n{b}": [f"10.0.0.{b}"]}, "port": 4000, "stage": "done"} for b in ranks if b != a}
         for a in ranks
     }
-    size = nodes
-    one = {"world_size": size, "sum": size * (size + 1) // 2, "ranks": []}
-    case.ranks = {
-        a: {
-            "ranks": [
-                {
-                    "rank": a,
-                    "local_rank": 0,
-                    "stage": "done",
-                    "wrong_elements": 0,
-                    "map": one,
-                    "links_gbit_s": {str(b): 10.0 for b in ranks if b != a},
-                }
-            ]
-        }
-        for a in ranks
-    }
+    done = {"local_rank": 0, "stage": "done", "wrong_elements": 0}
+    done["map"] = {"world_size": nodes, "sum": nodes * (nodes + 1) // 2, "ranks": []}
+    for a in ranks:
+        links = {str(b): 10.0 for b in ranks if b != a}
+        case.ranks[a] = {"ranks": [{"rank": a, **done, "links_gbit_s": links}]}
     return case
 
 
@@ -119,30 +107,20 @@ def slow_link(case):
     case.ranks[0]["ranks"][0]["links_gbit_s"]["1"] = 1.0
 
 
-def set_in(*path, value):
-    """Return a fault that sets a value in the facts of node 1."""
-
-    def plant(case):
-        place = case.facts[1]
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-
-    return plant
+def set_in(part, **values):
+    """Return a fault that changes a part of the facts of node 1."""
+    return lambda case: case.facts[1][part].update(values)
 
 
 FAULTS = {
-    "attendance": (
-        lambda case: case.facts.pop(2),
-        "node 2 did not connect to n0:29500 within 60 s",
-    ),
+    "attendance": (lambda case: case.facts.pop(2), "node 2 did not connect to n0:29500 within 60 s"),
     "attendance, lost": (
         lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
         "node 1 (n1) came and was lost while it was asked for ranks: no answer within 60 s; see its own log",
     ),
     "attendance, late": (lambda case: case.skipped.append("ranks"), "there was no time left to ask for ranks"),
     "node_errors": (
-        set_in("errors", value={"gpus": "nvidia-smi ended with status 9: no devices"}),
+        lambda case: case.facts[1].update(errors={"gpus": "nvidia-smi ended with status 9: no devices"}),
         "node 1 (n1): gpus: nvidia-smi ended with status 9: no devices; see nvidia-smi and dmesg",
     ),
     "names": (
@@ -153,11 +131,8 @@ FAULTS = {
         lambda case: case.peers[0]["1"].update(names={"n1": ["10.0.0.77"]}),
         "the name n1 of node 1 (n1) leads to 10.0.0.77, which is no address of it (10.0.0.1 is); fix DNS",
     ),
-    "links_up": (
-        set_in("network", "mtu", value=1500),
-        "node 1 (n1): the MTU of eth0 is 1500, on node 0 (n0), node 2",
-    ),
-    "links_up, down": (set_in("network", "is_up", value=False), "eth0 is down; ip link set eth0 up"),
+    "links_up": (set_in("network", mtu=1500), "node 1 (n1): the MTU of eth0 is 1500, on node 0 (n0), node 2"),
+    "links_up, down": (set_in("network", is_up=False), "eth0 is down; ip link set eth0 up"),
     "ports": (
         lambda case: case.peers[0]["1"].update(stage="connect", why="Connection refused"),
         "node 0 (n0) to node 1 (n1) at 10.0.0.1, port 4000: connections fail (Connection refused; the other "
@@ -171,16 +146,10 @@ FAULTS = {
         lambda case: case.clocks.update({1: (-7.0, 0.1)}),
         "its clock is 7.0 s behind most other nodes; start",
     ),
-    "limits": (set_in("limits", "open_files", value=256), "may open 256 files only; ulimit -n 65536"),
-    "limits, locked": (
-        set_in("limits", "locked_bytes", value=65536),
-        "64 KiB of memory, too little for mlx5_0; ulimit",
-    ),
-    "disks": (set_in("disk", "shm_bytes", value=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
-    "disks, tmp": (
-        set_in("disk", "tmp_free_bytes", value=2**20),
-        "/tmp, for temporary files, has 1 MiB free; make room",
-    ),
+    "limits": (set_in("limits", open_files=256), "may open 256 files only; ulimit -n 65536"),
+    "limits, locked": (set_in("limits", locked_bytes=65536), "64 KiB of memory, too little for mlx5_0; ulimit"),
+    "disks": (set_in("disk", shm_bytes=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
+    "disks, tmp": (set_in("disk", tmp_free_bytes=2**20), "/tmp, for temporary files, has 1 MiB free; make room"),
     "disks, readonly": (
         lambda case: case.written.update({1: {"error": "Read-only file system"}}),
         "node 1 (n1) cannot write /runs: Read-only file system; make room, fix",
@@ -189,21 +158,18 @@ FAULTS = {
         lambda case: case.seen.update({1: [1]}),
         "node 1 (n1) does not see what node 0 (n0) wrote to /runs; mount the same file system",
     ),
-    "versions, torch": (
-        set_in("torch", "version", value="2.11.0"),
-        "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2",
-    ),
-    "versions, nccl": (
-        set_in("torch", "nccl", value="2.20.0"),
-        "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7",
-    ),
+    "versions, torch": (set_in("torch", version="2.11.0"), "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2"),
+    "versions, nccl": (set_in("torch", nccl="2.20.0"), "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7"),
     "versions, revision": (
-        set_in("revision", value="def"),
+        lambda case: case.facts[1].update(revision="def"),
         "our revision is def, on node 0 (n0), node 2 (n2) abc",
     ),
-    "versions, code": (set_in("code", value="456"), "our code is 456, on node 0 (n0), node 2 (n2) 123; files of"),
+    "versions, code": (
+        lambda case: case.facts[1].update(code="456"),
+        "our code is 456, on node 0 (n0), node 2 (n2) 123; files of",
+    ),
     "torch_works": (
-        set_in("torch", value={"error": "libcudart.so.13: cannot open"}),
+        lambda case: case.facts[1].update(torch={"error": "libcudart.so.13: cannot open"}),
         "torch does not work: libcudart",
     ),
     "torch_works, device": (
@@ -254,7 +220,7 @@ GPU_FAULTS = {
         "GPU 0 (NVIDIA H100): 40000 of 81559 MiB are in use already; see nvidia-smi",
     ),
     "gpus_visible": (
-        set_in("torch", "devices", value=[{"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}]),
+        set_in("torch", devices=facts(1)["torch"]["devices"]),
         "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; is CUDA_VISIBLE_DEVICES empty",
     ),
     "gpus_visible, driver": (
@@ -307,83 +273,69 @@ def xid(number, count=1, device="PCI:0000:3b:00"):
     return lambda case: case.facts[1].update(kernel_log=[{"device": device, "xid": number, "count": count}])
 
 
+def slow_down(**speeds):
+    """Return a fault that all GPUs of all nodes have."""
+    return lambda case: [gpu.update(speeds) for one in case.facts.values() for gpu in one["torch"]["devices"]]
+
+
 UNIFORM_FAULTS = {
     "gpu_floors, matmul": (
-        lambda: fleet(tflops=300.0),
+        slow_down(tflops=300.0),
         "cuda:0 (NVIDIA H100 80GB HBM3) does 300 Tflop/s in bfloat16, at least 450 are expected; see its clocks",
     ),
     "gpu_floors, pcie": (
-        lambda: fleet(to_device_gb_s=26.0),
+        slow_down(to_device_gb_s=26.0),
         "does 26 GB/s from the host, at least 40 are expected; see the PCIe link",
     ),
-    "gpu_floors, back": (lambda: fleet(from_device_gb_s=25.0), "does 25 GB/s to the host, at least 40 are"),
+    "gpu_floors, back": (slow_down(from_device_gb_s=25.0), "does 25 GB/s to the host, at least 40 are"),
     "gpu_floors, nvlink": (
-        lambda: fleet(peer_gb_s=40.0),
+        slow_down(peer_gb_s=40.0),
         "does 40 GB/s to the next GPU, at least 200 are expected; see nvidia-smi nvlink",
     ),
     "rails": (
-        lambda: planted(
-            lambda case: set_ranks(case, links_gbit_s={"0": 20.0, "1": 20.0}, rail_gbit_s={"0": 19.0, "1": 19.0})
-        ),
+        lambda case: set_ranks(case, links_gbit_s={"0": 20.0, "1": 20.0}, rail_gbit_s={"0": 19.0, "1": 19.0}),
         "node 1 (n1): rails of local rank 0, 1 at 20 Gbit/s, at least 200 are expected; see the transport",
     ),
     "rails, one": (
-        lambda: planted(lambda case: set_ranks(case, rail_gbit_s={"0": 90.0, "1": 90.0})),
+        lambda case: set_ranks(case, rail_gbit_s={"0": 90.0, "1": 90.0}),
         "node 0 (n0): the rail of local rank 1 at 90 Gbit/s, at least 200 are expected",
     ),
     "transport": (
-        lambda: planted(
-            lambda case: (
-                set_ranks(case, network="Socket"),
-                [one["variables"].update(FABRIC="ib") for one in case.facts.values()],
-            )
+        lambda case: (
+            set_ranks(case, network="Socket"),
+            [one["variables"].update(FABRIC="ib") for one in case.facts.values()],
         ),
         "node 0 (n0): FABRIC=ib, and NCCL uses Socket, which is TCP; see docs/site.md",
     ),
     "transport, auto": (
-        lambda: planted(lambda case: set_ranks(case, network="Socket")),
+        lambda case: set_ranks(case, network="Socket"),
         "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP",
     ),
     "transport, site": (  # FABRIC is set in site.env, not in the doctor's environment
-        lambda: planted(
-            lambda case: (
-                set_ranks(case, network="Socket"),
-                [found.update(fabric={"FABRIC": "efa"}) for found in case.ranks.values()],
-            )
+        lambda case: (
+            set_ranks(case, network="Socket"),
+            [found.update(fabric={"FABRIC": "efa"}) for found in case.ranks.values()],
         ),
         "error: node 0 (n0): FABRIC=efa, and NCCL uses Socket, which is TCP; see docs/site.md",
     ),
     "kernel_log, bus": (
-        lambda: planted(xid(79)),
+        xid(79),
         "GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and switch it off",
     ),
-    "kernel_log, ecc": (
-        lambda: planted(xid(95, 3)),
-        "Xid 95 3 times: uncontained ECC error; drain the node and reset",
-    ),
-    "kernel_log, nvlink": (lambda: planted(xid(74)), "NVLink error; drain the node and have the board"),
-    "kernel_log, remap": (
-        lambda: planted(xid(63)),
-        "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once",
-    ),
-    "kernel_log, memory": (
-        lambda: planted(xid(0, device="memory")),
-        "uncorrected errors of its main memory once",
-    ),
+    "kernel_log, ecc": (xid(95, 3), "Xid 95 3 times: uncontained ECC error; drain the node and reset"),
+    "kernel_log, nvlink": (xid(74), "NVLink error; drain the node and have the board"),
+    "kernel_log, remap": (xid(63), "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once"),
+    "kernel_log, memory": (xid(0, device="memory"), "uncorrected errors of its main memory once"),
 }
-
-
-def planted(plant):
-    case = fleet()
-    plant(case)
-    return case
 
 
 @pytest.mark.parametrize("name", UNIFORM_FAULTS)
 def test_a_fault_that_all_nodes_share_is_below_a_floor(name):
     """On two nodes, where no device or link is slower than others of its kind."""
-    make, words = UNIFORM_FAULTS[name]
-    findings = judge(make())
+    plant, words = UNIFORM_FAULTS[name]
+    case = fleet()
+    plant(case)
+    findings = judge(case)
     assert {finding.rule for finding in findings} == {name.split(",")[0]}
     assert any(words in str(finding) for finding in findings), [str(finding) for finding in findings]
 
