@@ -116,14 +116,11 @@ def main(words: list[str]) -> int:
         network.enter("scripts.drill", words)
     folder = next_folder("drill", args.runs_dir.resolve())
     os.chdir(ROOT)
-    setting = Setting(
-        args.nodes, args.seed, args.steps, folder, network.Network(args.nodes) if has_network else None
-    )
+    networks = network.Network(args.nodes) if has_network else None
+    setting = Setting(args.nodes, args.seed, args.steps, folder, networks)
     where = "a network for each node" if has_network else "plain processes"
-    print(
-        f"drill {os.path.relpath(folder)}: {len(names)} faults, {args.nodes} nodes, {where}, SEED={args.seed}",
-        flush=True,
-    )
+    size = f"{len(names)} faults, {args.nodes} nodes"
+    print(f"drill {os.path.relpath(folder)}: {size}, {where}, SEED={args.seed}", flush=True)
     about = {"nodes": args.nodes, "seed": args.seed, "steps": args.steps, "checkpoint_every": INTERVAL}
     about |= {**measured_on("torch"), "networks": has_network, "left_out": reasons}
     done: list[Figures] = []

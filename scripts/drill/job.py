@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from scripts.launch.command import ROOT
+from scripts.launch.processes import start_process
 
 MARK = "DRILL_JOB"
 """A variable that each process of a job inherits, which also identifies orphans."""
@@ -70,16 +70,10 @@ class Job:
     def __init__(self, recipe: str, words: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
         self.recipe, self.mark, self.log = recipe, uuid.uuid4().hex, log
         inherited = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MAKEFLAGS", "MIN_NODES")}
+        command = [sys.executable, "-m", "scripts.launch.local", recipe, *words]
         with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "scripts.launch.local", recipe, *words],
-                cwd=ROOT,
-                env={**inherited, MARK: self.mark, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+            env = {**inherited, MARK: self.mark, **env}
+            self.process = start_process(command, env, stdout=output, stderr=output)
 
     @property
     def text(self) -> str:

@@ -16,17 +16,8 @@ from typing import Any
 
 import psutil
 
-from scripts.drill.faults import (
-    ERROR,
-    FAULTS,
-    RIDES,
-    ROUNDS,
-    STOPPED,
-    Fault,
-    NotSurvivedError,
-    expect,
-    prepare_clock,
-)
+from scripts.drill import faults
+from scripts.drill.faults import ERROR, FAULTS, RIDES, ROUNDS, STOPPED, Fault, NotSurvivedError, expect
 from scripts.drill.job import Job, Steps
 from scripts.lab.network import Network
 from scripts.launch.runs import differences, read_losses
@@ -148,7 +139,7 @@ class Trial:
                     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(self.runs_dir)]
                     subprocess.run(mount, check=True)
                 if self.fault.needs == "cc":
-                    self.env = prepare_clock(Path(scratch))
+                    self.env = faults.prepare_clock(Path(scratch))
                 self.launch()
                 undo.callback(lambda: self.job.kill())  # the newest one: a job may be started again
                 self.steps = Steps(self.run_dir)

@@ -44,12 +44,8 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add("--world-sizes", default="1 2 3", metavar='"1 2 3"', help="numbers of processes, 1 first")
     add("--resume", default="none", choices=("none", "auto"), help="auto: also kill a run, and resume it")
     add("--stop-after", type=positive_int, metavar="N", help="steps until the kill (60%% of all)")
-    add(
-        "--launch",
-        default="",
-        metavar="COMMAND",
-        help="command that starts the ranks, instead of torchrun's variables",
-    )
+    starter = "command that starts the ranks, instead of torchrun's variables"
+    add("--launch", default="", metavar="COMMAND", help=starter)
     add("--loss", default="", metavar="REGEX", help="regular expression whose first group is the loss in a line")
     add("--timeout-s", type=positive_float, default=600.0, metavar="S", help="longest time of a run")
     args = parse(parser, argv)
@@ -69,9 +65,8 @@ def check_words(args: Namespace) -> None:
         if args.loss and not re.compile(args.loss).groups:
             raise re.error("no group")
     except re.error as error:
-        raise UserError(
-            f"LOSS {args.loss!r}: {error}; give a regular expression such as 'loss is ([-+.0-9e]+)'"
-        ) from None
+        fix = "give a regular expression such as 'loss is ([-+.0-9e]+)'"
+        raise UserError(f"LOSS {args.loss!r}: {error}; {fix}") from None
     try:
         shlex.split(args.launch)
     except ValueError as error:

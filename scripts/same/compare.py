@@ -326,9 +326,8 @@ def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | No
         for rate, right in zip(record["lr"], expected["lr"], strict=False):
             if not math.isclose(rate, right, rel_tol=1e-6, abs_tol=1e-12):
                 times = name_factor(rate / right, run.world_size) if rate and right else "not"
-                return Finding(
-                    "learning-rate-scaled", f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
-                )
+                what = f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
+                return Finding("learning-rate-scaled", what)
         apart = difference(record["final"], expected["final"])
         if apart > rounding.limit(rounding.gradient, i):
             return explain_gradient(run, reference, i, apart)
@@ -375,9 +374,8 @@ def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> 
         if len(other.values) != len(series.values):
             yield Finding("unknown", f"{name}: {len(other.values)} values, {len(series.values)} at 1 process")
             continue
-        for i, (excess, value, right) in enumerate(
-            zip(series.excesses(other), other.values, series.values, strict=True)
-        ):
+        pairs = zip(series.excesses(other), other.values, series.values, strict=True)
+        for i, (excess, value, right) in enumerate(pairs):
             if math.isinf(excess) or excess > rounding.limit(rounding.printed[name], i, abs(right)):
                 cause = explain_printed(run, first, other, series) if is_proven else "unknown"
                 yield Finding(cause, f"{name}, value {i + 1}: {value:.8g}, {right:.8g} at 1 process")

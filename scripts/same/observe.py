@@ -94,11 +94,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 def random_states() -> dict[str, Any]:
     """Return the states of the global random generators on the CPU."""
-    return {
-        "torch": torch.get_rng_state().numpy(),
-        "random": random.getstate(),
-        "numpy": np.random.get_state(),
-    }
+    return {"torch": torch.get_rng_state().numpy(), "random": random.getstate(), "numpy": np.random.get_state()}
 
 
 def restore_random_states(states: dict[str, Any]) -> None:

@@ -78,10 +78,8 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
             try:
                 found.setdefault(name, Series(name)).add(value)
             except ValueError:
-                raise UserError(
-                    f"LOSS {pattern!r} finds {value!r}, which is no number; "
-                    "let its group match digits only, such as ([-+.0-9e]+)"
-                ) from None
+                fix = "let its group match digits only, such as ([-+.0-9e]+)"
+                raise UserError(f"LOSS {pattern!r} finds {value!r}, which is no number; {fix}") from None
     return found
 
 

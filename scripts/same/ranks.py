@@ -50,9 +50,8 @@ def run(
     if len(visible_gpus()) < world_size:  # each rank needs its own GPU
         env["CUDA_VISIBLE_DEVICES"] = ""
     if launcher:
-        return [
-            run_launcher([*shlex.split(launcher), "-m", "scripts.same.observe", *words], env, folder, timeout_s)
-        ]
+        command = [*shlex.split(launcher), "-m", "scripts.same.observe", *words]
+        return [run_launcher(command, env, folder, timeout_s)]
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     for process in processes:
         process.start()

@@ -130,17 +130,9 @@ def record(world_size, gradients, rate=0.1, **fields):
         after = weights - rate * gradient
         rows = [str(12 * i + row) for row in range(12)]
         shared = {"event": "step", "optimizer": 0, "lr": [rate], "final": gradient, "missing": []}
-        shared |= {"weights": weights, "after": after, "shapes": 1, "numel": SIZE, "moved": []}
-        shared |= {
-            "low_precision": "float32",
-            "batch_norm": False,
-            "dropout": False,
-            "random": {},
-            "iteration": -1,
-            **fields,
-        }
-        ranks = [rows[rank::world_size] for rank in range(world_size)]
-        events.append([{**shared, "rows": own} for own in ranks])
+        shared |= {"weights": weights, "after": after, "shapes": 1, "low_precision": "float32", "moved": []}
+        shared |= {"batch_norm": False, "dropout": False, "random": {}, "iteration": -1, **fields}
+        events.append([{**shared, "rows": rows[rank::world_size]} for rank in range(world_size)])
         weights = after
     return Run(world_size, [0] * world_size, [list(lines) for lines in zip(*events, strict=True)])
 

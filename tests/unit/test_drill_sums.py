@@ -242,6 +242,6 @@ def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
     def fail(folder):
         raise subprocess.CalledProcessError(1, ["cc"])
 
-    monkeypatch.setattr(trial, "prepare_clock", fail)
+    monkeypatch.setattr(plants, "prepare_clock", fail)
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
     assert one.run().failure.startswith("CalledProcessError: Command '['cc']' returned")
