@@ -63,10 +63,9 @@ def choose(args: Namespace, has_network: bool) -> tuple[list[str], dict[str, str
         if name in reasons:
             raise UserError(f"{name} cannot be planted here: {reasons[name]}")
     possible = [name for name in args.faults or FAULTS if name not in reasons]
-    if not args.rounds:
-        return possible, {} if args.faults else reasons
     chance = random.Random(args.seed)
-    return [chance.choice(possible) for _ in range(args.rounds)], {}
+    drawn = [chance.choice(possible) for _ in range(args.rounds)] if args.rounds else possible
+    return drawn, {} if args.faults else reasons
 
 
 def show(figures: Figures) -> None:
