@@ -160,7 +160,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
 def can_meet(case: Case) -> bool:
     """Return whether all nodes are present, reach one another and have a working torch, as an all-reduce needs."""
     has_all = len(case.facts) == case.nnodes and not case.lost
-    reach = all(found["stage"] == "done" for seen in case.peers.values() for found in seen.values())
+    reach = all(found["stage"] == "done" for _, _, found in case.each_pair())
     torch = all("error" not in (facts["torch"] or {}) for facts in case.facts.values())
     return has_all and reach and torch and all(facts["network"] for facts in case.facts.values())
 

@@ -140,9 +140,8 @@ class Links:
         """Return the links of local rank 0 that are much slower than the median."""
         # Doctor: a few bytes per link from every rank.
         rows = self.world.gather({"links": {} if self.ranks.local_rank else self.found})
-        speeds = lower_of_both(
-            (rank // self.ranks.local_world_size, row["links"]) for rank, row in enumerate(rows)
-        )
+        per_node = self.ranks.local_world_size
+        speeds = lower_of_both((rank // per_node, row["links"]) for rank, row in enumerate(rows))
         usual = median(speeds.values()) if speeds else 0.0
         return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
 

@@ -46,16 +46,13 @@ FLOORS = {
 }
 """Keyed by a part of the GPU's name in torch; the first match counts."""
 
-
 PCIE = "see the PCIe link (nvidia-smi -q -d PCIE), NUMA binding, IOMMU"
+NVLINK = "see nvidia-smi nvlink --status and topo -m; is the fabric manager running"
 MEASURED = {
     "tflops": ("Tflop/s in bfloat16", "see its clocks and power cap (nvidia-smi -q -d PERFORMANCE)"),
     "to_device_gb_s": ("GB/s from the host", PCIE),
     "from_device_gb_s": ("GB/s to the host", PCIE),
-    "peer_gb_s": (
-        "GB/s to the next GPU",
-        "see nvidia-smi nvlink --status and topo -m; is the fabric manager running",
-    ),
+    "peer_gb_s": ("GB/s to the next GPU", NVLINK),
 }
 """For each measurement of torch_facts.py: its unit, and what to check if it is too low."""
 

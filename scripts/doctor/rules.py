@@ -112,6 +112,12 @@ class Case:
             for notes in found["ranks"]:
                 yield node, notes
 
+    def each_pair(self) -> Iterator[tuple[int, int, Facts]]:
+        """Yield each node, another node, and what the first sees of the other."""
+        for viewer, seen in sorted(self.peers.items()):
+            for other, found in sorted(seen.items(), key=lambda item: int(item[0])):
+                yield viewer, int(other), found
+
     def machine(self, rank: int) -> str:
         """Return an identifier of a node's machine; a unique one for a node that has sent none."""
         return str(self.fact(rank, "machine", f"node {rank}"))
@@ -176,22 +182,20 @@ def node_errors(case: Case) -> Findings:
 def names(case: Case) -> Findings:
     """Report names of nodes that do not resolve to them."""
     found: dict[tuple[int, str, str], list[int]] = {}
-    for viewer, seen in sorted(case.peers.items()):
-        for other, peer in sorted(seen.items()):
-            rank, results = int(other), peer["names"]
-            own = {*case.network(rank)["addresses"]}
-            leads_there = any(isinstance(result, list) and own & {*result} for result in results.values())
-            # Nodes of one machine share the viewer's own name. Otherwise one name that leads there is enough.
-            if leads_there or case.machine(rank) == case.machine(viewer):
-                continue
-            name_of, address = case.name(rank), case.network(rank)["address"]
-            for name, result in results.items():
-                what = f" cannot resolve the name of {name_of}: {name} ({result})"
-                fix = "add it to DNS or to /etc/hosts of every node"
-                if isinstance(result, list):
-                    leads_to = f"leads to {', '.join(result)}, which is no address of it ({address} is)"
-                    what, fix = f": the name {name} of {name_of} {leads_to}", "fix DNS or /etc/hosts"
-                found.setdefault((rank, what, fix), []).append(viewer)
+    for viewer, rank, peer in case.each_pair():
+        own = {*case.network(rank)["addresses"]}
+        leads_there = any(isinstance(result, list) and own & {*result} for result in peer["names"].values())
+        # Nodes of one machine share the viewer's own name. Otherwise one name that leads there is enough.
+        if leads_there or case.machine(rank) == case.machine(viewer):
+            continue
+        name_of, address = case.name(rank), case.network(rank)["address"]
+        for name, result in peer["names"].items():
+            what = f" cannot resolve the name of {name_of}: {name} ({result})"
+            fix = "add it to DNS or to /etc/hosts of every node"
+            if isinstance(result, list):
+                leads_to = f"leads to {', '.join(result)}, which is no address of it ({address} is)"
+                what, fix = f": the name {name} of {name_of} {leads_to}", "fix DNS or /etc/hosts"
+            found.setdefault((rank, what, fix), []).append(viewer)
     for (rank, what, fix), viewers in found.items():
         yield case.error((rank, *viewers), case.names(viewers) + what, fix)
 
@@ -223,12 +227,7 @@ def links_up(case: Case) -> Findings:
 
 def ports(case: Case) -> Findings:
     """Report ports that do not answer, in one or both directions, and paths that lose large packets."""
-    broken = {
-        (viewer, int(other)): found
-        for viewer, seen in sorted(case.peers.items())
-        for other, found in sorted(seen.items(), key=lambda item: int(item[0]))
-        if found["stage"] != "done"
-    }
+    broken = {(viewer, other): found for viewer, other, found in case.each_pair() if found["stage"] != "done"}
     large = {pair: found for pair, found in broken.items() if found["stage"] == "large"}
     mtus = "/".join(sorted({str(case.network(rank)["mtu"]) for _, rank in large}))
     fix = f"the path carries less than its MTU of {mtus}: lower that on all nodes, or fix what lies between"
@@ -353,9 +352,8 @@ def versions(case: Case) -> Findings:
     """Report versions that differ between nodes."""
     differing = []
     for what, (read, remedy) in VERSIONS.items():
-        usual, most, others = outliers(
-            {rank: value for rank, facts in case.facts.items() if (value := read(facts))}
-        )
+        known = {rank: value for rank, facts in case.facts.items() if (value := read(facts))}
+        usual, most, others = outliers(known)
         if not others or (what == "our code" and "our revision" in differing):
             continue
         differing.append(what)
@@ -420,9 +418,8 @@ def gpus_visible(case: Case) -> Findings:
             yield case.error(rank, what, f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs")
     usual, _, others = outliers(counts)
     for (count, kinds), ranks in others.items():
-        what = (
-            f"{case.names(ranks)}: {count} GPUs {kinds}".rstrip() + f", other nodes {usual[0]} {usual[1]}".rstrip()
-        )
+        own, other = f"{count} GPUs {kinds}".rstrip(), f"{usual[0]} {usual[1]}".rstrip()
+        what = f"{case.names(ranks)}: {own}, other nodes {other}"
         fix = "ask for nodes of one kind (a constraint, a node selector), or see why some are missing"
         yield case.error(ranks, what, fix)
 
