@@ -12,17 +12,15 @@ from tests.support import ROOT
 XID = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid=77, name=python, what the driver says\n"
 
 COLD, HOT = ", ".join(["Not Active"] * 4), ", ".join(["Active"] * 4)
+H100 = 'echo "0, NVIDIA H100, 580.1, 81559, 4, 31"'
 NVIDIA_SMI = {
-    "healthy": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
+    "healthy": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) {H100} ;; esac',
     "without ECC": 'case $1 in *ecc*) exit 2 ;; *) echo "0, NVIDIA L4, 580.1, 81559, 4, 31" ;; esac',
     "hot": f'case $1 in *ecc*) echo "0, {HOT}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 80000, 91" ;; esac',
-    "ecc": f'case $1 in *ecc*) echo "3, {COLD}" ;; *) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
-    "ecc, throttle renamed": f'case $1 in *throttle*) exit 2 ;; *ecc*) echo "3, {COLD}" ;; '
-    '*) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
-    "ecc alone": "case $1 in *slowdown*) exit 2 ;; *ecc*) echo 3 ;; "
-    '*) echo "0, NVIDIA H100, 580.1, 81559, 4, 31" ;; esac',
-    "one is gone": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) for i in 0 1; do '
-    'echo "$i, NVIDIA H100, 580.1, 81559, 4, 31"; done ;; esac',
+    "ecc": f'case $1 in *ecc*) echo "3, {COLD}" ;; *) {H100} ;; esac',
+    "ecc, throttle renamed": f'case $1 in *throttle*) exit 2 ;; *ecc*) echo "3, {COLD}" ;; *) {H100} ;; esac',
+    "ecc alone": f"case $1 in *slowdown*) exit 2 ;; *ecc*) echo 3 ;; *) {H100} ;; esac",
+    "one is gone": f'case $1 in *ecc*) echo "0, {COLD}" ;; *) {H100}; {H100.replace("0, N", "1, N")} ;; esac',
     "no table": "echo No devices were found",
     "lost": 'echo "0, [GPU is lost], 580.1, [GPU is lost], [GPU is lost], [GPU is lost]"',
     "off the bus": "echo 'Unable to determine the device handle for GPU0: 0000:3B:00.0: Unknown Error'; exit 15",
