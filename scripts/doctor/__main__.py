@@ -18,7 +18,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
@@ -37,7 +36,7 @@ from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
-from scripts.launch.command import CommandParser, command, parse
+from scripts.launch.command import CommandParser, command, parse, temporary_folder
 from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
 WAIT_S = 60
@@ -241,7 +240,7 @@ def run_local(args: Namespace, words: Sequence[str]) -> int:
     shares = local.share_out(local.visible_gpus(), args.nodes)
     nproc = args.nproc_per_node or max(1, len(shares[0]))
     port, word = local.free_port(), secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
+    with temporary_folder() as scratch:
         for rank in range(args.nodes):
             environment = local.node_environment(rank, args.nodes, nproc, shares[rank], port)
             environment |= {"RDZV_ID": word, "TMPDIR": scratch}

@@ -7,14 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from recipes.common.process.node import Node, how_ended
 from recipes.common.world.transport import find_network
 from scripts.doctor.node import one_line
-from scripts.launch.command import ROOT
+from scripts.launch.command import ROOT, temporary_folder
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.processes import Ended, rank_environment, run_side_by_side
 
@@ -37,7 +36,7 @@ def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dic
         return {"error": one_line(error), "ranks": []}
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", **fabric}
     environment |= {"MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port)}
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as folder:
+    with temporary_folder() as folder:
         commands = []
         for local_rank in range(place.nproc_per_node):
             own = rank_environment(place.node_rank, place.nnodes, place.nproc_per_node, local_rank)

@@ -15,7 +15,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import positive_float, positive_int
-from scripts.launch.command import CommandParser, command, parse
+from scripts.launch.command import CommandParser, command, parse, temporary_folder
 from scripts.same import compare, ranks
 from scripts.same.causes import CAUSES, NOTES
 from scripts.same.compare import Finding, Rounding, Run
@@ -212,7 +211,7 @@ def join(items: Iterable[object]) -> str:
 def main(argv: list[str]) -> int:
     """Run, print the table and the verdict, and return the exit status."""
     args = parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="same-") as folder:
+    with temporary_folder() as folder:
         session = Session(args, Path(folder))
         session.examine()
     print("\n".join([*session.table(), "", *session.verdict()]))
