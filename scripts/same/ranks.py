@@ -15,7 +15,7 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
 from scripts.launch.command import ROOT
-from scripts.launch.local import LOOPBACK, free_port, visible_gpus
+from scripts.launch.local import free_port, node_environment, visible_gpus
 
 FAILURE_GRACE_S = 10.0
 """How long the other ranks may continue after one has failed: their output may say why."""
@@ -37,18 +37,11 @@ def run(
         variables: environment variables of the observer.
     """
     folder.mkdir(parents=True)
-    env = {
-        "SAME_FOLDER": str(folder),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
-        "GLOO_SOCKET_IFNAME": LOOPBACK,
-        **variables,
-    }
-    if len(visible_gpus()) < world_size:  # each rank needs its own GPU
-        env["CUDA_VISIBLE_DEVICES"] = ""
+    gpus = visible_gpus()
+    if len(gpus) < world_size:  # each rank needs its own GPU
+        gpus = []
+    env = node_environment(0, 1, world_size, gpus, free_port()) | variables
+    env |= {"SAME_FOLDER": str(folder), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     if launcher:
         command = [*shlex.split(launcher), "-m", "scripts.same.observe", *words]
         return [run_launcher(command, env, folder, timeout_s)]
@@ -72,7 +65,7 @@ def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
 
     from scripts.same.observe import run_script
 
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"].split(",")[0]))  # OpenMP's list has a number per level
     run_script(words[0], list(words[1:]))
 
 
@@ -95,13 +88,13 @@ def wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout_s: fl
 
 def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, timeout_s: float) -> int | None:
     """Run a launcher to its end; return its exit status, or None if it hung."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    unset = ("RANK", "LOCAL_RANK")  # the launcher's task
     with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:
         try:
             process = subprocess.Popen(
                 command,
-                env={**inherited, **env, "PYTHONPATH": paths},
+                env={name: value for name, value in env.items() if name not in unset} | {"PYTHONPATH": paths},
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
