@@ -401,9 +401,8 @@ def test_a_fault_is_named_with_its_remedy(name, gpus):
 
 
 def test_every_rule_is_tested():
-    assert {rule.__name__ for rule in RULES} == {
-        name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS, *UNIFORM_FAULTS]
-    }
+    planted = {name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS, *UNIFORM_FAULTS]}
+    assert {rule.__name__ for rule in RULES} == planted
 
 
 def test_a_node_that_is_cut_off_is_one_finding():
