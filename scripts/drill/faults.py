@@ -191,9 +191,8 @@ def jump_clock(trial: Trial) -> str:
 
 def storm(trial: Trial) -> str:
     """Send USR1 to every process of the job, again and again for a second."""
-    end = time.monotonic() + 1
-    sent = 0
     targets = [*trial.job.processes("-m scripts."), *trial.job.ranks().values()]
+    end, sent = time.monotonic() + 1, 0
     while time.monotonic() < end:
         sent += sum(send(process, signal.SIGUSR1) for process in targets)
         time.sleep(0.02)

@@ -151,6 +151,24 @@ def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, mon
     assert calls == ["SIGSTOP", "SIGCONT", "SIGSTOP", "SIGKILL"]
 
 
+def test_a_storm_lasts_a_second_from_its_first_signal(monkeypatch):
+    """On a busy machine, finding the job's processes takes longer than that."""
+    now, sent = [0.0], []
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    def processes(text):
+        pass_time(2.0)
+        return [types.SimpleNamespace(send_signal=sent.append)]
+
+    monkeypatch.setattr(plants.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(plants.time, "sleep", pass_time)
+    job = types.SimpleNamespace(processes=processes, ranks=dict)
+    assert plants.storm(types.SimpleNamespace(job=job)) == f"{len(sent)} signals"
+    assert 49 <= len(sent) <= 51
+
+
 def gone(number):
     raise psutil.NoSuchProcess(7)
 
