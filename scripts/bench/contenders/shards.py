@@ -1,9 +1,11 @@
 """Read shards from a disk or a server: images in a second, or the seconds until all ranks have opened them.
 
     python -m scripts.bench.contenders.shards read --data-dir FOLDER-OR-URL
+    python -m scripts.bench.contenders.shards bare --data-dir URL
     torchrun --nproc-per-node=2 -m scripts.bench.contenders.shards open --data-dir URL
 
-The last line is a JSON object. Workers decode the images in the order of a run's first epoch.
+The last line is a JSON object. Workers decode the images in the order of a run's first epoch. `bare` reads
+through the cheapest of clients (bare_store.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,14 +24,31 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.world.agreement import load_same_data
 from recipes.common.world.world import connected_world
 from recipes.ddp.train import options
+from scripts.bench.contenders.bare_store import BareStore
 
 BATCH_SIZE, WARM = 32, 4
 
 
+def bare(words: Sequence[str]) -> dict[str, float]:
+    """Read as read() does, through a BareStore."""
+    split = load_train(words)
+    split.dataset.store.__class__ = BareStore
+    return time_reading(split, words)
+
+
 def read(words: Sequence[str]) -> dict[str, float]:
     """Read the training half once; return the images per second, without the WARM batches while workers start."""
+    return time_reading(load_train(words), words)
+
+
+def load_train(words: Sequence[str]) -> Any:
+    """Return the training half."""
+    return load_data(options(words), torch.device("cpu"), on_bad_image=print).train
+
+
+def time_reading(split: Any, words: Sequence[str]) -> dict[str, float]:
+    """Return the images per second of a split."""
     args = options(words)
-    split = load_data(args, torch.device("cpu"), on_bad_image=print).train
     order = draw_order(split, args, 0).split(BATCH_SIZE)
     seen, begin = 0, 0.0
     for number, (_, labels) in enumerate(split.batches(order, 0)):
@@ -51,5 +71,5 @@ def open_(words: Sequence[str]) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {"read": read, "open": open_}[sys.argv[1]](["--data", "shards", *sys.argv[2:]])
+    found = {"read": read, "bare": bare, "open": open_}[sys.argv[1]](["--data", "shards", *sys.argv[2:]])
     print(json.dumps(found), flush=True)
