@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import math
 import os
 import re
@@ -27,7 +26,6 @@ import sys
 import time
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +33,9 @@ from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, plain_name, positive_int
 from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
-from scripts.launch.command import (
-    ONE_PROCESS,
-    ROOT,
-    CommandParser,
-    check_recipe,
-    command,
-    markdown,
-    next_folder,
-    parse,
-)
-from slurm.sweep import grid_points, words
-from slurm.training import SIGNAL, Training
+from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, next_folder, parse
+from slurm.sweep import grid_points, report, words
+from slurm.training import SIGNAL, Run
 
 SIGNAL_DELAY_S = 120
 """How long before the time limit ranks are signalled to write a checkpoint, at most a quarter of the limit."""
@@ -63,9 +52,6 @@ FINAL_STATES = (
     *("TIMEOUT", "GONE"),
 )
 
-PYTHON = f"{shlex.quote(sys.executable)} -m scripts.launch.hold_signals"
-"""The interpreter of the ranks, with the stop signals blocked until the recipe handles them."""
-
 REFUSED = {
     "horovod": "horovod has a launch file of its own: sbatch slurm/horovod.sbatch",
     "spawn": "spawn starts its ranks by itself, here Slurm does: RECIPE=ddp trains the same, "
@@ -77,26 +63,21 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     """Return this command's own arguments, with the recipe's (after --) in `options`; raises UserError."""
     parser = CommandParser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipe", metavar="RECIPE")
-    shape = parser.add_argument_group("resources (default: the cluster's)")
-    shape.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
-    shape.add_argument("--gpus-per-node", type=non_negative_int, metavar="G", help="GPUs to ask for on each node")
-    shape.add_argument(
-        "--nproc-per-node", type=positive_int, metavar="P", help="processes a node (default: its GPUs, else 1)"
-    )
-    shape.add_argument("--cpus-per-task", type=positive_int, metavar="C", help="cores for each process")
-    shape.add_argument("--mem", help="memory of a node, such as 64GB")
-    shape.add_argument("--time", type=minutes, metavar="TIME", help="limit: minutes, or 2:00:00, or 1-12:00:00")
+    add = parser.add_argument_group("resources (default: the cluster's)").add_argument
+    add("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
+    add("--gpus-per-node", type=non_negative_int, metavar="G", help="GPUs to ask for on each node")
+    add("--nproc-per-node", type=positive_int, metavar="P", help="processes a node (default: its GPUs, else 1)")
+    add("--cpus-per-task", type=positive_int, metavar="C", help="cores for each process")
+    add("--mem", help="memory of a node, such as 64GB")
+    add("--time", type=minutes, metavar="TIME", help="limit: minutes, or 2:00:00, or 1-12:00:00")
     for name in ("partition", "constraint", "account", "qos"):
-        shape.add_argument(f"--{name}", help=f"Slurm's --{name}")
-    job = parser.add_argument_group("job")
-    job.add_argument("--name", type=plain_name, help="the run's name (default: the recipe with the next number)")
-    job.add_argument("--sweep", metavar="GRID", help='a run for each point of a grid: "lr=0.1,0.2 seed=1,2"')
-    job.add_argument(
-        "--max-requeues", type=non_negative_int, default=10, metavar="N", help="times that a job may be requeued"
-    )
-    job.add_argument("--local", action="store_true", help="start all processes on this machine, without Slurm")
-    follow = "watch the job until its end"
-    job.add_argument("--follow", action=BooleanOptionalAction, default=True, help=follow)
+        add(f"--{name}", help=f"Slurm's --{name}")
+    add = parser.add_argument_group("job").add_argument
+    add("--name", type=plain_name, help="the run's name (default: the recipe with the next number)")
+    add("--sweep", metavar="GRID", help='a run for each point of a grid: "lr=0.1,0.2 seed=1,2"')
+    add("--max-requeues", type=non_negative_int, default=10, metavar="N", help="times that a job may be requeued")
+    add("--local", action="store_true", help="start all processes on this machine, without Slurm")
+    add("--follow", action=BooleanOptionalAction, default=True, help="watch the job until its end")
     args = parse(parser, argv)
     check_recipe(args.recipe)
     return args
@@ -139,18 +120,6 @@ def remedy(other: str) -> str:
     return f"for the cluster of make slurm-up: source {shlex.quote(state)}/activate"
 
 
-@dataclass
-class Run:
-    """One run of the recipe, which becomes one job."""
-
-    name: str
-    folder: Path
-    argv: list[str]
-    point: dict[str, str]
-    script: dict[str, str] | None = None
-    """The variables of a script that runs instead of the recipe."""
-
-
 def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
     """Return the folder of the job (or of the whole sweep) and its runs; the recipe itself checks all options.
 
@@ -158,12 +127,12 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         UserError: an option that the recipe refuses, a name that is taken, or a script that cannot run.
     """
     points = grid_points(args.sweep) if args.sweep else [{}]
-    device, is_script = [], script.is_set()
-    if is_script:
+    device = []
+    if script.is_set():
         kind, runs_dir, name = script.read_script().stem, script.runs_dir(), args.name
     else:
-        recipe_options = importlib.import_module(f"recipes.{args.recipe}.train").options
-        parsed = recipe_options(args.options)
+        parse_options = importlib.import_module(f"recipes.{args.recipe}.train").options
+        parsed = parse_options(args.options)
         kind, runs_dir = args.recipe, getattr(parsed, "runs_dir", Path("runs"))
         name, resume = args.name or getattr(parsed, "name", None), getattr(parsed, "resume", "none")
         if resume == "auto" and not name:
@@ -171,20 +140,19 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, asks.
         device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
     argvs = [[*device, *args.options, *words(point)] for point in points]
-    for argv in () if is_script else argvs:
-        recipe_options(argv)
+    for argv in argvs if not script.is_set() else ():
+        parse_options(argv)
     folder = runs_dir / name if name else next_folder(kind, runs_dir)
-    runs = []
-    for run_name, point, argv in zip(run_names(folder.name, points), points, argvs, strict=True):
-        run = Run(run_name, runs_dir / run_name, argv, point)
-        if is_script:
-            run.script = script.job_environment(run_name)
+    folders = [runs_dir / run_name for run_name in run_names(folder.name, points)]
+    runs = [Run(args.recipe, *of_run) for of_run in zip(argvs, folders, points, strict=True)]
+    for run in runs:
+        if script.is_set():
+            run.script = script.job_environment(run.folder.name)
         elif (run.folder / "metrics.jsonl").exists() and not parsed.overwrite and resume != "auto":
-            remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another NAME"
-            raise UserError(f"the run {run.folder} exists; {remedy}")
+            fix = "add --resume auto to resume it, --overwrite to replace it, or choose another NAME"
+            raise UserError(f"the run {run.folder} exists; {fix}")
         elif hasattr(parsed, "name"):  # the probe keeps no record
-            run.argv += ["--name", run.name]
-        runs.append(run)
+            run.argv += ["--name", run.folder.name]
     return folder, runs
 
 
@@ -232,8 +200,10 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
 
     options = slurm_options(args)
     check_by_slurm(options)
-    executor = submitit.SlurmExecutor(folder / "slurm", python=PYTHON)
-    path = runs[0].script["SCRIPT"] if runs[0].script else ""
+    # The stop signals stay blocked until the recipe handles them.
+    python = f"{shlex.quote(sys.executable)} -m scripts.launch.hold_signals"
+    executor = submitit.SlurmExecutor(folder / "slurm", python=python)
+    path = runs[0].program if runs[0].script else ""
     own = (sys.executable, path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
     # Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
@@ -246,15 +216,14 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
         srun_args=["--kill-on-bad-exit=1", *cores],
         additional_parameters={**options, "requeue": True},  # also after the loss of a node
     )
-    trainings = [Training(args.recipe, run.argv, run.folder, run.script) for run in runs]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it raises as well
-            return list(executor.submit_array(trainings))
+            return list(executor.submit_array(runs))
     except submitit.core.utils.FailedJobError as error:
         raise UserError(f"Slurm refuses the job: {' '.join(str(error).split())}") from None
 
 
-States = dict[str, tuple[str, str, str]]
+States = dict[str, tuple[str, str, int]]
 """State, reason and number of restarts of a job, or of an array's tasks, by id."""
 
 
@@ -273,62 +242,47 @@ def ask_slurm(number: str, known: States) -> States:
         why = str(getattr(error, "stderr", None) or error).strip().split("\n")[0]
         return {id_: (state, why, restarts) for id_, (state, _, restarts) in known.items()}
     rows = (line.split("|") for line in shown.splitlines())
-    states = {id_: (state, reason, restarts) for id_, state, reason, restarts, *_ in rows}
-    return dict.fromkeys(known, ("GONE", "None", "0")) | states
+    states = {id_: (state, reason, int(restarts)) for id_, state, reason, restarts, *_ in rows}
+    return dict.fromkeys(known, ("GONE", "None", 0)) | states
 
 
-@dataclass
 class Watched:
     """A submitted job, and what has been seen of it so far."""
 
-    run: Run
-    job: Any
-    state: str = "UNKNOWN"
-    restarts: str = "0"
-    _shown: str = ""
-    _offset: int = 0
-    _spoke: float = field(default_factory=time.monotonic)
-
-    @property
-    def log(self) -> Path:
-        """The log of rank 0."""
-        path = Path(self.job.paths.stdout)
-        return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-    @property
-    def status_file(self) -> Path:
-        """The file to which rank 0 writes its exit status, and then the batch script that of the job."""
-        return self.log.with_name(f"{self.job.job_id}_status")
-
-    @property
-    def title(self) -> str:
-        """The name of the job in printed lines."""
-        point = ", ".join(f"{name} {value}" for name, value in self.run.point.items())
-        return f"job {self.job.job_id}" + (f" ({point})" if point else "")
+    def __init__(self, run: Run, job: Any) -> None:
+        self.run, self.id = run, job.job_id
+        point = ", ".join(f"{name} {value}" for name, value in run.point.items())
+        self.title = f"job {self.id}" + (f" ({point})" if point else "")
+        path = Path(job.paths.stdout)
+        self.log = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path  # of rank 0
+        # Rank 0 writes its exit status to this file, and then the batch script that of the job.
+        self.status_file = self.log.with_name(f"{self.id}_status")
+        self.state, self.restarts = "UNKNOWN", 0
+        self.shown, self.log_offset, self.last_output = "", 0, time.monotonic()
 
     def say(self, text: str) -> None:
         """Print a line, and note the time."""
         print(text, flush=True)
-        self._spoke = time.monotonic()
+        self.last_output = time.monotonic()
 
     def look(self, states: States) -> bool:
         """Print what is new in the job's state and log; return whether the job has ended."""
-        self.state, reason, restarts = states.get(self.job.job_id, ("UNKNOWN", "None", "0"))
+        self.state, reason, restarts = states.get(self.id, ("UNKNOWN", "None", 0))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
         if is_done:  # an NFS client may take a file for missing for a minute, unless the folder is read
             with contextlib.suppress(OSError):
                 os.listdir(self.log.parent)
-        if int(restarts) > int(self.restarts) and not is_completing:  # its ranks have written their last lines
+        if restarts > self.restarts and not is_completing:  # its ranks have written their last lines
             self._show_log(is_done)
-            self.say(f"{self.title}: requeued, start {int(restarts) + 1}")
+            self.say(f"{self.title}: requeued, start {restarts + 1}")
             self.restarts = restarts
         has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
         shown = f"{self.state} ({reason})" if has_reason else self.state
-        is_new = shown != self._shown and not is_completing  # the result must be the last line
-        if not is_done and (is_new or time.monotonic() > self._spoke + SILENCE_S):
+        is_new = shown != self.shown and not is_completing  # the result must be the last line
+        if not is_done and (is_new or time.monotonic() > self.last_output + SILENCE_S):
             self.say(f"{self.title}: {shown}")
-        self._shown = shown
+        self.shown = shown
         self._show_log(is_done)
         return is_done
 
@@ -337,11 +291,11 @@ class Watched:
         if self.run.point:
             return
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
-            file.seek(self._offset)
+            file.seek(self.log_offset)
             for line in file:
                 if not (is_done or line.endswith(b"\n")):
                     break
-                self._offset += len(line)
+                self.log_offset += len(line)
                 if not line.startswith(b"submitit "):
                     self.say(line.decode(errors="replace").rstrip("\n"))
 
@@ -367,19 +321,6 @@ def cause_in(log: str) -> str:
     newest = log.split(" - Starting with JobEnvironment")[-1]
     lines = re.findall(r"^(error: .*|[\w.]+(?:Error|Exception): .*)$", newest, re.MULTILINE)
     return lines[-1] if lines else ""
-
-
-def report(complete: Sequence[Run], runs: Sequence[Run]) -> None:
-    """Print the results of a sweep as a table, with the headline figure of each task, such as its accuracy."""
-    paths = [run.folder / "result.json" if run in complete else Path(os.devnull) for run in runs]
-    results = [json.loads(path.read_text()) if path.is_file() else {} for path in paths]
-    headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
-    columns = ("world_size", *headlines, "samples_per_s")
-    rows = [["run", *runs[0].point, *columns]]
-    for run, result in zip(runs, results, strict=True):
-        shown = ["-" if name not in result else f"{result[name]:.4g}" for name in columns]
-        rows.append([run.name, *run.point.values(), *shown])
-    print(markdown(rows), flush=True)
 
 
 def watch(jobs: list[Watched], number: str) -> None:
@@ -413,7 +354,7 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
         return 128 + signal.SIGINT
     statuses = [job.end() for job in jobs]
     if args.sweep:
-        report([run for run, status in zip(runs, statuses, strict=True) if not status], runs)
+        report(runs, statuses)
     return max(statuses)
 
 
@@ -425,20 +366,17 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
     print(f"{describe(args, runs)}, all on this machine, record {folder}", flush=True)
     nodes = ["--nodes", str(args.nodes), "--nproc-per-node", str(args.nproc_per_node)]
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
-    commands = {
-        run.name: [*launcher, *([f"--name={run.name}"] if run.script else []), "--", *run.argv] for run in runs
-    }
+    commands = [[*launcher, *["--name", run.folder.name] * bool(run.script), "--", *run.argv] for run in runs]
     if not args.sweep:
-        os.execv(launcher[0], commands[runs[0].name])
-    statuses = {name: subprocess.run(command).returncode for name, command in commands.items()}
-    report([run for run in runs if not statuses[run.name]], runs)
-    return max(statuses.values())
+        os.execv(launcher[0], commands[0])
+    statuses = [subprocess.run(command).returncode for command in commands]
+    report(runs, statuses)
+    return max(statuses)
 
 
 def describe(args: Namespace, runs: list[Run]) -> str:
     """Return a description of what is started."""
-    what = runs[0].script["SCRIPT"] if runs[0].script else args.recipe
-    points = f"{len(runs)} points of {what}" if args.sweep else what
+    points = f"{len(runs)} points of {runs[0].program}" if args.sweep else runs[0].program
     gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
     return f"{points} on {args.nodes} x {args.nproc_per_node} processes{gpus}"
 

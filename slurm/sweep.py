@@ -3,17 +3,21 @@
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2"      the number of points: 4
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" 2    point 2, an argument a line: --lr 0.2 --seed 1
 
-slurm/array.sbatch reads its task's point from it, and slurm/submit.py all points. It needs no packages.
+slurm/array.sbatch reads its task's point from it. slurm/submit.py reads all points, and prints their results as a
+table. It needs no packages.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
+from collections.abc import Sequence
 
 from recipes.common.errors import UserError
-from recipes.common.process.entry import exit_status
+from scripts.launch.command import command, markdown
+from slurm.training import Run
 
 USAGE = 'usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
 
@@ -49,19 +53,35 @@ def words(point: dict[str, str]) -> list[str]:
     return [word for name, value in point.items() for word in (f"--{name}", value)]
 
 
-def main() -> None:
+def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
+    """Print the results of a sweep as a table, with the headline figure of each task, such as its accuracy."""
+    results = []
+    for run, status in zip(runs, statuses, strict=True):
+        path = run.folder / "result.json"
+        results.append(json.loads(path.read_text()) if status == 0 and path.is_file() else {})
+    headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
+    columns = ("world_size", *headlines, "samples_per_s")
+    rows = [["run", *runs[0].point, *columns]]
+    for run, result in zip(runs, results, strict=True):
+        shown = ["-" if name not in result else f"{result[name]:.4g}" for name in columns]
+        rows.append([run.folder.name, *run.point.values(), *shown])
+    print(markdown(rows), flush=True)
+
+
+@command
+def main(argv: list[str]) -> None:
     """Print the number of points, or the arguments of one point."""
-    if len(sys.argv) not in (2, 3):
+    if len(argv) not in (1, 2):
         raise UserError(USAGE)
-    points = grid_points(sys.argv[1])
-    if len(sys.argv) == 2:
+    points = grid_points(argv[0])
+    if len(argv) == 1:
         print(len(points))
         return
-    number = sys.argv[2]
+    number = argv[1]
     if not (number.isascii() and number.isdigit()) or int(number) >= len(points):
-        raise UserError(f"the points of {sys.argv[1]!r} count from 0 to {len(points) - 1}, got {number!r}")
+        raise UserError(f"the points of {argv[0]!r} count from 0 to {len(points) - 1}, got {number!r}")
     print("\n".join(words(points[int(number)])))
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    sys.exit(main())

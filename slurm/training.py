@@ -1,6 +1,6 @@
 """One rank of a job that submitit has started: a recipe, or a script in its place, with its environment.
 
-slurm/submit.py pickles a `Training` and submits it; submitit calls it in every task, one task per rank.
+slurm/submit.py submits a `Run`; submitit pickles it, and calls it in every task, one task per rank.
 
 A signal before the time limit or a preemption is handled in two steps. submitit's own handler would requeue at
 once, in the middle of a step, on one rank. Here the signal is passed to the rank: all ranks vote, leave after the
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.common.process.parent import LAUNCHER_PID
@@ -33,18 +34,23 @@ exec "$PYTHON" -m "$@"
 """Starts a rank, as slurm/ddp-srun.sbatch does; the batch script has set MASTER_ADDR and MASTER_PORT."""
 
 
-class Training:
-    """Train one run on all ranks of a job; picklable.
+@dataclass
+class Run:
+    """One run of the recipe, which becomes one job; calling it runs one of its ranks. It is picklable."""
 
-    Args:
-        recipe: the recipe's name.
-        argv: its options.
-        run_dir: runs/NAME, where the record is.
-        script: the variables of a script that runs instead of the recipe (scripts/launch/script.py).
-    """
+    recipe: str
+    argv: list[str]
+    folder: Path
+    """runs/NAME, where the record is."""
+    point: dict[str, str] = field(default_factory=dict)
+    """The values of this run in a sweep."""
+    script: dict[str, str] | None = None
+    """The variables of a script that runs instead of the recipe (scripts/launch/script.py)."""
 
-    def __init__(self, recipe: str, argv: list[str], run_dir: Path, script: dict[str, str] | None = None) -> None:
-        self.recipe, self.argv, self.run_dir, self.script = recipe, argv, run_dir, script
+    @property
+    def program(self) -> str:
+        """What runs: the script's path, or the recipe's name."""
+        return self.script["SCRIPT"] if self.script else self.recipe
 
     def __call__(self) -> None:
         """Run this rank; if it fails, end the process with its status."""
@@ -55,7 +61,7 @@ class Training:
             env |= self.script | ({"RESUME": "auto"} if is_restart else {})
         else:
             words = ["scripts.launch.hold_signals", f"recipes.{self.recipe}.train", *self.argv]
-            if is_restart and (self.run_dir / "config.json").exists():
+            if is_restart and (self.folder / "config.json").exists():
                 words += ["--resume", "auto"]  # its own record, whatever checkpoint it began from
         # Use a separate group: some Slurm versions signal this whole group, and a script must get a signal once.
         status, received = run(["bash", "-c", START, "bash", *words], env, process_group=0)

@@ -15,7 +15,8 @@ import pytest
 from recipes.common.errors import UserError
 from scripts.launch.fabric import fabric_environment
 from slurm import submit, training
-from slurm.training import Training
+from slurm.sweep import report
+from slurm.training import Run
 from tests.support import ROOT
 
 
@@ -44,7 +45,7 @@ def sbatch_file(commands):
     def submit_one(folder, *words):
         args = submit.parse_args(words)
         submit.check(args)
-        [job] = submit.submit_runs(args, folder, [submit.Run("mine", folder, [], {})])
+        [job] = submit.submit_runs(args, folder, [Run("ddp", [], folder)])
         assert job.job_id == "7"
         return (folder / "slurm/7_submission.sh").read_text()
 
@@ -194,20 +195,22 @@ def test_the_default_name_is_the_next_number(tmp_path):
 def test_squeue_knows_what_is_gone(commands):
     commands("squeue", "echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
     states = submit.ask_slurm("8", {})
-    assert states == {"8_0": ("COMPLETED", "None", "1"), "8_1": ("PENDING", "Resources", "0")}
+    assert states == {"8_0": ("COMPLETED", "None", 1), "8_1": ("PENDING", "Resources", 0)}
     commands("squeue", "echo '8_1|RUNNING|None|0|'")
-    assert submit.ask_slurm("8", states) == {"8_0": ("GONE", "None", "0"), "8_1": ("RUNNING", "None", "0")}
+    assert submit.ask_slurm("8", states) == {"8_0": ("GONE", "None", 0), "8_1": ("RUNNING", "None", 0)}
 
 
 def test_the_last_state_outlives_a_controller_that_does_not_answer(commands):
     commands("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    states = submit.ask_slurm("7", {"7": ("RUNNING", "None", "0")})
-    assert states == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", "0")}
+    states = submit.ask_slurm("7", {"7": ("RUNNING", "None", 0)})
+    assert states == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", 0)}
 
 
 def watched(folder, **seen):
     paths = SimpleNamespace(stdout=str(folder / "7_0_log.out"))
-    return submit.Watched(SimpleNamespace(point={}), SimpleNamespace(job_id="7", paths=paths), **seen)
+    job = submit.Watched(Run("ddp", [], folder), SimpleNamespace(job_id="7", paths=paths))
+    vars(job).update(seen)
+    return job
 
 
 @pytest.mark.parametrize(("left", "status"), [("2", 2), ("137", 1), ("143 TERM", 1), ("1", 1), ("", 1)])
@@ -233,7 +236,7 @@ def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, m
         asked.append(now[0])
         if now[0] > 80:
             (tmp_path / "7_status").write_text("0")
-        return {"7": ("COMPLETED" if len(asked) > 34 else "RUNNING", "None", "0")}
+        return {"7": ("COMPLETED" if len(asked) > 34 else "RUNNING", "None", 0)}
 
     monkeypatch.setattr(submit, "ask_slurm", answer)
     submit.watch([watched(tmp_path)], "7")
@@ -244,7 +247,7 @@ def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, m
 
 
 def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
-    job, log = watched(tmp_path, state="RUNNING", _shown="RUNNING"), tmp_path / "7_0_log.out"
+    job, log = watched(tmp_path, state="RUNNING", shown="RUNNING"), tmp_path / "7_0_log.out"
     for text, state, printed in (
         ("submitit INFO x\none\ntw", "RUNNING", "one\n"),
         ("o\nthr", "RUNNING", "two\n"),
@@ -253,7 +256,7 @@ def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
     ):
         with open(log, "a") as file:
             file.write(text)
-        assert job.look({"7": (state, "None", "0")}) is (state == "COMPLETED")
+        assert job.look({"7": (state, "None", 0)}) is (state == "COMPLETED")
         assert capsys.readouterr().out == printed
 
 
@@ -307,7 +310,7 @@ class TestARank:
         return run
 
     def test_rank_0_leaves_how_it_has_ended(self, rank, monkeypatch, tmp_path):
-        job = Training("ddp", [], tmp_path)
+        job = Run("ddp", [], tmp_path)
         assert rank(job) == (0, "0 \n")
         assert rank(job, received=[signal.SIGUSR1]) == (0, "0 USR1\n")
         assert rank(job, received=[signal.SIGTERM]) == (0, "0 TERM\n")
@@ -316,7 +319,7 @@ class TestARank:
         assert rank(job) == (0, None)
 
     def test_a_start_after_the_first_goes_on_with_the_own_record(self, rank, monkeypatch, tmp_path):
-        job, first = Training("ddp", ["--epochs", "3"], tmp_path), ["recipes.ddp.train", "--epochs", "3"]
+        job, first = Run("ddp", ["--epochs", "3"], tmp_path), ["recipes.ddp.train", "--epochs", "3"]
         (tmp_path / "config.json").write_text("{}")
         rank(job)
         assert self.words == ["scripts.launch.hold_signals", *first]
@@ -328,7 +331,7 @@ class TestARank:
         assert self.words[1:] == first
 
     def test_a_script_in_its_place(self, rank, monkeypatch, tmp_path):
-        job = Training("ddp", ["--lr", "1"], tmp_path, {"SCRIPT": "/train.py", "RESUME": "none"})
+        job = Run("ddp", ["--lr", "1"], tmp_path, script={"SCRIPT": "/train.py", "RESUME": "none"})
         assert rank(job, 137) == (137, "137 \n")
         assert (self.words, self.env["RESUME"]) == (["scripts.launch.script", "/train.py", "--lr", "1"], "none")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -350,7 +353,7 @@ class TestARank:
         for name, value in (slurm | {"STATUS_FILE": str(status_file), "MASTER_ADDR": "127.0.0.1"}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(ROOT)
-        job = multiprocessing.get_context("spawn").Process(target=Training("ddp", [], tmp_path, script))
+        job = multiprocessing.get_context("spawn").Process(target=Run("ddp", [], tmp_path, script=script))
         job.start()
         job.join(60)
         assert (job.exitcode, status_file.read_text()) == (0, "0 USR1\n")
@@ -364,38 +367,38 @@ def test_fabric_sh_is_refused_in_one_line(monkeypatch):
 
 
 def test_a_job_unpickles_by_name():
-    assert Training.__module__ == "slurm.training"
+    assert Run.__module__ == "slurm.training"
     assert Path(training.__file__).name == "training.py"
 
 
 def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
-    runs = [submit.Run(name, tmp_path / name, [], {"--lr": name}) for name in ("0.1", "0.2")]
+    runs = [Run("ddp", [], tmp_path / name, {"--lr": name}) for name in ("0.1", "0.2")]
     runs[0].folder.mkdir()
     result = {"world_size": 2, "headline": "test_bits_per_byte", "test_bits_per_byte": 2.5, "samples_per_s": 40.0}
     (runs[0].folder / "result.json").write_text(json.dumps(result))
-    submit.report(runs[:1], runs)
+    report(runs, [0, 1])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "--lr", "world_size", "test_bits_per_byte", "samples_per_s"]
     assert lines[2:] == [["0.1", "0.1", "2", "2.5", "40"], ["0.2", "0.2", "-", "-", "-"]]
-    submit.report([], runs)
+    report(runs, [1, 1])
     assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"
 
 
 def test_the_tenth_start_is_told_too(tmp_path, capsys):
-    watched(tmp_path, restarts="9").look({"7": ("RUNNING", "None", "10")})
+    watched(tmp_path, restarts=9).look({"7": ("RUNNING", "None", 10)})
     assert "job 7: requeued, start 11" in capsys.readouterr().out
 
 
 def test_the_last_lines_of_a_start_come_before_its_requeue(tmp_path, capsys):
     job = watched(tmp_path)
     job.log.write_text("step 5\n")
-    job.look({"7": ("RUNNING", "None", "0")})
-    job.look({"7": ("COMPLETING", "None", "1")})
+    job.look({"7": ("RUNNING", "None", 0)})
+    job.look({"7": ("COMPLETING", "None", 1)})
     assert "requeued" not in capsys.readouterr().out, "its ranks still write"
     with job.log.open("a") as log:
         log.write("stopped by SIGTERM: wrote step 6\n")
-    job.look({"7": ("PENDING", "BeginTime", "1")})
+    job.look({"7": ("PENDING", "BeginTime", 1)})
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["stopped by SIGTERM: wrote step 6", "job 7: requeued, start 2"]
-    job.look({"7": ("RUNNING", "None", "1")})
+    job.look({"7": ("RUNNING", "None", 1)})
     assert "requeued" not in capsys.readouterr().out, "said once"
