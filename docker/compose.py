@@ -9,7 +9,6 @@ scripts/launch/local.py. The record is in runs/NAME; no container or network is 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -17,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import url_of
 from recipes.common.record.facts import revision
 from scripts.launch import script
-from scripts.launch.command import ROOT, check_recipe, command, make_folder, next_folder
+from scripts.launch.command import ROOT, check_recipe, command, make_folder, next_folder, temporary_folder
 from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
 from scripts.launch.stopped_status import option
@@ -63,33 +61,28 @@ def bind(source: Path | str, target: str) -> dict[str, Any]:
 
 def take_recipe(recipe: str, options: list[str]) -> Job:
     """Return the job of a recipe, with the folders that its options name."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Include values of a --config file: the options that are added here override them in the containers.
-    parser.add_argument("--runs-dir", type=Path, default=option("--runs-dir", "runs", options))
-    for flag in ("--data-dir", "--cache-dir"):
-        parser.add_argument(flag, type=Path, default=option(flag, "", options) or None)
-    parser.add_argument("--name", default=option("--name", "", options))
-    own, rest = parser.parse_known_args(options)
-    name = own.name or next_folder(recipe, own.runs_dir).name
-    if not name or Path(name).name != name:
+    runs_dir = Path(option("--runs-dir", "runs", options))
+    name = option("--name", "", options) or next_folder(recipe, runs_dir).name
+    if Path(name).name != name:
         raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
-    url = url_of(own.data_dir) if own.data_dir else None
-    data_dir = Path("data") if url or not own.data_dir else own.data_dir
-    cache = own.cache_dir and own.cache_dir.resolve()
+    data_dir, cache_dir = option("--data-dir", "", options), option("--cache-dir", "", options)
+    url = url_of(Path(data_dir))
+    cache = Path(cache_dir).resolve() if cache_dir else None
     environment: dict[str, str] = {}
     volumes = [bind(cache, "/cache")] if cache else []
     if any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
         # The caller's modules. The recipes are those of the image, whose folder comes before PYTHONPATH.
         environment = {"PYTHONPATH": "/code"}
         volumes.append({**bind(os.getcwd(), "/code"), "read_only": True})
+    own = []  # these come last, so that they override the user's, also those of a --config file
     if recipe != "probe":  # the probe keeps no record
-        rest += ["--name", name, "--runs-dir", "/runs"]
+        own += ["--name", name, "--runs-dir", "/runs"]
         # Without a folder, --data text reads the standard library's, in the container as elsewhere.
-        if own.data_dir is not None or option("--data", "", options) != "text":
-            rest += ["--data-dir", url or "/data"]
-        rest += ["--cache-dir", "/cache"] if cache else []
-    runs = own.runs_dir.resolve()
-    return Job(runs, data_dir.resolve(), runs / name, rest, environment, volumes, cache)
+        if data_dir or option("--data", "", options) != "text":
+            own += ["--data-dir", url or "/data"]
+        own += ["--cache-dir", "/cache"] if cache else []
+    runs, data = runs_dir.resolve(), Path("data" if url else data_dir or "data").resolve()
+    return Job(runs, data, runs / name, [*options, *own], environment, volumes, cache)
 
 
 def take_script(name: str, options: list[str]) -> Job:
@@ -195,7 +188,7 @@ def main(argv: list[str]) -> int:
     if args.min_nodes or args.max_restarts:
         raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")
     nodes, shares = args.nodes, share_out(visible_gpus(), args.nodes)
-    processes = processes_per_node(args, recipe, shares)
+    processes = processes_per_node(args, shares)
     docker = shutil.which(os.environ.get("DOCKER", "docker"))
     if not docker:
         raise UserError(
@@ -228,7 +221,7 @@ def main(argv: list[str]) -> int:
     }
     containers = LocalJob()
     containers.listen()
-    with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as scratch:
+    with temporary_folder() as scratch:
         more = Path(scratch, "nodes.json")
         more.write_text(json.dumps(override(nodes, shares, job)).replace("$", "$$"))  # Compose expands $NAME
         compose += ["--file", str(FILE), "--file", str(more)]

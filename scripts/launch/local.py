@@ -191,7 +191,7 @@ class LocalJob:
             late = failed_at is not None and now > failed_at + ERROR_GRACE_S
             if late or self.interrupted_by or now > self.stop_deadline:
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
-                self.kill()
+                end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent
                 break
             if self.stop_signals and now > next_signal:  # again each second: a node may have had no handlers yet
                 next_signal = now + 1
@@ -239,10 +239,6 @@ class LocalJob:
         for number, status in statuses.items():
             print(f"error: node {number} {how_ended(status)}; all nodes are stopped", file=sys.stderr)
         return max(status if status > 0 else 128 - status for status in statuses.values())
-
-    def kill(self) -> None:
-        """Kill every node's agent; its processes end with it (recipes/common/process/parent.py)."""
-        end_groups([node.pid for node in self.nodes])
 
 
 class ElasticJob(LocalJob):
@@ -297,16 +293,16 @@ class ElasticJob(LocalJob):
         return super().report(failed)
 
 
-def check_elastic(args: argparse.Namespace, recipe: str, nodes: int) -> tuple[int, int] | None:
+def check_elastic(args: argparse.Namespace) -> tuple[int, int] | None:
     """Return MIN_NODES and MAX_RESTARTS of an elastic job, or None for any other job; raises UserError."""
     if args.min_nodes is None:
         if args.max_restarts is not None:
             raise UserError("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
         return None
-    if args.min_nodes > nodes:
-        raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {nodes}")
-    if recipe in NOT_ELASTIC:
-        raise UserError(f"{recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
+    if args.min_nodes > args.nodes:
+        raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {args.nodes}")
+    if args.recipe in NOT_ELASTIC:
+        raise UserError(f"{args.recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
@@ -326,9 +322,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, argv)
 
 
-def processes_per_node(args: argparse.Namespace, recipe: str, shares: list[list[str]]) -> int:
+def processes_per_node(args: argparse.Namespace, shares: list[list[str]]) -> int:
     """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs."""
-    return args.nproc_per_node or (1 if recipe in ONE_PROCESS else max(1, len(shares[0])))
+    return args.nproc_per_node or (1 if args.recipe in ONE_PROCESS else max(1, len(shares[0])))
 
 
 @command
@@ -339,10 +335,10 @@ def main(argv: list[str]) -> int:
         for name, summary in recipes().items():
             print(f"{name:14} {summary}")
         return 0
-    recipe = check_recipe(args.recipe)
+    check_recipe(args.recipe)
     shares = share_out(visible_gpus(), args.nodes)
-    elastic = check_elastic(args, recipe, args.nodes)
-    processes = processes_per_node(args, recipe, shares)
+    elastic = check_elastic(args)
+    processes = processes_per_node(args, shares)
     if script.is_set():
         os.environ |= script.job_environment(args.name)
         print(

@@ -330,8 +330,9 @@ def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeyp
 def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/ddp-001").mkdir(parents=True)
-    own = compose.take_recipe("ddp", ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"])
-    assert own.options == ["--epochs", "3", "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
+    options = ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"]
+    own = compose.take_recipe("ddp", options)
+    assert own.options == [*options, "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
     assert (own.runs, own.data, own.run) == (tmp_path / "mine", Path("/mnt/images"), tmp_path / "mine/ddp-002")
     assert compose.take_recipe("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
 
@@ -342,8 +343,8 @@ def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
     options = ["--data-dir", "https://host/x", "--cache-dir", "kept", "--data", "shards"]
     volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}
     own = compose.take_recipe("ddp", options)
-    assert own.options[:2] == ["--data", "shards"]
-    assert own.options[-4:] == ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
+    kept = [*options, "--name", "ddp-001", "--runs-dir", "/runs"]
+    assert own.options == [*kept, "--data-dir", "https://host/x", "--cache-dir", "/cache"]
     assert (own.cache, own.volumes) == (tmp_path / "kept", [volume])
     own = compose.take_recipe("ddp", [*options, "--model", "mine:net"])
     assert [volume["target"] for volume in own.volumes] == ["/cache", "/code"]

@@ -372,8 +372,8 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
     """This holds even if they are dead before the launcher looks at them again."""
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
     job = local.LocalJob()
-    kill = job.kill
-    monkeypatch.setattr(job, "kill", lambda: [kill(), *(node.wait(30) for node in job.nodes)])
+    kill = local.end_groups
+    monkeypatch.setattr(local, "end_groups", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
     job.start(["bash", "-c", "trap '' TERM; echo up; sleep 60 & wait; wait"], {**os.environ})
     wait_until(lambda: "up" in capfd.readouterr().out, 30, lambda: "bash has not begun")
     job.pass_on(signal.SIGTERM, None)
