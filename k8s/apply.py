@@ -31,14 +31,7 @@ from typing import Any
 from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, render, to_text
 from recipes.common.errors import UserError
 from recipes.common.options import positive_int, whole_number
-from scripts.launch.command import (
-    CommandParser,
-    check_names,
-    check_recipe,
-    command,
-    count,
-    parse,
-)
+from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
 
 OURS = "app.kubernetes.io/name=cluster-recipes"
 ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
@@ -333,7 +326,8 @@ class Watch:
             UserError: the job cannot start.
             LostSightError: it can no longer be followed.
         """
-        job = self.job()  # before the pods, so that the log of a job that has just ended is shown
+        # The job before the pods, so that the log of a job that has just ended is shown.
+        job = self.get(self.kind.resource, self.name)
         pods = self.pods()
         head = self.head(pods)
         if head:
@@ -420,10 +414,6 @@ class Watch:
                 self.say(f"waiting, {RETRY_S:g} s at most: the cluster does not answer ({error})")
             time.sleep(POLL_S)
 
-    def job(self) -> dict[str, Any]:
-        """Return the job."""
-        return self.get(self.kind.resource, self.name)
-
     def pods(self) -> list[dict[str, Any]]:
         """Return the job's pods, the oldest first."""
         found: list[dict[str, Any]] = self.get("pods", f"--selector={OURS},{INSTANCE}={self.name}")["items"]
@@ -455,13 +445,12 @@ def instance(pod: dict[str, Any]) -> str:
     return f"{pod['metadata'].get('uid', pod['metadata']['name'])} {restarts}"
 
 
-def delete(cluster: Cluster, name: str) -> int:
+def delete(cluster: Cluster, name: str) -> None:
     """Delete a job of any kind and what belongs to it; its record stays on the volume. Raises UserError."""
     deleted = remove(cluster, DELETED, f"{OURS},{INSTANCE}={name}")
     if not deleted:
         raise UserError(f"there is no job named {name} in this namespace")
     print(deleted, end="", flush=True)
-    return 0
 
 
 # ---- the command
@@ -470,27 +459,20 @@ def delete(cluster: Cluster, name: str) -> int:
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the command's own arguments, with the recipe's in `options`; raises UserError."""
     parser = CommandParser("python -m k8s.apply", (__doc__ or "").split("\n")[0])
-    parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
-    parser.add_argument("--kind", default="", help=f"{', '.join(KINDS)} (default: indexed-job)")
-    parser.add_argument("--nodes", type=count, default=2, metavar="N", help="number of nodes")
-    parser.add_argument(
-        "--gpus",
-        type=whole_number(0, 1024),
-        metavar="G",
-        help="GPUs and processes of a node; 0: one process on the CPU",
-    )
-    parser.add_argument(
-        "--image", help="the image (default: the manifest's, once edited, or cluster-recipes/RECIPE:latest)"
-    )
-    parser.add_argument("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")
-    parser.add_argument("--components", default="", help="folders of k8s/components, separated by spaces")
-    parser.add_argument("--name", help="the job's and the run's name (default: the recipe's)")
-    parser.add_argument("--namespace", help="namespace (default: the kubectl context's)")
-    parser.add_argument(
-        "--start-timeout-s", type=positive_int, default=900, metavar="S", help="longest wait for node 0"
-    )
-    parser.add_argument("--render", action="store_true", help="print the manifest and end")
-    parser.add_argument("--delete", metavar="NAME", help="delete a job")
+    add = parser.add_argument
+    add("recipe", nargs="?", default="", metavar="RECIPE")
+    add("--kind", default="", help=f"{', '.join(KINDS)} (default: indexed-job)")
+    add("--nodes", type=count, default=2, metavar="N", help="number of nodes")
+    gpus = "GPUs and processes of a node; 0: one process on the CPU"
+    add("--gpus", type=whole_number(0, 1024), metavar="G", help=gpus)
+    add("--image", help="the image (default: the manifest's, once edited, or cluster-recipes/RECIPE:latest)")
+    add("--fabric", help="auto, ib, roce, efa or tcp (default: the ConfigMap's)")
+    add("--components", default="", help="folders of k8s/components, separated by spaces")
+    add("--name", help="the job's and the run's name (default: the recipe's)")
+    add("--namespace", help="namespace (default: the kubectl context's)")
+    add("--start-timeout-s", type=positive_int, default=900, metavar="S", help="longest wait for node 0")
+    add("--render", action="store_true", help="print the manifest and end")
+    add("--delete", metavar="NAME", help="delete a job")
     return parse(parser, argv)
 
 
@@ -512,7 +494,8 @@ def main(argv: list[str]) -> int:
     """Render, create and follow a job, or delete one; return the exit status."""
     args = parse_args(argv)
     if args.delete:
-        return delete(Cluster(args.namespace), args.delete)
+        delete(Cluster(args.namespace), args.delete)
+        return 0
     request = make_request(args)
     documents = render(request)
     if args.render:

@@ -156,10 +156,8 @@ def render(request: Request) -> list[dict[str, Any]]:
         set_gpus(request.gpus, job, list(pod_templates(documents)))
     for container in containers:
         set_image(request, container)
-        for variable in container.get("env", []):
-            if request.fabric and variable["name"] == "FABRIC":
-                variable.pop("valueFrom", None)
-                variable["value"] = request.fabric
+        if request.fabric:
+            set_env(container, "FABRIC", request.fabric)
         if request.script:
             container["env"] += script_variables(request.script, request.name)
     for holder in [*containers, job.get("trainer", {})]:
@@ -241,9 +239,10 @@ def rename(tree: Any, old: str, new: str) -> None:
 
 
 def set_env(container: dict[str, Any], name: str, value: str) -> None:
-    """Set a variable if the container has it."""
+    """Set a variable if the container has it, wherever its value comes from."""
     for variable in container.get("env", []):
         if variable["name"] == name:
+            variable.pop("valueFrom", None)
             variable["value"] = value
 
 

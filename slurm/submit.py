@@ -277,7 +277,7 @@ class Watched:
             self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {restarts + 1}")
             self.restarts = restarts
-        has_reason = reason != "None" and self.state in ("PENDING", "UNKNOWN")
+        has_reason = self.state == "PENDING" and reason != "None"
         shown = f"{self.state} ({reason})" if has_reason else self.state
         is_new = shown != self.shown and not is_completing  # the result must be the last line
         if not is_done and (is_new or time.monotonic() > self.last_output + SILENCE_S):
@@ -366,7 +366,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
     print(f"{describe(args, runs)}, all on this machine, record {folder}", flush=True)
     nodes = ["--nodes", str(args.nodes), "--nproc-per-node", str(args.nproc_per_node)]
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
-    commands = [[*launcher, *["--name", run.folder.name] * bool(run.script), "--", *run.argv] for run in runs]
+    commands = [[*launcher, *[f"--name={run.folder.name}"] * bool(run.script), "--", *run.argv] for run in runs]
     if not args.sweep:
         os.execv(launcher[0], commands[0])
     statuses = [subprocess.run(command).returncode for command in commands]

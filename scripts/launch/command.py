@@ -39,14 +39,8 @@ class CommandParser(Parser):
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise a UserError with the message that argparse would print after its usage text."""
         message = message.removeprefix("argument ")
-        super().error(
-            re.sub(r"^--(nodes|nproc-per-node|min-nodes|max-restarts|rounds|seed|gpus): ", variable, message)
-        )
-
-
-def variable(flag: re.Match[str]) -> str:
-    """Return the variable of make that sets a flag, and a space."""
-    return flag[1].upper().replace("-", "_") + " "
+        names = "nodes|nproc-per-node|min-nodes|max-restarts|rounds|seed|gpus"
+        super().error(re.sub(f"^--({names}): ", lambda flag: flag[1].upper().replace("-", "_") + " ", message))
 
 
 count = whole_number(1, 1024)

@@ -8,7 +8,6 @@ that is set: in Kubernetes, a pod's name is known only once the pod runs.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import sys
 import time
@@ -79,21 +78,12 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
 
     local = local_end(host, *resolve(host, timeout_s))
     interfaces = interface_addresses(socket.AF_INET, socket.AF_INET6)
-    by_name = local.startswith("127.") and not _is_address(host) and host != "localhost"
-    if by_name:
+    if local.startswith("127.") and not host.startswith("127.") and host != "localhost":
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
         others = [name for name, own in interfaces.items() if name in up and own and "127.0.0.1" not in own]
         if others:
             return others[0]
     return next((name for name, addresses in interfaces.items() if local in addresses), "lo")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-        return True
-    except ValueError:
-        return False
 
 
 @command
