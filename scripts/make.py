@@ -101,9 +101,8 @@ def args() -> list[str]:
 
 def flags(*names: str, **named: str) -> list[str]:
     """Return --flag=VALUE for each variable that is set: NODES is --nodes, and `named` holds variables by flag."""
-    renamed = {flag.replace("_", "-"): name for flag, name in named.items()}
-    flag_of = {name.lower().replace("_", "-"): name for name in names} | renamed
-    return [f"--{flag}={value(name)}" for flag, name in flag_of.items() if value(name)]
+    variables = {name: name for name in names} | named
+    return [f"--{flag.lower().replace('_', '-')}={value(name)}" for flag, name in variables.items() if value(name)]
 
 
 def one_node_unless_set() -> list[str]:
@@ -112,8 +111,8 @@ def one_node_unless_set() -> list[str]:
 
 
 def module(name: str, argv: list[str], packages: str = "run", needs_horovod: bool = False) -> Command:
-    """Return the command that runs a module in .venv."""
-    return Command([VENV_PYTHON, "-m", name, *argv], packages, needs_horovod)
+    """Return the command that runs a module in .venv, or in this Python if it needs no packages."""
+    return Command([VENV_PYTHON if packages else sys.executable, "-m", name, *argv], packages, needs_horovod)
 
 
 def run() -> Command:
@@ -123,7 +122,7 @@ def run() -> Command:
     own, name = flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"), flags("NAME")
     options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
     if value("WITH"):  # runs on the host's Python
-        return Command([sys.executable, "-m", "docker.compose", *options], packages="")
+        return module("docker.compose", options, packages="")
     is_refused = value("MIN_NODES")  # the launcher refuses Horovod's elastic jobs: do not build it first
     return module("scripts.launch.local", options, needs_horovod=recipe() == "horovod" and not is_refused)
 
@@ -208,11 +207,9 @@ def bench() -> Command:
 
 
 TARGETS: dict[str, Callable[[], Command]] = {
-    "list": lambda: Command([sys.executable, "-m", "scripts.launch.local", "--list"], packages=""),
+    "list": lambda: module("scripts.launch.local", ["--list"], packages=""),
     "run": run,
-    "new": lambda: Command(
-        [sys.executable, "-m", "scripts.dev.new", *flags("NAME", **{"from": "FROM"})], packages=""
-    ),
+    "new": lambda: module("scripts.dev.new", flags("NAME", "FROM"), packages=""),
     "shards": shards,
     "export": export,
     "doctor": lambda: module("scripts.doctor", [*one_node_unless_set(), *flags("NPROC_PER_NODE"), *args()]),

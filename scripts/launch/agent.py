@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
@@ -28,7 +29,7 @@ from recipes.common.process.node import Node, read_master
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.command import temporary_folder
+from scripts.launch.command import command, temporary_folder
 from scripts.launch.ranks import pass_signals_on, rank_command, run_processes
 
 
@@ -90,24 +91,22 @@ def run_one(node: Node, recipe: str, options: list[str], logs: str) -> int:
     return run_processes(rank_command(recipe, options), {node.node_rank: dict(os.environ)}, logs)
 
 
-def main(run: Callable[[Node, str, list[str], str], int]) -> None:
+def main(run: Callable[[Node, str, list[str], str], int]) -> NoReturn:
     """Run a node with run(node, recipe, options, folder for logs), and exit with its status."""
-    # Block the stop signals in this thread from the start, so that pass_signals_on() takes them in its own.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    end_with_launcher()
-    try:
+
+    @command
+    def run_node(argv: list[str]) -> int:
+        # Block the stop signals in this thread from the start, so that pass_signals_on() takes them in its own.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        end_with_launcher()
         with temporary_folder() as logs:
             threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
             node = read_node()
             if script.is_set():
                 script.check_job()
-            status = run(node, sys.argv[1], sys.argv[2:], logs)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        status = error.status
-    except KeyboardInterrupt:  # the ranks end with this process
-        status = 128 + signal.SIGINT
-    sys.exit(status)
+            return run(node, argv[0], argv[1:], logs)
+
+    sys.exit(run_node())  # at Ctrl-C the ranks end with this process
 
 
 if __name__ == "__main__":

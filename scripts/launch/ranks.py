@@ -18,7 +18,7 @@ from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.processes import end_groups, wait_for
-from scripts.launch.rejoin import HAS_RETURNED, unsaved_stop
+from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
 
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
@@ -80,9 +80,7 @@ def pass_signals_on(logs: str) -> None:
             if not (have_run or os.environ.get(HAS_RETURNED)):
                 print(f"stopped by {received.name} before any process had started", flush=True)
             elif not have_ended_well():
-                error = unsaved_stop(received)
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                status = error.status
+                status = report_unsaved_stop(received)
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(status)
         # Launchers repeat a signal, and a second one would interrupt a script that saves in its handler.

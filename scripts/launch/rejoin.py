@@ -56,12 +56,12 @@ class UnsavedStopError(UserError):
     status = 1
 
 
-def unsaved_stop(number: int) -> UnsavedStopError:
-    """Return the error for a stop signal that arrives while no ranks run because they were killed or failed."""
+def report_unsaved_stop(number: int) -> int:
+    """Print that a stop signal came while no ranks ran, since they were killed or failed; return the status."""
     name = signal.Signals(number).name
-    return UnsavedStopError(
-        f"stopped by {name} while no ranks ran: this node's ranks had ended without a checkpoint; {how_to_go_on()}"
-    )
+    reason = f"stopped by {name} while no ranks ran: this node's ranks had ended without a checkpoint"
+    print(f"error: {reason}; {how_to_go_on()}", file=sys.stderr, flush=True)
+    return UnsavedStopError.status
 
 
 def options_of_later_rounds(options: list[str]) -> list[str]:
@@ -128,9 +128,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
         options = options_of_later_rounds(options)
         if stop := signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
-            error = unsaved_stop(stop.si_signo)
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            status = error.status
+            status = report_unsaved_stop(stop.si_signo)
             break
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if store:

@@ -116,12 +116,6 @@ def job_environment(name: str) -> dict[str, str]:
     }
 
 
-def fill_in(options: Sequence[str]) -> list[str]:
-    """Return a script's options with {run_dir} and {resume} replaced by their values."""
-    run_dir, resume = os.environ["RUN_DIR"], os.environ["RESUME"]
-    return [option.replace("{run_dir}", run_dir).replace("{resume}", resume) for option in options]
-
-
 def is_first_of_several_nodes() -> bool:
     """Whether this is a node's first rank in a job on several nodes of a cluster; FABRIC is set only there."""
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -187,7 +181,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
     # The launcher blocked them. A pending one ends this process now, before the script has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    become([str(script), *fill_in(options)])
+    become([str(script), *(one.replace("{run_dir}", str(run_dir)).replace("{resume}", resume) for one in options)])
 
 
 if __name__ == "__main__":
