@@ -121,9 +121,9 @@ def run_with_signals(
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     process = subprocess.Popen(command, env=env, process_group=process_group)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them
     for early in received:  # received before the process existed
         process.send_signal(early)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them
     while True:
         pid, wait_status = os.wait()
         if pid == process.pid:

@@ -112,7 +112,8 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         store = start_store(store)
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
         status, was_stopped = run([*agent, *options], {**os.environ, **variables})
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # was_stopped holds the signals received so far
+        # was_stopped holds the signals received so far. Later ones wait until the next agent runs.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if was_stopped or (status <= 128 and status != LOST_STATUS):
             # A refusal ends the whole job. After a restart it concerns this node alone, which then counts as lost.
             if restart and status in (USAGE_STATUS, MissingStoreError.status):
@@ -130,7 +131,6 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
         if stop := signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
             status = report_unsaved_stop(stop.si_signo)
             break
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if store:
         time.sleep(LINGER_S)
         store.kill()

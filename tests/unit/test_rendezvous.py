@@ -739,3 +739,19 @@ def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # sent to this thread
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
+
+
+def test_a_stop_while_the_next_agent_is_prepared_reaches_it(monkeypatch, tmp_path):
+    """Kubernetes sends TERM once: here while the store is looked after, before the next agent is started."""
+    received, run = [], rejoin.run
+
+    def note(command, env):
+        status, signals = run(command, env)
+        received.append(signals)
+        return status, signals
+
+    monkeypatch.setattr(rejoin, "run", note)
+    prepared = iter([lambda: None, lambda: signal.raise_signal(signal.SIGTERM)])
+    monkeypatch.setattr(rejoin, "start_store", lambda store: next(prepared)())
+    assert kept(monkeypatch, tmp_path, "-9 0")[0] == 0
+    assert received == [[], [signal.SIGTERM]]
