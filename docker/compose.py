@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
     """Start a container for each node, wait for all, and return the job's exit status."""
     args = parse_args(argv)
     recipe = check_recipe(args.recipe)
-    if args.min_nodes or args.max_restarts:
+    if (args.min_nodes, args.max_restarts) != (None, None):
         raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")
     nodes, shares = args.nodes, share_out(visible_gpus(), args.nodes)
     processes = processes_per_node(args, shares)

@@ -394,7 +394,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: cannot make {tmp_path}/file")
 
 
-@pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"]])
+@pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"], ["--max-restarts", "0"]])
 def test_an_elastic_job_is_refused(capsys, words):
     assert compose.main(["ddp", "--nodes", "3", *words]) == 2
     assert capsys.readouterr().err.startswith("error: MIN_NODES: WITH=docker does not restart lost containers; ")
