@@ -26,9 +26,8 @@ GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class Kind:
-    """A manifest, the resource that it creates, and the labels of the pod that runs rank 0 or speaks for it."""
+    """The resource that a manifest creates, and the labels of the pod that runs rank 0 or speaks for it."""
 
-    file: str
     resource: str
     head: dict[str, str]
     operator: str = ""
@@ -36,18 +35,17 @@ class Kind:
 
 INDEX_0 = {"batch.kubernetes.io/job-completion-index": "0"}
 REPLICA_0 = {"training.kubeflow.org/replica-index": "0"}
-PYTORCH = ("pytorchjobs.kubeflow.org", REPLICA_0, "the Kubeflow training operator")
+LAUNCHER = {"training.kubeflow.org/job-role": "launcher"}
 KINDS = {
-    "indexed-job": Kind("indexed-job.yaml", "jobs.batch", INDEX_0),
-    "jobset": Kind("jobset.yaml", "jobsets.jobset.x-k8s.io", INDEX_0, "the JobSet controller"),
-    "pytorchjob": Kind("pytorchjob.yaml", *PYTORCH),
-    "pytorchjob-elastic": Kind("pytorchjob-elastic.yaml", *PYTORCH),
-    "mpijob": Kind(
-        "mpijob.yaml", "mpijobs.kubeflow.org", {"training.kubeflow.org/job-role": "launcher"}, "the MPI operator"
-    ),
-    "trainjob": Kind("trainjob.yaml", "trainjobs.trainer.kubeflow.org", INDEX_0, "the Kubeflow trainer"),
-    "doctor": Kind("doctor.yaml", "jobs.batch", INDEX_0),
+    "indexed-job": Kind("jobs.batch", INDEX_0),
+    "jobset": Kind("jobsets.jobset.x-k8s.io", INDEX_0, "the JobSet controller"),
+    "pytorchjob": Kind("pytorchjobs.kubeflow.org", REPLICA_0, "the Kubeflow training operator"),
+    "pytorchjob-elastic": Kind("pytorchjobs.kubeflow.org", REPLICA_0, "the Kubeflow training operator"),
+    "mpijob": Kind("mpijobs.kubeflow.org", LAUNCHER, "the MPI operator"),
+    "trainjob": Kind("trainjobs.trainer.kubeflow.org", INDEX_0, "the Kubeflow trainer"),
+    "doctor": Kind("jobs.batch", INDEX_0),
 }
+"""Kinds of jobs; KIND's manifest is k8s/KIND.yaml."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def render(request: Request) -> list[dict[str, Any]]:
         UserError: the request is invalid, or the kind cannot run it.
     """
     check(request)
-    documents = load(KINDS[request.kind].file)
+    documents = load(f"{request.kind}.yaml")
     for component in request.components:
         documents = add_component(documents, component, request.kind)
     rename(documents, documents[-1]["metadata"]["name"], request.name)
@@ -322,8 +320,7 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
     for word in words:
         if not isinstance(word, str):
             raise UserError(
-                f"k8s/{KINDS[request.kind].file}: {word!r} in args is not text; put it in quotes "
-                "(YAML reads 1.10 as 1.1)"
+                f"k8s/{request.kind}.yaml: {word!r} in args is not text; put it in quotes (YAML reads 1.10 as 1.1)"
             )
     options = [word.replace("$", "$$") for word in request.options]  # Kubernetes expands $(NAME), and $$ to $
     if request.kind == "doctor":

@@ -46,11 +46,8 @@ def pod(state=None, index=0, restarts=0, labels=None, conditions=(), uid=None):
 
 
 def job(*conditions):
-    return {
-        "out": {
-            "status": {"conditions": [{"type": one, "status": "True", "message": "why"} for one in conditions]}
-        }
-    }
+    shown = [{"type": one, "status": "True", "message": "why"} for one in conditions]
+    return {"out": {"status": {"conditions": shown}}}
 
 
 def pods(*items):
@@ -481,20 +478,8 @@ def test_a_kubectl_that_is_none_is_one_line(tmp_path, monkeypatch):
 
 
 def test_render_prints_what_would_be_created():
-    argv = [
-        "scratch",
-        "--kind",
-        "jobset",
-        "--nodes",
-        "3",
-        "--gpus",
-        "8",
-        "--name",
-        "mine",
-        "--render",
-        "--",
-        "--lr=1",
-    ]
+    own = ["--kind", "jobset", "--nodes", "3", "--gpus", "8", "--name", "mine", "--render"]
+    argv = ["scratch", *own, "--", "--lr=1"]
     result = run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl")
     assert (result.status, result.stderr) == (0, "")
     (jobset,) = yaml.safe_load_all(result.stdout)
@@ -502,15 +487,8 @@ def test_render_prints_what_would_be_created():
     container = spec["template"]["spec"]["containers"][0]
     assert (jobset["metadata"]["name"], spec["completions"], spec["parallelism"]) == ("mine", 3, 3)
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert container["args"] == [
-        "scratch",
-        "--name=mine",
-        "--resume=auto",
-        "--runs-dir=/runs",
-        "--data-dir=/data",
-        "--device=cuda",
-        "--lr=1",
-    ]
+    fixed = ["--name=mine", "--resume=auto", "--runs-dir=/runs", "--data-dir=/data", "--device=cuda"]
+    assert container["args"] == ["scratch", *fixed, "--lr=1"]
     assert {"name": "MASTER_ADDR", "value": "mine-node-0-0.mine"} in container["env"]
 
 
@@ -538,7 +516,7 @@ def watch(monkeypatch, *answers, kind="indexed-job"):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
 def test_each_kind_has_its_own_head(monkeypatch, kind):
     """The labels that the kind's controller sets identify the head."""
-    made = simulation.pods(kind, load(KINDS[kind].file))
+    made = simulation.pods(kind, load(f"{kind}.yaml"))
     found = [pod(RUNNING, number, labels=one.labels) for number, one in enumerate(made)]
     assert watch(monkeypatch, kind=kind).head(found[::-1])["metadata"]["name"] == "ddp-0-abcde"
 
@@ -658,14 +636,9 @@ def test_a_cluster_that_does_not_answer_for_long_ends_the_command_and_not_the_jo
 
 
 def test_pods_killed_for_their_memory_are_named():
-    first, second, well = (
-        pod({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
-        pod(RUNNING, 1),
-        pod(RUNNING, 2),
-    )
-    second["status"]["containerStatuses"][0]["lastState"] = {
-        "terminated": {"exitCode": 137, "reason": "OOMKilled"}
-    }
+    killed = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    first, second, well = pod(killed), pod(RUNNING, 1), pod(RUNNING, 2)
+    second["status"]["containerStatuses"][0]["lastState"] = killed
     assert apply.killed_for_memory([first, second, well]) == (
         "ddp-0-abcde, ddp-1-abcde: OOMKilled; a larger memory limit in the manifest, or fewer --workers"
     )
@@ -682,7 +655,7 @@ def test_the_state_of_a_pod_is_that_of_its_own_container():
     injected = {"name": "istio-proxy", "restartCount": 3, "state": RUNNING}
     for kind in KINDS:
         ended = pod(SUCCESS)
-        [template, *_] = pod_templates(load(KINDS[kind].file))
+        [template, *_] = pod_templates(load(f"{kind}.yaml"))
         ended["status"]["containerStatuses"][0]["name"] = template["spec"]["containers"][0]["name"]
         ended["status"]["containerStatuses"].insert(0, injected)
         assert apply.container_state(ended) == SUCCESS, kind

@@ -120,7 +120,7 @@ def bound_of(kind):
     """Return how long the pods of a kind's file wait for their head; the bound is the same for all."""
     [bound_s] = {
         int(pod.env["RDZV_TIMEOUT_S"])
-        for pod in simulation.pods(kind, load(KINDS[kind].file))
+        for pod in simulation.pods(kind, load(f"{kind}.yaml"))
         if "RDZV_TIMEOUT_S" in pod.env
     }
     return bound_s

@@ -76,7 +76,7 @@ def check_nodes(kind, documents, nodes, nproc, python):
 
 @pytest.mark.parametrize("kind", STATIC)
 def test_each_pod_of_the_file_as_it_stands_learns_its_place(kind, fake_python):
-    check_nodes(kind, load(KINDS[kind].file), nodes=2, nproc=1, python=fake_python)
+    check_nodes(kind, load(f"{kind}.yaml"), nodes=2, nproc=1, python=fake_python)
 
 
 @pytest.mark.parametrize("kind", STATIC)
@@ -89,7 +89,7 @@ def test_each_pod_of_a_rendered_job_learns_its_place(kind, fake_python):
 @pytest.mark.parametrize("kind", STATIC)
 def test_mistakes_in_a_file_are_found(kind, fake_python):
     """The mistakes: all pods share a node rank, the number of nodes is not the job's, the head has no name."""
-    documents = load(KINDS[kind].file)
+    documents = load(f"{kind}.yaml")
 
     def find(break_it):
         broken = copy.deepcopy(documents)
@@ -135,7 +135,7 @@ def test_workers_that_relied_on_the_operator_would_have_no_rank(fake_python):
 
 def test_the_job_tells_its_store_from_that_of_an_older_job(fake_python):
     for kind in ("indexed-job", "jobset", "trainjob", "doctor"):
-        for pod in simulation.pods(kind, load(KINDS[kind].file)):
+        for pod in simulation.pods(kind, load(f"{kind}.yaml")):
             assert what_starts(pod, fake_python)["env"]["RDZV_ID"] == simulation.JOB_UID
 
 
@@ -152,7 +152,7 @@ def test_the_fabric_comes_from_the_configmap_or_from_the_command(fake_python):
 @pytest.mark.parametrize("is_rendered", [False, True])
 def test_every_option_is_one_of_the_recipe(kind, is_rendered, fake_python):
     """Each recipe's own parser parses the options of every container that starts the recipe."""
-    documents = load(KINDS[kind].file)
+    documents = load(f"{kind}.yaml")
     recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "pipeline" if is_rendered else "ddp")
     if is_rendered:
         documents = render(Request(kind, recipe, "my-job", nodes=2, options=["--timeout-s", "60"]))
@@ -382,12 +382,12 @@ def test_a_refusal_has_the_status_that_the_job_does_not_retry(tmp_path):
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "trainjob"])
 def test_a_refusal_ends_the_job_and_a_stop_does_not_count(kind):
     """The file's policy has rules for the pods' statuses, 2 and STOPPED_STATUS."""
-    for pod in simulation.pods(kind, load(KINDS[kind].file)):
+    for pod in simulation.pods(kind, load(f"{kind}.yaml")):
         assert pod.env["STOPPED_STATUS"] == "143"
         assert pod.spec["restartPolicy"] == "Never", "with another one the policy is refused"
     rules = re.findall(
         r"- action: (\w+).*\n +(on\w+): .*?(?:containerName: (\w+).*values: (\[\d+\])|type: (\w+))",
-        (ROOT / "k8s" / KINDS[kind].file).read_text(),
+        (ROOT / "k8s" / f"{kind}.yaml").read_text(),
     )
     name = pod.spec["containers"][0]["name"]
     assert rules == [

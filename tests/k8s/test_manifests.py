@@ -30,7 +30,7 @@ VOCABULARY |= {
     "STOPPED_STATUS",
     "MIN_NODES",
     "MAX_RESTARTS",
-}  # optional in scripts/launch.sh
+}  # optional
 VOCABULARY |= {"NODE_NAME", "SSH_OPTIONS", "CPU_REQUEST"}  # used only in manifests
 CUSTOM = [name for name in FILES if name not in ("cluster.yaml", "indexed-job.yaml", "doctor.yaml")]
 
@@ -45,7 +45,7 @@ def check_faults(name, documents):
 
 
 def test_every_file_is_known():
-    assert set(FILES) == {kind.file for kind in KINDS.values()} | {"cluster.yaml"}
+    assert set(FILES) == {f"{kind}.yaml" for kind in KINDS} | {"cluster.yaml"}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -59,12 +59,12 @@ def test_a_rendered_job_is_valid_and_restricted(kind, nodes, gpus):
     documents = render(
         Request(kind, recipe_for(kind), "my-job", nodes=nodes, gpus=gpus, image="a/b:1", fabric="ib")
     )
-    assert check_faults(KINDS[kind].file, documents) == []
+    assert check_faults(f"{kind}.yaml", documents) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_image_is_pulled_from_a_name_that_somebody_else_may_own(kind):
-    for template in pod_templates(load(KINDS[kind].file)):
+    for template in pod_templates(load(f"{kind}.yaml")):
         assert one(template["spec"])["image"].startswith("registry.invalid/")
     for image, policy in ((None, "Never"), ("a/b:1", "IfNotPresent")):
         documents = render(Request(kind, recipe_for(kind), "mine", nodes=2, image=image))
@@ -77,7 +77,7 @@ def test_no_image_is_pulled_from_a_name_that_somebody_else_may_own(kind):
 )
 def test_an_image_in_an_edited_file_is_used(monkeypatch, kind, recipe, expected):
     """Unless it is not the recipe's image."""
-    text = (ROOT / "k8s" / KINDS[kind].file).read_text()
+    text = (ROOT / "k8s" / f"{kind}.yaml").read_text()
     documents = parse(re.sub(r"registry\.invalid/\S+", "mine:1", text))
     monkeypatch.setattr(manifest, "load", lambda file: copy.deepcopy(documents))
     for image in (None, "a/b:1"):
@@ -230,7 +230,7 @@ def test_requests_do_not_exceed_limits():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variable_is_of_the_vocabulary(kind):
     """Manifests set only known variables, and their commands read only set, injected or the image's variables."""
-    for pod in simulation.pods(kind, load(KINDS[kind].file)):
+    for pod in simulation.pods(kind, load(f"{kind}.yaml")):
         container = pod.spec["containers"][0]
         own = {variable["name"] for variable in container.get("env", [])}
         assert own <= VOCABULARY
@@ -420,7 +420,7 @@ def kustomize(folder):
 @cache
 def build_all(*components):
     """Build the cluster's parts and every kind's file with some components, in one call to kubectl."""
-    files = ["cluster.yaml", *dict.fromkeys(kind.file for kind in KINDS.values())]
+    files = ["cluster.yaml", *(f"{kind}.yaml" for kind in KINDS)]
     content = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -499,7 +499,7 @@ def test_what_is_a_number_or_a_word_stays_plain():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_components_change_every_kind(kind):
-    file = KINDS[kind].file
+    file = f"{kind}.yaml"
     documents = build(file, *EVERYWHERE, "pod-group")
     assert check_faults(file, documents) == []
     templates = list(pod_templates(documents))
@@ -522,7 +522,7 @@ def test_components_are_rendered_with_a_job(kind):
     own = ["pod-group"] * (kind == "trainjob")
     request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=["network-policy", *own])
     documents = render(request)
-    assert check_faults(KINDS[kind].file, documents) == []
+    assert check_faults(f"{kind}.yaml", documents) == []
     policy = simulation.named(documents, "NetworkPolicy")
     selector = policy["spec"]["podSelector"]["matchLabels"]
     assert policy["metadata"]["name"] == "mine"
@@ -533,7 +533,7 @@ def test_components_are_rendered_with_a_job(kind):
     others = render(Request(kind, recipe_for(kind), "other", nodes=2))
     assert not any(selector.items() <= one["metadata"]["labels"].items() for one in pod_templates(others))
     assert [document["spec"].get("podGroupPolicy") is not None for document in documents].count(True) == len(own)
-    assert documents[-1]["kind"] == load(KINDS[kind].file)[-1]["kind"]
+    assert documents[-1]["kind"] == load(f"{kind}.yaml")[-1]["kind"]
 
 
 def is_launcher(template):
@@ -543,8 +543,8 @@ def is_launcher(template):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
     """No standard allows its hostPath volumes; nothing else is wrong with it."""
-    documents = build(KINDS[kind].file, "safe-to-evict", "gke-rdma")
-    assert check_faults(KINDS[kind].file, documents) == [
+    documents = build(f"{kind}.yaml", "safe-to-evict", "gke-rdma")
+    assert check_faults(f"{kind}.yaml", documents) == [
         "volume gib is of no allowed type",
         "volume driver is of no allowed type",
     ]
@@ -578,7 +578,7 @@ def test_a_component_that_does_nothing_is_refused(name, words, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_components_do_what_they_say(kind):
-    file = KINDS[kind].file
+    file = f"{kind}.yaml"
     documents = build(file, "gpus", "nodes", "image", "fabric", "kueue")
     if kind == "pytorchjob-elastic":
         schemas.needs_crds()
@@ -605,22 +605,22 @@ def test_components_do_what_they_say(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_components_give_pods_their_fabric(kind):
     """They meet the restricted standard, because IPC_LOCK has no effect for a non-root user."""
-    documents = build(KINDS[kind].file, "gpus", "efa", "topology")
-    assert check_faults(KINDS[kind].file, documents) == []
+    documents = build(f"{kind}.yaml", "gpus", "efa", "topology")
+    assert check_faults(f"{kind}.yaml", documents) == []
     worker = simulation.pods(kind, documents)[-1]
     limits = one(worker.spec)["resources"]["limits"]
     assert (limits["vpc.amazonaws.com/efa"], limits["hugepages-2Mi"], limits[GPU]) == (32, "5120Mi", 8)
     annotations = [template["metadata"].get("annotations", {}) for template in pod_templates(documents)]
     assert sum("kueue.x-k8s.io/podset-preferred-topology" in one for one in annotations) == 1
-    documents = build(KINDS[kind].file, "rdma")
-    assert check_faults(KINDS[kind].file, documents) == []
+    documents = build(f"{kind}.yaml", "rdma")
+    assert check_faults(f"{kind}.yaml", documents) == []
     assert one(simulation.pods(kind, documents)[-1].spec)["resources"]["limits"]["rdma/rdma_shared_device_a"] == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_components_of_a_small_cluster(kind):
-    documents = build(KINDS[kind].file, "cpu-only", "one-machine")
-    assert check_faults(KINDS[kind].file, documents) == []
+    documents = build(f"{kind}.yaml", "cpu-only", "one-machine")
+    assert check_faults(f"{kind}.yaml", documents) == []
     assert GPU not in yaml.safe_dump(documents).replace(f"key: {GPU}", "")
     pods = simulation.pods(kind, documents)
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {"cpu"}
