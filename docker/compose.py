@@ -111,10 +111,9 @@ def find_compose(docker: str) -> list[str]:
     """Return the command of Compose, version 2 or the older program; raises UserError if there is neither."""
     if engine_output([docker, "compose", "version"]).returncode == 0:
         return [docker, "compose"]
-    older = shutil.which("docker-compose")
-    if not older:
-        raise UserError("there is no Compose; install Docker's compose plugin (Debian: docker-compose)")
-    return [older]
+    if older := shutil.which("docker-compose"):
+        return [older]
+    raise UserError("there is no Compose; install Docker's compose plugin (Debian: docker-compose)")
 
 
 def check_image(docker: str, image: str, recipe: str) -> None:

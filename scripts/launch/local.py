@@ -137,6 +137,7 @@ class LocalJob:
     is_elastic = False
 
     def __init__(self) -> None:
+        self.environment: dict[str, str] = {}  # of all nodes
         self.nodes: list[subprocess.Popen[str]] = []
         self.relays: list[threading.Thread] = []
         self.refusals: list[str] = []
@@ -150,7 +151,8 @@ class LocalJob:
         stdout, stderr = (None, None) if is_first else (subprocess.PIPE, subprocess.STDOUT)
         if self.is_elastic:  # rank 0, which uses standard output, may be on any node
             stdout, stderr = None, subprocess.PIPE
-        node = start_process(command, environment, stdout=stdout, stderr=stderr, text=True, errors="replace")
+        own = {**environment, **self.environment}
+        node = start_process(command, own, stdout=stdout, stderr=stderr, text=True, errors="replace")
         self.nodes.append(node)
         if stderr:
             relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
@@ -182,14 +184,12 @@ class LocalJob:
 
     def wait(self) -> int:
         """Wait for all nodes, and end the others on the first failure or Ctrl-C; return the job's exit status."""
-        failed_at: float | None = None
-        next_signal = 0.0
+        error_deadline, next_signal = float("inf"), 0.0
         while any(node.poll() is None for node in self.nodes):
             now = time.monotonic()
-            if failed_at is None and any(self.has_failed(node) for node in self.nodes):
-                failed_at = now
-            late = failed_at is not None and now > failed_at + ERROR_GRACE_S
-            if late or self.interrupted_by or now > self.stop_deadline:
+            if self.failed():
+                error_deadline = min(error_deadline, now + ERROR_GRACE_S)
+            if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
                 end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent
                 break
@@ -257,10 +257,6 @@ class ElasticJob(LocalJob):
         }
         command = [sys.executable, "-m", "scripts.launch.elastic", str(port), address]
         self.store = start_process(command, {**os.environ, "PORT_IS_CHOSEN": "1"}, text=True)
-
-    def start(self, command: list[str], environment: dict[str, str]) -> None:
-        """Start the next node."""
-        super().start(command, {**environment, **self.environment})
 
     def wait(self) -> int:
         """Wait for the nodes, then stop the store; return the job's exit status."""
