@@ -220,8 +220,9 @@ def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str 
     for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
         is_ours = owner in (name, f"{name}-node-0", f"{name}-launcher")  # of a JobSet or TrainJob; of an MPIJob
-        # An older job of this name may have left events; times of the cluster's own clock tell them apart.
-        is_new = (event.get("lastTimestamp") or event.get("eventTime") or since) >= since
+        # An older job of this name may have left events; times of the cluster's own clock tell them apart, to the
+        # second: an eventTime also has microseconds.
+        is_new = (event.get("lastTimestamp") or event.get("eventTime") or since)[:19] >= since[:19]
         if is_ours and is_new and re.search(r"exceeded quota|violates PodSecurity|forbidden", said):
             return explain(said)
     return None

@@ -229,6 +229,13 @@ def test_an_event_of_a_job_of_a_similar_name_is_not_its_own():
     assert apply.created_problem([event], "ddp", "") is None
 
 
+def test_an_event_of_the_second_in_which_the_job_was_created_is_its_own():
+    event = {"involvedObject": {"name": "ddp"}, "message": "exceeded quota", "lastTimestamp": None}
+    event["eventTime"] = "2026-01-01T00:00:01.250000Z"
+    assert apply.created_problem([event], "ddp", "2026-01-01T00:00:01Z") is not None
+    assert apply.created_problem([event], "ddp", "2026-01-01T00:00:02Z") is None
+
+
 def test_a_user_who_may_not_read_events_follows_a_job(tmp_path):
     refused = {"err": "Error from server (Forbidden): events is forbidden: no right to list\n", "status": 1}
     played = Played(tmp_path, {**success(), "get events": [refused]}, "ddp", "--nodes", "2")
