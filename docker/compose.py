@@ -44,10 +44,9 @@ END_GRACE_S = 60
 class Job:
     """The folders and variables that the containers get, and the options with the containers' own paths."""
 
-    runs: Path
-    data: Path
     run: Path
-    """The run's folder."""
+    """The run's folder, below the folder of runs."""
+    data: Path
     options: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     volumes: list[dict[str, Any]] = field(default_factory=list)
@@ -81,8 +80,8 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
         if data_dir or option("--data", "", options) != "text":
             own += ["--data-dir", url or "/data"]
         own += ["--cache-dir", "/cache"] if cache else []
-    runs, data = runs_dir.resolve(), Path("data" if url else data_dir or "data").resolve()
-    return Job(runs, data, runs / name, [*options, *own], environment, volumes, cache)
+    data = Path("data" if url else data_dir or "data").resolve()
+    return Job(runs_dir.resolve() / name, data, [*options, *own], environment, volumes, cache)
 
 
 def take_script(name: str, options: list[str]) -> Job:
@@ -95,7 +94,7 @@ def take_script(name: str, options: list[str]) -> Job:
             "SCRIPT, WORKDIR: /tmp is another folder in containers; move the script to a folder below it"
         )
     environment = {**own, "RUN_DIR": f"/runs/{run.name}"}
-    return Job(run.parent, ROOT / "data", run, options, environment, [bind(path, path) for path in folders])
+    return Job(run, ROOT / "data", options, environment, [bind(path, path) for path in folders])
 
 
 def make_writable(folder: Path) -> None:
@@ -214,7 +213,7 @@ def main(argv: list[str]) -> int:
         "NNODES": str(nodes),
         "NPROC_PER_NODE": str(processes),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
-        "RUNS": str(job.runs),
+        "RUNS": str(job.run.parent),
         "DATA": str(job.data),
         "CONTAINER_USER": TRAINER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }

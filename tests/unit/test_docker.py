@@ -282,7 +282,7 @@ def test_by_hand_records_go_where_the_container_may_write():
 
 def job(folder, **own):
     """Return the job of a run in a folder."""
-    return compose.Job(folder, folder / "data", folder / "mine", [], **own)
+    return compose.Job(folder / "mine", folder / "data", [], **own)
 
 
 def test_more_nodes_and_their_gpus(tmp_path):
@@ -304,7 +304,7 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.setenv("SCRIPT", "code/train.py")
     monkeypatch.setenv("RUNS_DIR", "mine")
     own = compose.take_script("", ["--lr", "1"])
-    assert (own.runs, own.run, own.options) == (tmp_path / "mine", tmp_path / "mine/train-001", ["--lr", "1"])
+    assert (own.run, own.options) == (tmp_path / "mine/train-001", ["--lr", "1"])
     paths = {"SCRIPT": f"{tmp_path}/code/train.py", "WORKDIR": str(tmp_path), "RUN_DIR": "/runs/train-001"}
     services = compose.override(3, [[], [], []], own)["services"]
     for number in range(3):
@@ -333,7 +333,7 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
     options = ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"]
     own = compose.take_recipe("ddp", options)
     assert own.options == [*options, "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
-    assert (own.runs, own.data, own.run) == (tmp_path / "mine", Path("/mnt/images"), tmp_path / "mine/ddp-002")
+    assert (own.run, own.data) == (tmp_path / "mine/ddp-002", Path("/mnt/images"))
     assert compose.take_recipe("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
 
 
@@ -367,8 +367,7 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
     assert compose.take_recipe("ddp", [*flags, "--data", "digits"]).options[-2:] == ["--data-dir", "/data"]
     config.write_text("runs_dir: {}\ncache_dir: null\nname: true\ndata_dir: [a, b]\n")  # the recipe refuses these
     own = compose.take_recipe("ddp", flags)
-    assert (own.runs, own.data, own.cache) == (tmp_path / "runs", tmp_path / "data", None)
-    assert own.run == tmp_path / "runs/ddp-004"
+    assert (own.run, own.data, own.cache) == (tmp_path / "runs/ddp-004", tmp_path / "data", None)
 
 
 def docker_that(folder, script):
