@@ -185,10 +185,8 @@ def slurm_options(args: Namespace) -> dict[str, Any]:
 
 def check_by_slurm(options: dict[str, Any]) -> None:
     """Let Slurm check the job without queueing it: an impossible job would wait forever. Raises UserError."""
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    shown = subprocess.run(
-        ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, timeout=60
-    )
+    test = ["sbatch", "--test-only", *(f"--{name}={value}" for name, value in options.items()), "--wrap=true"]
+    shown = subprocess.run(test, capture_output=True, text=True, timeout=60)
     if shown.returncode:
         lines = [re.sub(r"^(sbatch: )?(error: )?", "", line) for line in shown.stderr.splitlines()]
         raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {remedy('see sinfo')}")
@@ -307,8 +305,7 @@ class Watched:
         pattern = self.log.name.replace("_0_log", "_*_log")
         for log in sorted(self.log.parent.glob(pattern)):
             is_shown = log.name == self.log.name and not self.run.point
-            cause = "" if is_shown else cause_in(log.read_text(errors="replace"))
-            if cause:
+            if not is_shown and (cause := cause_in(log.read_text(errors="replace"))):
                 print(f"{log.name}: {cause}", file=sys.stderr)
         refused = status == USAGE_STATUS
         how = "was refused by the recipe" if refused else f"ended before the run was complete ({self.state})"

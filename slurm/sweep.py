@@ -19,8 +19,6 @@ from recipes.common.errors import UserError
 from scripts.launch.command import command, markdown
 from slurm.training import Run
 
-USAGE = 'usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]'
-
 
 def grid_points(text: str) -> list[dict[str, str]]:
     """Return the points of a sweep, the last option varying fastest: "lr=1,2" is {"lr": "1"} and {"lr": "2"}.
@@ -71,16 +69,16 @@ def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
 @command
 def main(argv: list[str]) -> None:
     """Print the number of points, or the arguments of one point."""
-    if len(argv) not in (1, 2):
-        raise UserError(USAGE)
-    points = grid_points(argv[0])
-    if len(argv) == 1:
-        print(len(points))
-        return
-    number = argv[1]
-    if not (number.isascii() and number.isdigit()) or int(number) >= len(points):
-        raise UserError(f"the points of {argv[0]!r} count from 0 to {len(points) - 1}, got {number!r}")
-    print("\n".join(words(points[int(number)])))
+    match argv:
+        case [grid]:
+            print(len(grid_points(grid)))
+        case [grid, number]:
+            points = grid_points(grid)
+            if not (number.isascii() and number.isdigit()) or int(number) >= len(points):
+                raise UserError(f"the points of {grid!r} count from 0 to {len(points) - 1}, got {number!r}")
+            print("\n".join(words(points[int(number)])))
+        case _:
+            raise UserError('usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]')
 
 
 if __name__ == "__main__":
