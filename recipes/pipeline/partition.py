@@ -16,7 +16,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options, check_divides
-from recipes.common.world.agreement import map_tree
+from recipes.common.world.tree import map_tree
 
 REPEATS = 3
 """Runs of each layer when its cost is measured; the fastest counts."""

@@ -32,7 +32,7 @@ from recipes.common.models.gpt import GPT, Attention
 from recipes.common.models.models import GPTS, OWN_MODELS, LeNet
 from recipes.common.models.vit import VisionTransformer
 from recipes.common.parallel.sharding import map_states
-from recipes.common.world.agreement import Slot
+from recipes.common.world.tree import Slot
 
 PLANS: dict[type[nn.Module], dict[str, str]] = {
     LeNet: {"classifier.0": "column", "classifier.2": "row"},

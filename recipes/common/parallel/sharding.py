@@ -17,8 +17,8 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWri
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.job import Job
 from recipes.common.optim import optimizer_state
-from recipes.common.world.agreement import Slot
 from recipes.common.world.peers import Peers
+from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
 """Returns the boxes of the unsplit model's parameter that a rank's shard covers: (name, the shard's box here)."""

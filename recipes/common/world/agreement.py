@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -131,28 +131,3 @@ def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
         if here != there:
             fix = "start all ranks with the same options, data, code and libraries"
             raise UserError(f"{name} is {here} on {socket.gethostname()}, and {there} on rank 0; {fix}")
-
-
-class Slot(NamedTuple):
-    """A placeholder for a tensor in a tree that is sent before its tensors (tree.py)."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    order: tuple[int, ...]
-    """The dimensions by descending stride: in this order the tensor is contiguous."""
-    keep: Callable[[Tensor], Tensor] | None = None
-    """Returns the part of the tensor that this rank keeps; None: keep all of it."""
-
-
-def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which change(value) replaces each value of a type."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, dict):
-        copy = type(tree)((key, map_tree(value, kind, change)) for key, value in tree.items())
-        if hasattr(tree, "__dict__"):  # a module's state_dict() has versions there
-            vars(copy).update(vars(tree))
-        return copy
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_tree(value, kind, change) for value in tree)
-    return tree

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from recipes.common.world.agreement import Slot, map_tree
 from recipes.common.world.peers import Peers
+
+T = TypeVar("T")
+
+
+class Slot(NamedTuple):
+    """A placeholder for a tensor in a tree that is sent before its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    """The dimensions by descending stride: in this order the tensor is contiguous."""
+    keep: Callable[[Tensor], Tensor] | None = None
+    """Returns the part of the tensor that this rank keeps; None: keep all of it."""
+
+
+def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which change(value) replaces each value of a type."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        copy = type(tree)((key, map_tree(value, kind, change)) for key, value in tree.items())
+        if hasattr(tree, "__dict__"):  # a module's state_dict() has versions there
+            vars(copy).update(vars(tree))
+        return copy
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tree(value, kind, change) for value in tree)
+    return tree
 
 
 def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lambda outline: outline) -> Any:
@@ -37,7 +63,7 @@ def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lam
         tensor = buffer.permute([slot.order.index(i) for i in range(len(shape))])
         return slot.keep(tensor) if slot.keep else tensor
 
-    with peers.watch("checkpoint"):
+    with peers.watch("checkpoint"), torch.serialization.safe_globals([Slot]):
         outline = peers.broadcast_object(map_tree(tree, Tensor, put_slot))
     tensors = iter(sent)
     return map_tree(own_part(outline), Slot, fill_slot)

@@ -24,7 +24,6 @@ from recipes.common.options import Options
 from recipes.common.process.ranks import Ranks
 from recipes.common.watch.bounds import bound_of_group, bound_of_waits
 from recipes.common.watch.watch import Watch
-from recipes.common.world.agreement import Slot
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.places import Place
 
@@ -34,7 +33,7 @@ KEYWORDS = inspect.signature(dist.gather_object).parameters
 NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
 """Makes torch read other ranks' values like checkpoints, without running code; older torch unpickles them."""
 
-SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, Slot, type(Path())]
+SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, type(Path())]
 """Classes that ranks send each other besides tensors, numbers, strings, and lists, tuples and dicts of them."""
 
 
