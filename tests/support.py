@@ -275,10 +275,10 @@ def _run_rank(
     faulthandler.enable()
     os.environ.update(env)
     torch.set_num_threads(1)
-    from recipes.common.process import entry, failure
+    from recipes.common.process import entry
 
     if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
-        failure.REFUSAL_GRACE_S = 0.0  # nobody ends ranks before rank 0 has printed, no other node prints it
+        entry.REFUSAL_GRACE_S = 0.0  # nobody ends ranks before rank 0 has printed, no other node prints it
     if setup:
         setup()
     module = importlib.import_module(f"recipes.{recipe}.train")

@@ -18,7 +18,7 @@ from recipes.common.parallel.buckets import NO_BUFFER_SYNC
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
-# failure.py reports a lost neighbour in one line; torch would also log the whole interleaved schedule.
+# entry.py reports a lost neighbour in one line; torch would also log the whole interleaved schedule.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 SCHEDULES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from recipes.common import loop
 from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
 from recipes.common.job import Job
-from recipes.common.process import failure
+from recipes.common.process import entry
 from recipes.common.world import agreement
 from recipes.common.world.tree import broadcast_tree
 from tests.conftest import need_horovod
@@ -40,7 +40,7 @@ def my_rank():
 
 
 def see_gpus(count):
-    failure.REFUSAL_GRACE_S = 0.0  # no launcher ends the ranks of these nodes
+    entry.REFUSAL_GRACE_S = 0.0  # no launcher ends the ranks of these nodes
     torch.cuda.device_count = lambda: count
     torch.cuda.get_device_name = lambda device=None: "a stand-in"
 

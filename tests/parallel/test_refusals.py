@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from recipes.common.process import failure
+from recipes.common.process import entry
 from scripts.launch.local import free_port
 from tests.conftest import require
 from tests.support import (
@@ -94,7 +94,7 @@ def test_what_the_number_of_ranks_forbids(tmp_path, argv, world_size, words):
 
 
 def leave_at_once():
-    failure.REFUSAL_GRACE_S = 0.0  # no launcher ends these ranks
+    entry.REFUSAL_GRACE_S = 0.0  # no launcher ends these ranks
 
 
 def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
@@ -112,7 +112,7 @@ def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
 
 
 def wait_long_with_signals_blocked():
-    failure.REFUSAL_GRACE_S = TIMEOUT_S
+    entry.REFUSAL_GRACE_S = TIMEOUT_S
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/launch/agent.py starts its ranks
     print("ready", flush=True)
 

@@ -123,7 +123,7 @@ def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, fl
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every operation and size; call it on every rank."""
-    # Only rank 0 prints a UserError (recipes/common/process/failure.py), but not every launcher sets RANK.
+    # Only rank 0 prints a UserError (recipes/common/process/entry.py), but not every launcher sets RANK.
     rank = first_set(("RANK", "HOROVOD_RANK", *MPI_RANK), 0)
     has_ranks = "RANK" in os.environ
     os.environ["RANK"] = str(rank)
