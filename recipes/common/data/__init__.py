@@ -11,34 +11,43 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, RawSplits, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_reference
+from recipes.common.options import Options, is_reference, url_of
 from recipes.common.task import SKIPPED, Classification, Task
-
-if TYPE_CHECKING:
-    from recipes.common.data.imagefolder import Listing
 
 __all__ = ["EVAL_BATCH_SIZE", "SKIPPED", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]
 
 
+def find_for_all_ranks(args: Options) -> bytes:
+    """Return what one rank finds for all: the list of a folder's images, or the index of shards on a server.
+
+    Raises UserError if the data are missing or malformed.
+    """
+    if args.data == "imagefolder":
+        from recipes.common.data.imagefolder import walk
+
+        return walk(args.data_dir).to_bytes()
+    if args.data == "shards" and url_of(args.data_dir):
+        from recipes.common.data.shards import read_index
+
+        return read_index(args)
+    return b""
+
+
 def load_data(
-    args: Options,
-    device: torch.device,
-    on_bad_image: Callable[[UserError], None],
-    found: Listing | bytes | None = None,
+    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: bytes = b""
 ) -> Data:
     """Return the data set of --data; data that are held in memory are on the device.
 
     `on_bad_image` gets the error of an image that cannot be read or decoded (unless --skip-bad-images counts it),
     or of a user's sample that raises an error. It must not raise: the batch comes with a substitute for that
-    sample, so that this rank still takes part in its collectives until all ranks stop together. `found` is what
-    rank 0 has found for all ranks: the list of a folder's images, or the index of shards on a server.
+    sample, so that this rank still takes part in its collectives until all ranks stop together. `found` is rank
+    0's find_for_all_ranks().
 
     Raises UserError if the data are missing, empty or malformed, or --task does not accept them.
     """
@@ -46,7 +55,7 @@ def load_data(
     return replace(data, task=build_task(args, data.kind, data.target.shape))
 
 
-def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: Any) -> Data:
+def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: bytes) -> Data:
     if args.data == "imagefolder":
         from recipes.common.data.imagefolder import load_imagefolder
 

@@ -200,11 +200,6 @@ class RemoteImages(ShardedImages):
         return content
 
 
-def read_remote_index(args: Options) -> bytes:
-    """Return the index in --data-dir if that is on a server, else b""; raises UserError as read_index()."""
-    return read_index(args) if url_of(args.data_dir) else b""
-
-
 def read_index(args: Options) -> bytes:
     """Return the index in --data-dir; on a server, also compare the shards' sizes (on rank 0, for all ranks).
 
@@ -281,7 +276,7 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
 
 
 def load_shards(
-    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], index: bytes | None = None
+    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], index: bytes = b""
 ) -> Data:
     """Return the images in the shards of --data-dir; `index` is the index, if rank 0 has read it for all ranks.
 

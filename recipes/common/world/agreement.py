@@ -9,20 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recipes.common.data import Data, load_data
+from recipes.common.data import Data, find_for_all_ranks, load_data
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers
-
-if TYPE_CHECKING:
-    from recipes.common.data.imagefolder import Listing
 
 T = TypeVar("T")
 
@@ -73,25 +70,16 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     Raises UserError if data are missing or malformed; or, with the first rank and the first difference, if
     options, data, code or libraries differ from rank 0's.
     """
-    found: Listing | bytes | None = None
+    found = b""
     if peers.world_size > 1:
         check_same_facts(run_on_all_ranks(lambda: training_facts(args, recipe), peers), peers)
-    if peers.world_size > 1 and args.data == "shards":
-        from recipes.common.data.shards import read_remote_index
-
-        index = run_on_all_ranks(lambda: read_remote_index(args) if peers.rank == 0 else b"", peers)
+        own = run_on_all_ranks(lambda: find_for_all_ranks(args) if peers.rank == 0 else b"", peers)
         with peers.watch("data set"):
-            content = torch.empty(peers.broadcast_object(len(index)), dtype=torch.uint8)
-            content.numpy()[: len(index)] = np.frombuffer(index, np.uint8)
+            content = torch.empty(peers.broadcast_object(len(own)), dtype=torch.uint8)
+            content.numpy()[: len(own)] = np.frombuffer(own, np.uint8)
             if len(content):
-                peers.broadcast_tensor(content)  # 28 bytes per image
+                peers.broadcast_tensor(content)
         found = content.numpy().tobytes()
-    if peers.world_size > 1 and args.data == "imagefolder":
-        from recipes.common.data.imagefolder import Listing, walk
-
-        own = run_on_all_ranks(lambda: walk(args.data_dir) if peers.rank == 0 else None, peers)
-        with peers.watch("data set"):
-            found = Listing.from_text(peers.broadcast_object(own.to_text() if own else ""))  # 50 bytes per image
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
