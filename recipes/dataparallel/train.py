@@ -22,7 +22,8 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.signals import Stop
-from recipes.common.world.alone import Alone, choose_devices
+from recipes.common.world.alone import choose_devices
+from recipes.common.world.peers import Peers
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = Stop()
     # DataParallel: one process drives every GPU that it sees; CUDA_VISIBLE_DEVICES chooses them.
     devices = choose_devices(args.device)
-    alone = Alone(devices[0])
+    alone = Peers(devices[0])
     data, model = load_data_and_model(args, "dataparallel", alone, stop)
     parallel = wrap(model, args, devices)
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)

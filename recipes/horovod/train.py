@@ -28,6 +28,7 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.peers import Peers
 from recipes.common.world.transport import log_nccl
 
 try:
@@ -53,7 +54,7 @@ def options(argv: Sequence[str] | None = None) -> HorovodOptions:
 
 
 @dataclass(frozen=True)
-class World:
+class World(Peers):
     """This process's rank and device, and its collectives with the other ranks."""
 
     rank: int

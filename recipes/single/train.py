@@ -18,7 +18,8 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.signals import Stop
-from recipes.common.world.alone import Alone, choose_devices
+from recipes.common.world.alone import choose_devices
+from recipes.common.world.peers import Peers
 
 
 def options(argv: Sequence[str] | None = None) -> Options:
@@ -31,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     device = choose_devices(args.device)[0]
-    data, model = load_data_and_model(args, "single", Alone(device), stop)
+    data, model = load_data_and_model(args, "single", Peers(device), stop)
     if args.compile:
         model.compile(mode=args.compile_mode)
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, device)
-    job = Job(args, "single", data, Alone(device), model, optimizer, scaler, stop)
+    job = Job(args, "single", data, Peers(device), model, optimizer, scaler, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return its loss."""

@@ -15,7 +15,7 @@ from recipes.common.models.batchnorm import (
     warning,
 )
 from recipes.common.options import Options, check_batch
-from recipes.common.world.alone import Alone
+from recipes.common.world.peers import Peers
 from recipes.dataparallel import train as dataparallel
 from recipes.pipeline.partition import check_microbatches
 
@@ -166,7 +166,7 @@ def test_replicas_of_dataparallel_are_refused(option):
 
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():
-    alone = Alone(torch.device("cpu"))
+    alone = Peers(torch.device("cpu"))
     assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(sync_batchnorm=True), alone), nn.SyncBatchNorm)
     alone.world_size = 2
     assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(), alone), nn.BatchNorm2d)

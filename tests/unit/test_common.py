@@ -35,7 +35,7 @@ from recipes.common.restore import restore
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.task import SKIPPED, Classification
 from recipes.common.world.agreement import shard
-from recipes.common.world.alone import Alone
+from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, describe, shorten
 from recipes.single.train import options
 
@@ -146,7 +146,7 @@ class TestJob:
         model = torch.nn.Linear(1, 1)
         optimizer = build_optimizer(args, model.parameters())
         stop = SimpleNamespace(error=None)
-        return Job(args, "single", tiny_data(), Alone(CPU), model, optimizer, build_scaler(args, CPU), stop)
+        return Job(args, "single", tiny_data(), Peers(CPU), model, optimizer, build_scaler(args, CPU), stop)
 
     def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
         """A pipeline's model may be spread over several devices because it is too large for one."""

@@ -14,7 +14,7 @@ from recipes.common.data.workers import WorkerError
 from recipes.common.job import Job
 from recipes.common.metrics import Throughput
 from recipes.common.task import Classification
-from recipes.common.world.alone import Alone
+from recipes.common.world.peers import Peers
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    job = Job(args, "single", data, Alone(CPU), model, optimizer, scaler, stop=None)
+    job = Job(args, "single", data, Peers(CPU), model, optimizer, scaler, stop=None)
     progress = SimpleNamespace(say=said.append)
     job.record = SimpleNamespace(progress=progress, log_step=lambda **values: None)
     for clock.now in (0.0, 10.0, 20.0, 30.0):

@@ -18,7 +18,7 @@ from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT
 from recipes.common.parallel.sharding import map_states
-from recipes.common.world.alone import NoWatch
+from recipes.common.watch.watch import NoWatch
 from scripts.dev import export
 from tests.support import is_equal
 from tests.unit.test_checkpoint import ARGS, files

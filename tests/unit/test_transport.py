@@ -12,7 +12,7 @@ import torch
 from recipes.common import loop
 from recipes.common.errors import UserError
 from recipes.common.world import transport
-from recipes.common.world.alone import Alone
+from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from scripts.launch import script
 from scripts.launch.local import free_port
@@ -90,7 +90,7 @@ def test_a_log_that_the_user_asks_for_stays_the_users(tmp_path, monkeypatch, nam
     assert list(tmp_path.iterdir()) == []
 
 
-class TwoHosts(Alone):
+class TwoHosts(Peers):
     """Rank 0 on n1 and rank 1 on n2; an all-reduce makes NCCL write its log."""
 
     network, sums = "IB", 0

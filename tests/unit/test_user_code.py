@@ -14,7 +14,7 @@ from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.sample import make_sample
-from recipes.common.world.alone import Alone
+from recipes.common.world.peers import Peers
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
@@ -298,7 +298,7 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
         def sample(self, model, device):
             raise RuntimeError("no words")
 
-    peers, model = Alone(CPU), nn.Linear(1, 1)
+    peers, model = Peers(CPU), nn.Linear(1, 1)
     said = make_sample(Mute(), model, peers, exchanges=False)
     assert re.fullmatch(
         r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",

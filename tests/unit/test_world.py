@@ -13,8 +13,10 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
+from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect
+from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
 
 
@@ -79,3 +81,10 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
     with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
         connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
     assert caught.value.status == 1
+
+
+def test_every_world_of_several_ranks_exchanges_by_itself():
+    """What it does not override would keep the value of its own rank, without an error."""
+    for kind in (World, horovod.World):
+        methods = {name for name in vars(Peers) if not name.startswith("_")}
+        assert methods == {name for name in methods if name in vars(kind)}

@@ -51,7 +51,22 @@ class At(NamedTuple):
     limit_s: float = 0.0
 
 
-class Watch:
+class NoWatch:
+    """The object that is notified of each wait for other ranks; this one watches nothing."""
+
+    def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Enter a collective that all ranks enter; with `computes`, this rank also does work of its own in it."""
+        return contextlib.nullcontext()
+
+    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+        """Get the current step from step(), and write reports to the run's folder."""
+
+    def take_stragglers(self) -> list[str]:
+        """Return the warnings about slow ranks since the last call."""
+        return []
+
+
+class Watch(NoWatch):
     """This rank's part in detecting, reporting and ending a hang.
 
     Args:

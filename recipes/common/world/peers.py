@@ -1,58 +1,38 @@
 """All ranks of a job as one of them sees them, whatever connects them.
 
-World (world.py) connects ranks by torch.distributed, the horovod recipe by Horovod; alone.py is one process.
+World (world.py) connects ranks by torch.distributed, the horovod recipe by Horovod.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from recipes.common.watch.watch import NoWatch
+
 T = TypeVar("T")
 
 
-class Waits(Protocol):
-    """The object that is notified of each wait for other ranks: a Watch, or NoWatch."""
+class Peers:
+    """The ranks of a job. All ranks have to call each method, in the same order.
 
-    def __call__(self, name: str, computes: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Enter a collective that all ranks enter; with `computes`, this rank also does work of its own in it."""
+    This class is a job of one process, as single and dataparallel are; a job of several overrides each method.
+    """
 
-    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
-        """Get the current step from step(), and write reports to the run's folder."""
-
-    def take_stragglers(self) -> list[str]:
-        """Return the warnings about slow ranks since the last call."""
-
-
-class Peers(Protocol):
-    """All ranks of a job. All ranks have to call each method, in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-
-    @property
-    def device(self) -> torch.device:
-        """This process's device."""
-
-    @property
-    def watch(self) -> Waits:
-        """The object that is notified of each wait for the others."""
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = 0, 1, device
+        self.watch = NoWatch()
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks."""
+        return [value]
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value."""
+        return value
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrite a contiguous tensor, on the CPU or on this rank's device, with rank 0's."""
@@ -62,3 +42,4 @@ class Peers(Protocol):
 
     def begin_vote(self, vote: int) -> Callable[[], int]:
         """Send this rank's vote; return a function that waits for the others' and returns the largest."""
+        return lambda: vote

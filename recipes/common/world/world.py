@@ -25,6 +25,7 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.watch.bounds import bound_of_group, bound_of_waits
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class ValueUnpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True)
-class World:
-    """This process among the others (the `Peers` of peers.py)."""
+class World(Peers):
+    """This process among the others."""
 
     rank: int
     world_size: int
