@@ -12,6 +12,7 @@ import stat
 import struct
 import threading
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from recipes.common.checkpoint.reading import (
 )
 from recipes.common.errors import UserError
 from recipes.common.restore import position_of
+from recipes.common.world.tree import map_tree
 from recipes.single.train import options
 from tests.support import is_equal, newest_checkpoint, train
 
@@ -571,6 +573,17 @@ def test_what_shares_memory_is_copied_once_and_nothing_else_is_taken_for_it():
     again = copy_tree(tree, copied)
     assert again["a"] is copied["a"]
     assert torch.equal(again["conjugate"], wave.conj())
+
+
+def test_a_copy_keeps_the_versions_of_modules_and_the_class_of_an_extra_state():
+    """Without its version, a module's state counts as one of an older torch, or of the user's older code."""
+    state = nn.BatchNorm1d(3).state_dict()
+    state["_extra_state"] = Counter(seen=3)
+    for copied in (copy_tree(state), map_tree(state, torch.Tensor, torch.clone)):
+        assert copied._metadata == state._metadata
+        assert copied["_extra_state"] == Counter(seen=3)
+        assert type(copied["_extra_state"]) is Counter
+        assert torch.equal(copied["running_var"], torch.ones(3))
 
 
 def test_wrapped_tensors_without_an_address_are_two():

@@ -159,7 +159,8 @@ def test_a_tied_weight_is_gathered_or_written_once():
         return value.clone()
 
     state = map_states({"model": model.state_dict(), "optimizer": {"state": {}}}, model, change)["model"]
-    assert is_equal(state, dict(model.state_dict()))
+    assert is_equal(dict(state), dict(model.state_dict()))
+    assert state._metadata == model.state_dict()._metadata
     assert state["head.weight"] is state["embedding.weight"]
     assert changed == [name for name, _ in model.named_parameters()]
 

@@ -9,6 +9,7 @@ can resume from it (reading.py). The state of the random generators is the pair 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import math
 import os
@@ -277,18 +278,21 @@ def copy_tree(value: Any, old: Any = None) -> Any:
             used.add(id(old))
         return copies[place]
 
-    def copy(value: Any, old: Any) -> Any:
+    def copy_value(value: Any, old: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return copy_tensor(value.detach(), old)
         if isinstance(value, dict):
             olds = old if isinstance(old, dict) else {}
-            return {key: copy(item, olds.get(key)) for key, item in value.items()}
+            copied = copy.copy(value)  # with its attributes: a module's state_dict() has versions there
+            for key, item in value.items():
+                copied[key] = copy_value(item, olds.get(key))
+            return copied
         if isinstance(value, list | tuple):
             others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
-            return type(value)(copy(item, other) for item, other in zip(value, others, strict=True))
+            return type(value)(copy_value(item, other) for item, other in zip(value, others, strict=True))
         return value
 
-    return copy(value, old)
+    return copy_value(value, old)
 
 
 def reason_of(error: BaseException) -> str:
@@ -319,8 +323,8 @@ def _link(path: Path, target: Path) -> None:
     try:
         os.link(path, temporary)
     except OSError:
-        with open(path, "rb") as source, open(temporary, "wb") as copy:
-            shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
+        with open(path, "rb") as source, open(temporary, "wb") as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(target)

@@ -5,6 +5,7 @@ Recipes whose ranks hold whole weights import none of this.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -181,8 +182,9 @@ def map_states(
         number: {key: change(names.get(number), value) for key, value in values.items()}
         for number, values in optimizer["state"].items()
     }
-    weights: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    weights = copy.copy(content["model"])  # with its attributes: a module's state_dict() has versions there
     for name, value in content["model"].items():
         first = own_names.get(name, name)
-        weights[name] = weights[first] if first in weights else change(name, value)
+        changed[name] = weights[name] = changed[first] if first in changed else change(name, value)
     return {**content, "model": weights, "optimizer": {**optimizer, "state": state}}

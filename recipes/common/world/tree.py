@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,10 +30,10 @@ def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
-        copy = type(tree)((key, map_tree(value, kind, change)) for key, value in tree.items())
-        if hasattr(tree, "__dict__"):  # a module's state_dict() has versions there
-            vars(copy).update(vars(tree))
-        return copy
+        changed = copy.copy(tree)  # of its class, with its attributes: a module's state_dict() has versions there
+        for key, value in tree.items():
+            changed[key] = map_tree(value, kind, change)
+        return changed
     if isinstance(tree, list | tuple):
         return type(tree)(map_tree(value, kind, change) for value in tree)
     return tree
