@@ -28,6 +28,7 @@ from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, ch
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
 from recipes.common.world.peers import Peers
+from recipes.common.world.tree import map_tree
 
 T = TypeVar("T")
 
@@ -46,15 +47,6 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, dict) and "pieces" in value
 
 
-def map_references(tree: Any, change: Callable[[Reference], Any]) -> Any:
-    """Return a copy of nested dicts in which change() has replaced the references."""
-    if is_reference(tree):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: map_references(value, change) for key, value in tree.items()}
-    return tree
-
-
 def read_whole(content: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content with all tensors whole in memory, whether it is sharded or not."""
     if not (shards := content.get("shards")):
@@ -67,7 +59,7 @@ def read_whole(content: dict[str, Any]) -> dict[str, Any]:
             tensors[key] = read_box(reference, tuple((0, n) for n in reference["shape"]), shards)
         return tensors[key]
 
-    whole = map_references(content, read)
+    whole = map_tree(content, is_reference, read)
     return {key: value for key, value in whole.items() if key != "shards"}
 
 
@@ -192,7 +184,7 @@ class ShardedFolder:
         except (OSError, RuntimeError, MemoryError) as failure:
             error = self.folder.cannot_write(path, path, failure)
         own: list[Any] = []
-        map_references(content, lambda ref: own.append(ref["pieces"]))
+        map_tree(content, is_reference, lambda ref: own.append(ref["pieces"]))
         # Sharding: each rank sends its file's name and checksum, and some 50 bytes for each of its pieces.
         ranks = self.peers.gather_objects((entry, own, error))
         errors = [error for _, _, error in ranks]
@@ -236,7 +228,7 @@ class ShardedFolder:
             for entry in files:
                 if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
                     raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")
-            self.folder.write({**map_references(content, merge), "shards": {"files": files}}, is_best)
+            self.folder.write({**map_tree(content, is_reference, merge), "shards": {"files": files}}, is_best)
         except UserError as error:
             return error
         except OSError as error:

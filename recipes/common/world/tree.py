@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from recipes.common.world.peers import Peers
-
-T = TypeVar("T")
 
 
 class Slot(NamedTuple):
@@ -25,17 +23,17 @@ class Slot(NamedTuple):
     """Returns the part of the tensor that this rank keeps; None: keep all of it."""
 
 
-def map_tree(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which change(value) replaces each value of a type."""
-    if isinstance(tree, kind):
+def map_tree(tree: Any, is_leaf: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which change(value) replaces each leaf."""
+    if is_leaf(tree):
         return change(tree)
     if isinstance(tree, dict):
         changed = copy.copy(tree)  # of its class, with its attributes: a module's state_dict() has versions there
         for key, value in tree.items():
-            changed[key] = map_tree(value, kind, change)
+            changed[key] = map_tree(value, is_leaf, change)
         return changed
     if isinstance(tree, list | tuple):
-        return type(tree)(map_tree(value, kind, change) for value in tree)
+        return type(tree)(map_tree(value, is_leaf, change) for value in tree)
     return tree
 
 
@@ -65,6 +63,6 @@ def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lam
         return slot.keep(tensor) if slot.keep else tensor
 
     with peers.watch("checkpoint"), torch.serialization.safe_globals([Slot]):
-        outline = peers.broadcast_object(map_tree(tree, Tensor, put_slot))
+        outline = peers.broadcast_object(map_tree(tree, torch.is_tensor, put_slot))
     tensors = iter(sent)
-    return map_tree(own_part(outline), Slot, fill_slot)
+    return map_tree(own_part(outline), lambda value: isinstance(value, Slot), fill_slot)
