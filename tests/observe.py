@@ -65,11 +65,7 @@ def compute_in_double() -> None:
     build_model, read_batches = loop.build_model, loop.read_batches
     changes: list[tuple[Any, str, Any]] = [
         (loop, "build_model", lambda args, data: build_model(args, data).double()),
-        (
-            loop,
-            "read_batches",
-            lambda *args: ((x.double(), targets) for x, targets in read_batches(*args)),
-        ),
+        (loop, "read_batches", lambda *args: ((x.double(), targets) for x, targets in read_batches(*args))),
         (Job, "loss", lambda job, *batch: job.data.task.loss_sum(*batch) / job.args.global_batch_size),
     ]
     for owner, name, value in changes:

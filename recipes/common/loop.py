@@ -27,12 +27,7 @@ from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.record.runs import open_run
 from recipes.common.seeding import choose_kernels, seed_step
-from recipes.common.world.agreement import (
-    load_same_data,
-    raise_on_all_ranks,
-    run_on_all_ranks,
-    shard,
-)
+from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
 

@@ -232,10 +232,7 @@ class DataOptions(RunOptions):
     )
     num_samples: int = option(2048, positive_int, "training images of synthetic data", "N")
     workers: int = option(
-        2,
-        non_negative_int,
-        "processes that read samples, per rank (imagefolder, shards, your own data sets)",
-        "N",
+        2, non_negative_int, "processes that read samples, per rank (imagefolder, shards, your own data sets)", "N"
     )
     decode: str = choice(
         "where JPEGs of imagefolder and shards are decoded: by --workers, or a batch at once on each rank's GPU",

@@ -148,13 +148,7 @@ def split_batch(indices: Tensor, world: World) -> Tensor:
 
 
 def train_batch(
-    job: Job,
-    args: ScratchOptions,
-    world: World,
-    traffic: Traffic,
-    inputs: Tensor,
-    targets: Tensor,
-    is_last: bool,
+    job: Job, args: ScratchOptions, world: World, traffic: Traffic, inputs: Tensor, targets: Tensor, is_last: bool
 ) -> Tensor:
     """Accumulate the gradients of one pass, and in the last sum them over ranks; return this rank's loss part."""
     with autocast(args, world.device):

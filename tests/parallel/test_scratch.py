@@ -15,15 +15,7 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.world.world import join_world, leave_world
 from recipes.scratch import train as scratch
 from scripts.launch.local import free_port
-from tests.support import (
-    Ranks,
-    accuracies,
-    largest_difference,
-    losses,
-    run_ranks,
-    train,
-    weights,
-)
+from tests.support import Ranks, accuracies, largest_difference, losses, run_ranks, train, weights
 
 STEPS = shlex.split(
     "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "

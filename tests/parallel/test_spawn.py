@@ -17,15 +17,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
 from scripts.launch.local import free_port
-from tests.support import (
-    ROOT,
-    TIMEOUT_S,
-    accuracies,
-    largest_difference,
-    losses,
-    train,
-    weights,
-)
+from tests.support import ROOT, TIMEOUT_S, accuracies, largest_difference, losses, train, weights
 
 STEPS = shlex.split(
     "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "

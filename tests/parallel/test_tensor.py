@@ -266,8 +266,7 @@ def test_a_ranks_packed_rows_lie_where_the_whole_model_has_them(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "switches"),
-    [(2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))],
+    ("replicas", "ranks", "switches"), [(2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))]
 )
 def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ranks, switches):
     """An activation is b samples of 16 x 64 numbers; a unit is (N-1)/N of its bytes.

@@ -27,12 +27,7 @@ from recipes.common.checkpoint.checkpoint import (
     copy_tree,
     pack,
 )
-from recipes.common.checkpoint.reading import (
-    BadCheckpointError,
-    check_options,
-    read_checkpoint,
-    read_newest,
-)
+from recipes.common.checkpoint.reading import BadCheckpointError, check_options, read_checkpoint, read_newest
 from recipes.common.errors import UserError
 from recipes.common.restore import position_of
 from recipes.common.world.tree import map_tree

@@ -161,9 +161,7 @@ class TestJob:
         job.model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
         progress = SimpleNamespace(say=printed.append)
         job.record = SimpleNamespace(
-            progress=progress,
-            write_result=lambda **result: result,
-            print_result=printed.append,
+            progress=progress, write_result=lambda **result: result, print_result=printed.append
         )
         job.finish()
         warning, result = printed

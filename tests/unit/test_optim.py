@@ -7,12 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipes.common.optim import (
-    build_optimizer,
-    build_scaler,
-    optimizer_state,
-    optimizer_step,
-)
+from recipes.common.optim import build_optimizer, build_scaler, optimizer_state, optimizer_step
 from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
 from recipes.single import train as single

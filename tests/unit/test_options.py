@@ -52,10 +52,7 @@ REFUSED = {
         ["--seed", str(2**63)],
         "--seed: expects a whole number from 0 to 9223372036854775807",
     ),
-    "a wait for ever": (
-        ["--timeout-s", "1e30"],
-        "--timeout-s: expects a number above 0 and of at most 1e9",
-    ),
+    "a wait for ever": (["--timeout-s", "1e30"], "--timeout-s: expects a number above 0 and of at most 1e9"),
     "lr inf": (["--lr", "inf"], "--lr"),
     "momentum 1": (["--momentum", "1"], "--momentum: expects a number of at least 0 and below 1, got '1'"),
     "accumulate 0": (["--accumulate-steps", "0"], "--accumulate-steps"),

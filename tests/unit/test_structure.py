@@ -238,11 +238,7 @@ OF_OPTIONS = tuple(
         ),
         *("common.models.gpt", "common.models.layers", "common.models.own", "common.models.torchvision_models"),
         *("common.models.vit", "common.parallel.mesh", "common.process.meeting"),
-        *(
-            "common.record.bar",
-            "common.record.earlier",
-            "common.record.resume",
-        ),
+        *("common.record.bar", "common.record.earlier", "common.record.resume"),
         *("common.world.transport", "common.world.tree"),
         *("ddp.compression", "ddp.zero"),
     )
