@@ -109,8 +109,7 @@ def begin_run(
     tensors are sent, what this rank keeps of each: see broadcast_tree(). If it is given, the tensors of a sharded
     checkpoint are not sent: own_part reads them from the files.
 
-    Raises:
-        UserError: the record cannot be opened, or the checkpoint does not fit; or as gather_places().
+    Raises UserError if the record cannot be opened, or the checkpoint does not fit; or as gather_places().
     """
     peers = job.peers
     places = gather_places(job)

@@ -386,8 +386,8 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
         description: the recipe's docstring.
         argv: the words of the command line (default: this process's).
 
-    Raises:
-        UserError: an unknown option (with the nearest one), a bad value or file, or options that do not combine.
+    Raises UserError for an unknown option (with the nearest one), a bad value or file, or options that do not
+    combine.
     """
     parser = Parser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
     declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]

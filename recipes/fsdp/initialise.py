@@ -131,8 +131,7 @@ def is_whole(tensor: Tensor) -> bool:
 def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tuple[nn.Module, Shards]:
     """Return the model on the meta device, with real buffers, and this rank's rows of its parameters.
 
-    Raises:
-        UnknownInitError: the rows cannot be computed alone; build the model whole.
+    Raises UnknownInitError if the rows cannot be computed alone; build the model whole.
     """
     with ShardedInit(lambda tensor: rows(tensor, index, count)) as mode:
         model = build()

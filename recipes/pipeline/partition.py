@@ -81,8 +81,7 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
     frozen layers (requires_grad is False) stay with those before them. The measured time varies from call to
     call, so one process plans the parts and broadcasts them.
 
-    Raises:
-        UserError: the model is not a sequence of layers, or has too few of them.
+    Raises UserError if the model is not a sequence of layers, or has too few of them.
     """
     sequence = layers(model)
     sizes = [sum(p.numel() for p in module.parameters()) for _, module in sequence]

@@ -117,10 +117,9 @@ class GradientSum:
     def finish(self) -> None:
         """Replace all gradients with their sums after the last pass of a step.
 
-        Raises:
-            UserError: a parameter got no gradient in the last pass, perhaps on this rank only. An earlier pass's
-                gradient would not be summed, and replicas that miss different gradients would sum buckets that do
-                not match.
+        Raises UserError if a parameter got no gradient in the last pass, perhaps on this rank only. An earlier
+        pass's gradient would not be summed, and replicas that miss different gradients would sum buckets that do
+        not match.
         """
         missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:

@@ -141,9 +141,8 @@ class CheckpointFolder:
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
         """Write a checkpoint, named by its step, then remove the oldest ones.
 
-        Raises:
-            UserError: the disk is full or the folder cannot be written (earlier checkpoints are unchanged), or
-                another job has taken over the run.
+        Raises UserError if the disk is full or the folder cannot be written (earlier checkpoints are unchanged),
+        or another job has taken over the run.
         """
         step = content["position"]["step"]
         path = self.folder / f"step-{step:09d}.pt"

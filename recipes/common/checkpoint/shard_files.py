@@ -66,8 +66,7 @@ def read_whole(content: dict[str, Any]) -> dict[str, Any]:
 def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
     """Return a part of a tensor, read from the pieces that overlap it.
 
-    Raises:
-        UserError: a file cannot be read, or does not match step-N.pt.
+    Raises UserError if a file cannot be read, or does not match step-N.pt.
     """
     result = torch.empty([end - first for first, end in box], dtype=getattr(torch, reference["dtype"]))
     found = 0
@@ -172,8 +171,7 @@ class ShardedFolder:
         `parts` of the content are the tensors of this rank's file, in the order of its references; or the
         UserError of a rank whose state must not be saved.
 
-        Raises:
-            UserError: on all ranks, if one of them failed; earlier checkpoints are unchanged.
+        Raises UserError on all ranks if one of them failed; earlier checkpoints are unchanged.
         """
         content = dict(content)
         parts, step = content.pop("parts"), content["position"]["step"]

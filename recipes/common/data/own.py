@@ -91,8 +91,7 @@ class SeededSamples(Dataset[Any]):
     def fingerprint(self) -> str:
         """Return a string that identifies these samples: their number and a digest of a few.
 
-        Raises:
-            UserError: one of them cannot be read.
+        Raises UserError if one of them cannot be read.
         """
         values: list[Tensor] = []
         for index in range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES)):

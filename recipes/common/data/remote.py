@@ -68,8 +68,7 @@ class Store(ABC):
     ) -> bytes:
         """Return the bytes of a file from start to before end, if they are those that were packed.
 
-        Raises:
-            OSError: the server sends no bytes, or others.
+        Raises OSError if the server sends no bytes, or others.
         """
 
         def read_checked() -> bytes:

@@ -71,9 +71,8 @@ GPTS = {
 def build_model(args: Options, data: Data) -> nn.Module:
     """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
 
-    Raises:
-        UserError: torchvision does not have the name (with the nearest one), the model does not accept the data,
-            or the user's code does not fit together.
+    Raises UserError if torchvision does not have the name (with the nearest one), the model does not accept the
+    data, or the user's code does not fit together.
     """
     model = make_model(args, data)
     check_model(model, args, data)

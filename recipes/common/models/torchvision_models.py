@@ -19,9 +19,8 @@ SMALL_IMAGE = 64
 def build_torchvision_model(name: str, others: Sequence[str], data: Data) -> nn.Module:
     """Return a classification model of torchvision, on the CPU, for the data's image size and channels.
 
-    Raises:
-        UserError: torchvision does not have the name (with the nearest of its names and of `others`), or the model
-            does not accept the images.
+    Raises UserError if torchvision does not have the name (with the nearest of its names and of `others`), or the
+    model does not accept the images.
     """
     names = models.list_models(module=models)
     if name not in names:

@@ -142,8 +142,7 @@ def read_shards(
 
     The content of any other checkpoint is returned unchanged.
 
-    Raises:
-        UserError: a file cannot be read.
+    Raises UserError if a file cannot be read.
     """
     if content is None or "shards" not in content:
         return content

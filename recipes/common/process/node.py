@@ -36,8 +36,7 @@ class Node:
 def read_master(nnodes: int) -> tuple[str, int]:
     """Return MASTER_ADDR and MASTER_PORT; the defaults are this machine (for one node only) and 29500.
 
-    Raises:
-        UserError: a job of several nodes has no MASTER_ADDR, or MASTER_PORT is not a port.
+    Raises UserError if a job of several nodes has no MASTER_ADDR, or MASTER_PORT is not a port.
     """
     if nnodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")

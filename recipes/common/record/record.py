@@ -71,8 +71,7 @@ class Record:
         checkpoint: it deletes the record that this run replaces. `step` is the step of the checkpoint (0: none),
         and `total_steps` the number of steps that this launch's options ask for.
 
-        Raises:
-            UserError: `step` is beyond `total_steps`, or the record cannot be read or written.
+        Raises UserError if `step` is beyond `total_steps`, or the record cannot be read or written.
         """
         config: dict[str, Any] = {}
         kept: list[dict[str, Any]] = []

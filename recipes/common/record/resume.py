@@ -94,8 +94,8 @@ def read_path(
 
     `check`: as for read_checkpoint().
 
-    Raises:
-        UserError: there is none, or it is bad; the error names `flag` and `others`, its values besides a path.
+    Raises UserError if there is none, or it is bad; the error names `flag` and `others`, its values besides a
+    path.
     """
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)

@@ -28,9 +28,8 @@ def open_run(
     an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. All tensors of a
     sharded checkpoint are read, unless there is a `check`: it checks the files, and each rank reads its own part.
 
-    Raises:
-        UserError: the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the run
-            that `--overwrite` deletes; or the folder cannot be written.
+    Raises UserError if the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the
+    run that `--overwrite` deletes; or the folder cannot be written.
     """
     folder: Path | None = None
     path: Path | None = None

@@ -10,8 +10,7 @@ from recipes.common.errors import UserError
 def choose_devices(wanted: str) -> list[torch.device]:
     """Return the devices of a job of one process: all visible GPUs, or the CPU if there are none.
 
-    Raises:
-        UserError: --device is cuda, and no GPU is visible.
+    Raises UserError if --device is cuda, and no GPU is visible.
     """
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if wanted == "cuda" and not count:
