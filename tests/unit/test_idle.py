@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recipes.common.data import workers
-from recipes.common.data.idle import IdleClock, IdleShare
+from recipes.common.data.idle import IdleClock
 from recipes.common.data.splits import Normalise
 from recipes.common.data.workers import WorkerError
 from recipes.common.job import Job
@@ -79,11 +79,11 @@ def test_a_gpu_is_idle_between_two_events_of_its_queue(monkeypatch):
 
 
 def test_the_share_is_that_of_a_window():
-    share = IdleShare()
-    assert share.end_window(30.0, 2.0) == 0, "starting does not count"
-    assert share.end_window(35.0, 11.0) == 0
-    assert share.end_window(36.0, 12.0) == pytest.approx(0.6)
-    assert share.end_window(37.0, 32.0) == pytest.approx(0.05)
+    clock, shares = IdleClock(CPU), []
+    for idle_s, train_s in ((30.0, 2.0), (35.0, 11.0), (36.0, 12.0), (37.0, 32.0)):
+        clock.seconds = lambda idle_s=idle_s: idle_s
+        shares.append(clock.end_window(train_s))
+    assert shares == pytest.approx([0, 0, 0.6, 0.05]), "starting does not count"
 
 
 @pytest.mark.parametrize(("idle_s", "lines"), [(1.9, 0), (2.1, 1)])
@@ -91,7 +91,7 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     said, clock = [], SimpleNamespace(now=0.0)
     monkeypatch.setattr(Throughput, "seconds", lambda self: clock.now)
     train = make_split()
-    train.idle = SimpleNamespace(seconds=lambda: clock.now / 10 * idle_s)
+    train.idle.seconds = lambda: clock.now / 10 * idle_s
     train.loader = SimpleNamespace(num_workers=3)
     args = options([])
     data = SimpleNamespace(train=train, task=Classification())

@@ -21,8 +21,7 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.watch import watch as watch_module
 from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
-from recipes.common.watch.report import COLLECT_S, GATHER_S, Report
-from recipes.common.watch.sentences import summarize
+from recipes.common.watch.report import COLLECT_S, GATHER_S, Report, summarize
 from recipes.common.watch.stragglers import stragglers
 from recipes.common.watch.watch import NOTE_S, Watch
 from recipes.common.world import world

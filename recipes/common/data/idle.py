@@ -15,7 +15,7 @@ MAX_IDLE_SHARE = 0.2
 
 
 class IdleClock:
-    """Add up the time for which a device is idle while this process waits.
+    """Add up the time for which a device is idle while this process waits, and its share of training by windows.
 
     A CPU is idle for as long as its process waits. A GPU first completes the work in its queue: it is idle between
     two events that are recorded in the queue before and after the wait.
@@ -24,6 +24,7 @@ class IdleClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._seconds = 0.0
+        self._window_begin: tuple[float, float] | None = None
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=10_000)
 
     @contextlib.contextmanager
@@ -47,23 +48,16 @@ class IdleClock:
             self._seconds += begin.elapsed_time(end) / 1000
         return self._seconds
 
-
-class IdleShare:
-    """The share of training for which a device is idle, window by window."""
-
-    def __init__(self) -> None:
-        self._begin: tuple[float, float] | None = None
-
-    def end_window(self, idle_s: float, train_s: float) -> float:
+    def end_window(self, train_s: float) -> float:
         """Return the idle share since the last window; 0 if less than IDLE_WINDOW_S of training have passed.
 
-        Args:
-            idle_s: idle seconds so far; the first call begins the first window, so that start-up does not count.
-            train_s: seconds of training so far.
+        `train_s` are the seconds of training so far. The first call begins the first window, so that start-up does
+        not count.
         """
-        begin = self._begin = self._begin or (idle_s, train_s)
+        now = self.seconds(), train_s
+        begin = self._window_begin = self._window_begin or now
         window_s = train_s - begin[1]
         if window_s < IDLE_WINDOW_S:
             return 0.0
-        self._begin = idle_s, train_s
-        return (idle_s - begin[0]) / window_s
+        self._window_begin = now
+        return (now[0] - begin[0]) / window_s

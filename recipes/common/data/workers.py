@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from recipes.common.data.idle import MAX_IDLE_SHARE, IdleClock, IdleShare
+from recipes.common.data.idle import MAX_IDLE_SHARE, IdleClock
 from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
@@ -193,7 +193,7 @@ class LoadedSplit(Split):
         self.bound_s = 2 * args.timeout_s + 60  # by then, other ranks have reported that they wait for this one
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
         self.skips_damaged = args.skip_bad_images
-        self.idle, self.idle_share, self.has_warned = IdleClock(device), IdleShare(), False
+        self.idle, self.has_warned = IdleClock(device), False
         # (epoch, index) of the samples of each batch: the loader keeps its workers, and reads this in each epoch.
         self.keys: list[Keys] = []
         self.loader: DataLoader[Any] = DataLoader(
@@ -222,7 +222,7 @@ class LoadedSplit(Split):
 
     def take_warnings(self, train_s: float) -> list[str]:
         """Return a warning, once, if the device waits for samples for too large a share of the training."""
-        share = self.idle_share.end_window(self.idle.seconds(), train_s)
+        share = self.idle.end_window(train_s)
         if share <= MAX_IDLE_SHARE or self.has_warned:
             return []
         self.has_warned = True
