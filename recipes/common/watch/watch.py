@@ -20,9 +20,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from recipes.common.options import Options
@@ -101,8 +100,9 @@ class Watch(NoWatch):
             thread.start()
         Watch.active = self
 
-    def __call__(self, name: str, computes: bool = False) -> Watch:
-        """Enter a collective that all ranks enter: `with watch(name):`.
+    @contextlib.contextmanager
+    def __call__(self, name: str, computes: bool = False) -> Iterator[None]:
+        """Record that this rank is in a collective that all ranks enter; after an error, it stays inside.
 
         With `computes`, this rank does work of its own inside, which may take long. The backend's time-out then
         limits the wait; the limit here is twice as long, for backends without a time-out.
@@ -112,15 +112,8 @@ class Watch(NoWatch):
         if not self._at.is_inside:
             self._busy_s += now - self._at.since
         self._at = At(entered, name, True, now, limit_s)
-        return self
-
-    def __enter__(self) -> None:
-        """Do nothing: __call__() has recorded the position."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Record that the collective is done; after an error, the position stays inside it."""
-        if kind is None:
-            self._at = self._at._replace(is_inside=False, since=time.monotonic())
+        yield
+        self._at = self._at._replace(is_inside=False, since=time.monotonic())
 
     def follow(self, step: Callable[[], int], folder: Path | None) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
