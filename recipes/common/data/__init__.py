@@ -6,12 +6,12 @@ images, and shards of them, are decoded in worker processes (imagefolder.py, sha
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,11 +111,9 @@ def _digits(args: Options) -> RawSplits:
         raise UserError("--data digits needs scikit-learn; install it with `pip install scikit-learn`")
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
-        with gzip.open(path, "rb") as file:
-            values = bytearray(map(int, file.read().replace(b"\n", b",").rstrip(b",").split(b",")))
+        rows = torch.from_numpy(np.loadtxt(path, np.uint8, delimiter=","))
     except OSError as error:
         raise UserError(f"--data digits: cannot read {path}: {error}; reinstall scikit-learn") from None
-    rows = torch.frombuffer(values, dtype=torch.uint8).view(-1, 65)
     images, labels = rows[:, :64].reshape(-1, 1, 8, 8), rows[:, 64].long()
     # The file is sorted by writer: shuffle once, the same for every --seed, and hold out a fifth.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
