@@ -60,7 +60,7 @@ class TorchAmp:
         if args.sync_batchnorm:
             from recipes.common.models.batchnorm import sync_batch_norm
 
-            model = sync_batch_norm(model, args, world)
+            model = sync_batch_norm(model, world)
         # AMP: the optimizer updates `model`, and checkpoints hold it; `working` computes. Only under O2 do they
         # differ.
         self.model = self.working = model

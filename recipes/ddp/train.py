@@ -68,7 +68,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
 
-        model = sync_batch_norm(model, args, world)
+        model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
     ddp = DistributedDataParallel(

@@ -195,12 +195,8 @@ def merge_states(states: Iterable[State], model: nn.Module, optimizer: torch.opt
     return {**optimizer_state(optimizer), "state": dict(sorted(merged.items()))}
 
 
-def own_state(
-    content: dict[str, Any] | None, model: nn.Module, modules: Iterable[nn.Module]
-) -> dict[str, Any] | None:
+def own_state(content: dict[str, Any], model: nn.Module, modules: Iterable[nn.Module]) -> dict[str, Any]:
     """Return a checkpoint's content with only the optimizer state of these modules' parameters."""
-    if content is None:
-        return None
     own = {parameter for module in modules for parameter in module.parameters()}
     places = {place for place, parameter in enumerate(model.parameters()) if parameter in own}
     state = {place: values for place, values in content["optimizer"]["state"].items() if place in places}

@@ -132,7 +132,7 @@ def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
 
-        model = sync_batch_norm(model, args, world)
+        model = sync_batch_norm(model, world)
     # Scratch: sends the model's bytes to each rank, once. All have drawn the same weights from --seed; this only
     # makes sure.
     get_params(model.parameters(), world)

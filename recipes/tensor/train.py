@@ -190,9 +190,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
 
     boxes = partial(packed_boxes, packed, tp.size())
 
-    def own_shards(outline: Content | None) -> Content | None:
-        shards = sharding.own_shards(model, outline)
-        return shards and reorder_packed(shards, model, packed, 3, tp.size())
+    def own_shards(outline: Content) -> Content:
+        return reorder_packed(sharding.own_shards(model, outline), model, packed, 3, tp.size())
 
     technique = Technique(
         forward_backward,

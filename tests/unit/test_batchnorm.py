@@ -167,8 +167,7 @@ def test_replicas_of_dataparallel_are_refused(option):
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():
     alone = Peers(torch.device("cpu"))
-    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(sync_batchnorm=True), alone), nn.SyncBatchNorm)
+    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), alone), nn.SyncBatchNorm)
     alone.world_size = 2
-    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), Options(), alone), nn.BatchNorm2d)
     with pytest.raises(UserError, match=r"use --batchnorm-group, which exchanges nothing$"):
-        sync_batch_norm(nn.BatchNorm2d(3), Options(sync_batchnorm=True), alone)
+        sync_batch_norm(nn.BatchNorm2d(3), alone)

@@ -92,13 +92,11 @@ def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
         vars(layer).update(group_size=args.batchnorm_group, groups_per_step=groups_per_step, groups_done=0)
 
 
-def sync_batch_norm(model: nn.Module, args: Options, peers: Peers) -> nn.Module:
-    """Return the model, with nn.SyncBatchNorm if --sync-batchnorm is given: statistics over a pass of all ranks.
+def sync_batch_norm(model: nn.Module, peers: Peers) -> nn.Module:
+    """Return the model with nn.SyncBatchNorm, as --sync-batchnorm asks: statistics over a pass of all ranks.
 
-    Raises UserError if it is given and there are several ranks on CPUs.
+    Raises UserError if there are several ranks on CPUs.
     """
-    if not args.sync_batchnorm:
-        return model
     if peers.device.type == "cpu" and peers.world_size > 1:
         fix = "use --batchnorm-group, which exchanges nothing"
         raise UserError(f"--sync-batchnorm: torch has it for GPUs only; {fix}")

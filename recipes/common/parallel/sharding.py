@@ -62,10 +62,8 @@ def gather_state(job: Job) -> dict[str, Any] | None:
     return state if job.peers.rank == 0 else None
 
 
-def own_shards(model: nn.Module, content: dict[str, Any] | None) -> dict[str, Any] | None:
+def own_shards(model: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
     """Return broadcast_tree()'s outline of a checkpoint, changed so that this rank keeps only its own shards."""
-    if content is None:
-        return None
     own = model.state_dict()
 
     def cut(name: str | None, slot: Any) -> Any:
@@ -136,15 +134,15 @@ def own_box(tensor: Tensor) -> Box:
 
 
 def read_shards(
-    model: nn.Module, content: dict[str, Any] | None, boxes: Boxes = lambda name, box: [box]
-) -> dict[str, Any] | None:
+    model: nn.Module, content: dict[str, Any], boxes: Boxes = lambda name, box: [box]
+) -> dict[str, Any]:
     """Return a sharded checkpoint's content with the parts of tensors that this rank holds, read from the files.
 
     The content of any other checkpoint is returned unchanged.
 
     Raises UserError if a file cannot be read.
     """
-    if content is None or "shards" not in content:
+    if "shards" not in content:
         return content
     own, shards = model.state_dict(), content["shards"]
 
