@@ -62,10 +62,10 @@ CHANGES: list[tuple[Any, str, Any]] = [
 
 def compute_in_double() -> None:
     """Make ddp compute in float64, where rounding hides nothing; losses are logged in float32."""
-    build_model, read_batches = loop.build_model, loop.read_batches
+    build_model, batches = loop.build_model, data.TensorSplit.batches
     changes: list[tuple[Any, str, Any]] = [
         (loop, "build_model", lambda args, data: build_model(args, data).double()),
-        (loop, "read_batches", lambda *args: ((x.double(), targets) for x, targets in read_batches(*args))),
+        (data.TensorSplit, "batches", lambda *args: ((x.double(), targets) for x, targets in batches(*args))),
         (Job, "loss", lambda job, *batch: job.data.task.loss_sum(*batch) / job.args.global_batch_size),
     ]
     for owner, name, value in changes:

@@ -60,8 +60,10 @@ class Technique:
     """Give all ranks rank 0's batch-norm statistics. Default: broadcast each buffer."""
     sum_statistics: Callable[[Tensor], None] | None = None
     """Overwrite a tensor with its sum over the ranks that share out the batch. Default: sum over all ranks."""
-    read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] | None = None
-    """Yield the batches of this rank's shares: (split, shares, epoch). Default: split.batches()."""
+    read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] = lambda split, shares, epoch: (
+        split.batches(shares, epoch)
+    )
+    """Yield the batches of this rank's shares: (split, shares, epoch)."""
     counts_skipped: bool = True
     """Whether to count the samples that this rank could not read; of ranks that read the same ones, one does."""
     gather_state: Callable[[], Content | None] | None = None
@@ -202,12 +204,12 @@ def train_epochs(job: Job, technique: Technique) -> None:
 def train_one_epoch(job: Job, technique: Technique) -> int:
     """Train to the epoch's end, or until a vote ends it; return the last vote's result: GO, STOP or FAIL."""
     args, position, peers = job.args, job.position, job.peers
-    take_share, read = technique.shard or own_shard(peers), technique.read_batches or read_batches
+    take_share = technique.shard or own_shard(peers)
     decision = GO
     technique.module.train()
     job.begin_epoch()
     shares = (take_share(in_groups(batch, args)).flatten() for batch in job.global_batches())
-    for inputs, targets in read(job.data.train, shares, position.epoch):
+    for inputs, targets in technique.read_batches(job.data.train, shares, position.epoch):
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = peers.begin_vote(job.stop.vote) if job.is_vote_due() else None
         for i in reversed(range(len(job.devices))):  # the first one last: its seed is also the CPU's
@@ -253,11 +255,6 @@ def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
     return lambda indices: shard(indices, peers.rank, peers.world_size)
 
 
-def read_batches(split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
-    """Return the split's batches."""
-    return split.batches(shares, epoch)
-
-
 def update(job: Job, check: Check) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
     optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check)
@@ -279,15 +276,14 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     technique.module.eval()
     totals = new_totals(task, job.device)
     share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
-    read = technique.read_batches or read_batches
     batches = [batch for batch in share.split(EVAL_BATCH_SIZE) if len(batch)]
     # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
     # A rank with fewer batches runs blank samples, whose output does not count: not all models take empty batches.
     blanks = itertools.repeat((job.data.input.zeros(1, job.device), None), most - len(batches))
-    read_or_blank = itertools.chain(read(job.data.test, batches, job.position.epoch), blanks)
-    for number, (inputs, targets) in enumerate(read_or_blank):
+    read = technique.read_batches(job.data.test, batches, job.position.epoch)
+    for number, (inputs, targets) in enumerate(itertools.chain(read, blanks)):
         # Vote: each rank sends 4 bytes, as in training: after a stop signal, an evaluation may take too long.
         finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
