@@ -22,8 +22,7 @@ from recipes.common.watch import watch as watch_module
 from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import COLLECT_S, GATHER_S, Report, summarize
-from recipes.common.watch.stragglers import stragglers
-from recipes.common.watch.watch import NOTE_S, Watch
+from recipes.common.watch.watch import NOTE_S, Watch, stragglers
 from recipes.common.world import world
 from recipes.single import train as single
 from scripts.launch.local import free_port
