@@ -24,8 +24,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
-from recipes.common.record.record import Record
-from recipes.common.record.runs import open_run
+from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.world.peers import Peers

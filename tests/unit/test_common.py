@@ -30,7 +30,7 @@ from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop
 from recipes.common.record.facts import versions
-from recipes.common.record.runs import open_run
+from recipes.common.record.record import open_run
 from recipes.common.restore import restore
 from recipes.common.seeding import mix, permutation, seed_step
 from recipes.common.task import SKIPPED, Classification

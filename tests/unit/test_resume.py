@@ -14,7 +14,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.optim import build_optimizer
 from recipes.common.record import record
-from recipes.common.record.runs import open_run
+from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
 from recipes.single.train import main, options

@@ -75,7 +75,10 @@ def build_model(args: Options, data: Data) -> nn.Module:
     data, or the user's code does not fit together.
     """
     model = make_model(args, data)
-    check_model(model, args, data)
+    if args.has_own_code:
+        from recipes.common.models.own import check_fit
+
+        check_fit(model, args, data)
     return model.to(memory_format=torch.channels_last) if args.channels_last else model
 
 
@@ -99,17 +102,6 @@ def make_model(args: Options, data: Data) -> nn.Module:
         fix = f"use {' or '.join(GPTS)}" if has_tokens else "give your own by --model package.module:function"
         raise UserError(f"--model {args.model} takes images, and --data {args.data} has {data.input}; {fix}")
     return model
-
-
-def check_model(model: nn.Module, args: Options, data: Data) -> None:
-    """Check that the user's code does what the recipes expect; for a model on the meta device, check shapes only.
-
-    Raises UserError if model, data and task do not fit together.
-    """
-    if args.has_own_code:
-        from recipes.common.models.own import check_fit
-
-        check_fit(model, args, data)
 
 
 def _image_model(args: Options, data: Data) -> nn.Module:
