@@ -169,7 +169,7 @@ def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
     assert result.status == 0, result.stderr
     seen = (tmp_path / "seen").read_text()
     assert re.findall(r"^torch.*", seen, re.MULTILINE) == ["torch==2.11.0+cu126", "torchvision==0.26.0+cu126"]
-    assert "nvidia-nvimgcodec-cu12;" in seen
+    assert "nvidia-nvimgcodec-cu12[nvjpeg];" in seen
     assert "cu13" not in seen
     call = (tmp_path / "call").read_text().split()
     assert {"--generate-hashes", "https://x/whl/cu126", "run-cu126.txt"} <= set(call)
