@@ -306,6 +306,13 @@ def test_a_rank_whose_own_work_takes_longer_is_named():
     assert stragglers(before, after, 10, share=0.41) == []
 
 
+def test_work_takes_no_longer_than_its_step():
+    """A note of before the window and one of its very end are of more time than the window has."""
+    before, after = work(100, [0, 0, 0]), work(200, [1, 1, 10.2])
+    text = "rank 2 on n2 is slow: of a step of 100 ms, its own work takes 100 ms, the work of the others 10 ms"
+    assert stragglers(before, after, 10, share=0.25) == [text]
+
+
 def test_who_is_no_straggler():
     before = work(100, [0, 0])
     assert stragglers(before, work(200, [1, 1.4]), 2, share=0.1) == []  # 4 ms are not worth a line

@@ -230,8 +230,9 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
     for rank in before.keys() & after.keys():
         steps = (after[rank]["step"] or 0) - (before[rank]["step"] or 0)
         if steps >= 5:
-            work_s[rank] = (after[rank]["busy_s"] - before[rank]["busy_s"]) / steps
             step_s = seconds / steps  # the same for all ranks: they step together
+            # Notes are up to NOTE_S old, and so may cover more time than the window.
+            work_s[rank] = min((after[rank]["busy_s"] - before[rank]["busy_s"]) / steps, step_s)
     if len(work_s) < 2:
         return []
     found = []
