@@ -200,6 +200,8 @@ class LocalJob:
             time.sleep(0.05)
         else:
             first_failed = self.failed()
+        for number in STOP_SIGNALS:  # Python restores their defaults while it ends, and a late one would kill it
+            signal.signal(number, signal.SIG_IGN)
         for node in self.nodes:
             node.wait()
         for relay in self.relays:

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from scripts.launch import local
-from tests.support import wait_until
+from tests.support import ROOT, wait_until
 
 HELD_BACK = "echo 'error: a disk is slow'"
 
@@ -41,6 +43,22 @@ def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
     job.pass_on(signal.SIGTERM, None)
     assert (job.wait(), *capsys.readouterr()) == (0, "stopped by SIGTERM\n", "")
+
+
+def test_stop_signals_that_go_on_after_the_end_change_nothing():
+    node = "trap '' USR1; echo up; sleep 0.3"
+    code = f"""if True:
+        import os, sys
+        from scripts.launch.local import LocalJob
+        job = LocalJob()
+        job.listen()
+        job.start(["bash", "-c", {node!r}], dict(os.environ))
+        sys.exit(job.wait())"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "up\n"
+    while process.poll() is None:  # Python restores the signals' defaults while it ends
+        process.send_signal(signal.SIGUSR1)
+    assert process.returncode == 0
 
 
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
