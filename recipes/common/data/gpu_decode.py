@@ -107,10 +107,10 @@ class BatchDecoder:
             streams.append(found[0])
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         decoded = self.decoder.decode(streams, params=self.params, cuda_stream=stream)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":  # to_dlpack() needs a GPU in any case
             return [None if image is None else torch.from_numpy(np.asarray(image)) for image in decoded]
         # Not copied: the memory is nvImageCodec's, which frees it in the order of the stream.
-        return [None if image is None else torch.as_tensor(image, device=self.device) for image in decoded]
+        return [None if image is None else torch.from_dlpack(image.to_dlpack(stream)) for image in decoded]
 
     def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, list[str], list[bool]]:
         """Return the batch with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
