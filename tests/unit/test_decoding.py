@@ -14,7 +14,7 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
 from recipes.common.data import SKIPPED, gpu_decode, imagefolder, images, load_data
-from recipes.common.data.gpu_decode import BatchDecoder, collate
+from recipes.common.data.gpu_decode import BatchDecoder, PartDecoder, collate
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
 from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
 from recipes.common.data.workers import LoadedSplit
@@ -261,7 +261,7 @@ def warnings(capfd):
 
 def decoder_of(dataset):
     dataset.encodes_later = True
-    return BatchDecoder(dataset.image_size, dataset.fit, dataset.path, CPU, 1)
+    return BatchDecoder(dataset.image_size, dataset.fit, dataset.path, PartDecoder(CPU, 1))
 
 
 class TestDecodeGpu:
@@ -328,7 +328,7 @@ class TestDecodeGpu:
         with pytest.raises(UserError, match=r"nvImageCodec fails \(no driver\) on cpu; pip install"):
             decoder_of(dataset)
         fail.side_effect = images.make_decoder
-        monkeypatch.setattr(BatchDecoder, "_decode", lambda self, parts: [None])
+        monkeypatch.setattr(PartDecoder, "__call__", lambda self, parts: [None])
         with pytest.raises(UserError, match="nvImageCodec cannot decode on cpu; pip install"):
             decoder_of(dataset)
         monkeypatch.setattr(gpu_decode, "library", lambda: None)

@@ -57,28 +57,18 @@ def collate(samples: Sequence[Sample]) -> EncodedBatch:
     return Encoded(torch.cat(contents), torch.stack(plans)), torch.stack(targets), faults, are_damaged
 
 
-class BatchDecoder:
-    """Decodes the batches that collate() makes.
+class PartDecoder:
+    """Decodes parts of JPEGs on a device; on a CPU the pixels are those that workers decode.
 
     Args:
-        size: height and width S of the images in a batch.
-        fit: returns an image's chosen part, uint8 (H, W, 3), in that size: (pixels, whether to flip).
-        path: returns where the image of an index is, for messages.
-        device: the device that decodes; on a CPU the pixels are those that workers decode.
+        device: the device that decodes.
         threads: threads of the host that help the GPU.
 
     Raises UserError if nvImageCodec cannot decode on this GPU.
     """
 
-    def __init__(
-        self,
-        size: int,
-        fit: Callable[[Tensor, bool], Tensor],
-        path: Callable[[int], str],
-        device: torch.device,
-        threads: int,
-    ) -> None:
-        self.size, self.fit, self.path, self.device = size, fit, path, device
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
         codec = library()
         if codec is None:
             raise UserError("--decode gpu needs nvImageCodec: pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'")
@@ -91,14 +81,14 @@ class BatchDecoder:
         reason = "cannot decode"
         try:
             self.decoder, self.params = make_decoder(number, threads, *kinds)
-            works = self._decode([(np.frombuffer(jpeg.getvalue(), np.uint8), Box(0, 0, 16, 16))])[0] is not None
+            works = self([(np.frombuffer(jpeg.getvalue(), np.uint8), Box(0, 0, 16, 16))])[0] is not None
         except RuntimeError as error:
             works, reason = False, f"fails ({str(error).splitlines()[0]})"
         if not works:
             fix = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]', which has nvJPEG, or drop it"
             raise UserError(f"--decode gpu: nvImageCodec {reason} on {device}; {fix}")
 
-    def _decode(self, parts: Sequence[tuple[np.ndarray, Box]]) -> list[Tensor | None]:
+    def __call__(self, parts: Sequence[tuple[np.ndarray, Box]]) -> list[Tensor | None]:
         """Return the pixels of each part on the device, uint8 (H, W, 3), or None where it cannot be decoded."""
         streams = []
         for content, box in parts:
@@ -112,15 +102,35 @@ class BatchDecoder:
         # Not copied: the memory is nvImageCodec's, which frees it in the order of the stream.
         return [None if image is None else torch.from_dlpack(image.to_dlpack(stream)) for image in decoded]
 
+
+class BatchDecoder:
+    """Decodes the batches that collate() makes.
+
+    Args:
+        size: height and width S of the images in a batch.
+        fit: returns an image's chosen part, uint8 (H, W, 3), in that size: (pixels, whether to flip).
+        path: returns where the image of an index is, for messages.
+        decode_parts: decodes the JPEGs, on its device.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        fit: Callable[[Tensor, bool], Tensor],
+        path: Callable[[int], str],
+        decode_parts: PartDecoder,
+    ) -> None:
+        self.size, self.fit, self.path, self.decode_parts = size, fit, path, decode_parts
+
     def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, list[str], list[bool]]:
         """Return the batch with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
         (content, plan), targets, size = batch[0], batch[1], self.size
-        faults, are_damaged = list(batch[2]), list(batch[3])
+        faults, are_damaged, device = list(batch[2]), list(batch[3]), self.decode_parts.device
         rows = [(index, bool(flip), Box(*box)) for index, _, flip, *box in plan.tolist()]
         contents = content.split(plan[:, 1].tolist())
         jpegs = {i: (contents[i].numpy(), box) for i, (_, _, box) in enumerate(rows) if box.width}
-        decoded = dict(zip(jpegs, self._decode([*jpegs.values()]), strict=True))
-        result = torch.zeros(len(rows), size, size, 3, dtype=torch.uint8, device=self.device)
+        decoded = dict(zip(jpegs, self.decode_parts([*jpegs.values()]), strict=True))
+        result = torch.zeros(len(rows), size, size, 3, dtype=torch.uint8, device=device)
         for i, (index, is_flipped, box) in enumerate(rows):
             if i not in jpegs:
                 result[i] = contents[i].view(size, size, 3)
@@ -128,7 +138,7 @@ class BatchDecoder:
             pixels = decoded[i]
             try:
                 if pixels is None:  # a kind of JPEG that GPUs do not decode, or a damaged one
-                    pixels = decode(jpegs[i][0].tobytes(), partial(_given, box)).to(self.device)
+                    pixels = decode(jpegs[i][0].tobytes(), partial(_given, box)).to(device)
             except BAD_IMAGE as error:
                 targets[i], are_damaged[i] = SKIPPED, True
                 faults[i] = f"{self.path(index)} does not decode ({error})"

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from recipes.common.data.gpu_decode import BatchDecoder, Encoded, collate, encode, encode_pixels
+from recipes.common.data.gpu_decode import BatchDecoder, Encoded, PartDecoder, collate, encode, encode_pixels
 from recipes.common.data.images import BAD_IMAGE, Box, decode, decodes_parts, find_part, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
@@ -260,12 +260,13 @@ def data_of(
     normalise = Normalise(MEAN, STD, args.image_size, device, args.channels_last)
     if args.decode == "gpu" and device.type != "cuda":
         raise UserError("--decode gpu: this run is on a CPU; drop it")
+    decode_parts = PartDecoder(device, max(1, args.workers)) if args.decode == "gpu" else None
 
     def split(images: Images) -> LoadedSplit:
-        if args.decode == "workers":
+        if not decode_parts:
             return LoadedSplit(images, args, device, on_bad_image, normalise)
         images.encodes_later = True
-        decode = BatchDecoder(images.image_size, images.fit, images.path, device, max(1, args.workers))
+        decode = BatchDecoder(images.image_size, images.fit, images.path, decode_parts)
         return LoadedSplit(images, args, device, on_bad_image, normalise, collate, decode)
 
     train, test = map(split, halves)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,26 +30,12 @@ from scripts.bench.contenders.bare_store import BareStore
 BATCH_SIZE, WARM = 32, 4
 
 
-def bare(words: Sequence[str]) -> dict[str, float]:
-    """Read as read() does, through a BareStore."""
-    split = load_train(words)
-    split.dataset.store.__class__ = BareStore
-    return time_reading(split, words)
-
-
-def read(words: Sequence[str]) -> dict[str, float]:
+def read(words: Sequence[str], is_bare: bool = False) -> dict[str, float]:
     """Read the training half once; return the images per second, without the WARM batches while workers start."""
-    return time_reading(load_train(words), words)
-
-
-def load_train(words: Sequence[str]) -> Any:
-    """Return the training half."""
-    return load_data(options(words), torch.device("cpu"), on_bad_image=print).train
-
-
-def time_reading(split: Any, words: Sequence[str]) -> dict[str, float]:
-    """Return the images per second of a split."""
     args = options(words)
+    split: Any = load_data(args, torch.device("cpu"), on_bad_image=print).train
+    if is_bare:
+        split.dataset.store.__class__ = BareStore
     order = draw_order(split, args, 0).split(BATCH_SIZE)
     seen, begin = 0, 0.0
     for number, (_, labels) in enumerate(split.batches(order, 0)):
@@ -71,5 +58,6 @@ def open_(words: Sequence[str]) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = {"read": read, "bare": bare, "open": open_}[sys.argv[1]](["--data", "shards", *sys.argv[2:]])
-    print(json.dumps(found), flush=True)
+    actions: dict[str, Callable[[Sequence[str]], dict[str, float]]] = {"read": read, "open": open_}
+    actions["bare"] = partial(read, is_bare=True)
+    print(json.dumps(actions[sys.argv[1]](["--data", "shards", *sys.argv[2:]])), flush=True)
