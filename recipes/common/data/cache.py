@@ -30,8 +30,8 @@ class Cache:
             return os.pread(file, end - start, start)
 
     def read(
-        self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool] = lambda content: True
-    ) -> bytes:
+        self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
+    ) -> memoryview:
         """Return the bytes from Store.read(), and keep them; raises OSError if either fails."""
         content = self.store.read(name, start, end, is_packed)
         with self._open(name) as file:

@@ -24,13 +24,10 @@ from urllib.parse import quote, urlsplit
 from recipes.common.errors import UserError
 
 READS_IN_FLIGHT = 32
-"""Concurrent reads of a process: 32 reads of 50 ms each are 640 a second, more than a core decodes."""
+"""Concurrent reads of a process: 32 of 50 ms each are 640 a second, about what a core decodes."""
 
 PART_BYTES = 2**20
 """A longer file is read in parts of this many bytes, several at once."""
-
-READ_BYTES = 2**17
-"""Read from a connection at once: more would be new memory each time, of which a part is used."""
 
 PAUSES = (0, 0, 1 / 16, 1 / 4)
 """Pauses before the attempts at a read, in multiples of an attempt's time-out."""
@@ -64,20 +61,20 @@ class Store(ABC):
         return int(self._try(lambda: self._size(name)))
 
     def read(
-        self, name: str, start: int, end: int, is_packed: Callable[[bytes], bool] = lambda content: True
-    ) -> bytes:
+        self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
+    ) -> memoryview:
         """Return the bytes of a file from start to before end, if they are those that were packed.
 
         Raises OSError if the server sends no bytes, or others.
         """
 
-        def read_checked() -> bytes:
+        def read_checked() -> memoryview:
             content = self._read(name, start, end)
             if not is_packed(content):
                 raise OSError(errno.EIO, "the server sent other bytes than were packed")
             return content
 
-        content: bytes = self._try(read_checked)
+        content: memoryview = self._try(read_checked)
         return content
 
     def _try(self, action: Callable[[], Any]) -> Any:
@@ -107,7 +104,7 @@ class Store(ABC):
     def _size(self, name: str) -> int: ...
 
     @abstractmethod
-    def _read(self, name: str, start: int, end: int) -> bytes: ...
+    def _read(self, name: str, start: int, end: int) -> memoryview: ...
 
 
 class HttpStore(Store):
@@ -121,10 +118,10 @@ class HttpStore(Store):
     def _size(self, name: str) -> int:
         return self._get(name, 0, 1)[1]
 
-    def _read(self, name: str, start: int, end: int) -> bytes:
+    def _read(self, name: str, start: int, end: int) -> memoryview:
         return self._get(name, start, end)[0]
 
-    def _get(self, name: str, start: int, end: int) -> tuple[bytes, int]:
+    def _get(self, name: str, start: int, end: int) -> tuple[memoryview, int]:
         """Return the bytes of a file from start to before end, and its size."""
         place, thread, deadline = urlsplit(self.url), threading.get_ident(), time.monotonic() + self.attempt_s
         if thread not in self.connections:
@@ -136,22 +133,22 @@ class HttpStore(Store):
             folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
             connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
             response = connection.getresponse()
-            size, missing, parts = check_answer(response, start, end), end - start, []
-            while missing:
-                part = response.read1(min(missing, READ_BYTES))
-                if not part:
-                    raise OSError(errno.EIO, f"the server sent {end - start - missing} bytes of {end - start}")
+            size, content = check_answer(response, start, end), memoryview(bytearray(end - start))
+            left = content
+            source = response if response.chunked else response.fp  # the latter copies once less
+            while left:
+                if not (count := source.readinto1(left)):
+                    raise OSError(errno.EIO, f"the server sent {len(content) - len(left)} bytes of {len(content)}")
                 if time.monotonic() > deadline:
                     raise OSError(errno.EIO, f"the server took longer than {self.attempt_s:g} s")
-                parts.append(part)
-                missing -= len(part)
-            if response.length != 0:  # sent in chunks, and more may come
+                left = left[count:]
+            if response.chunked:  # and more may come
                 connection.close()
             response.close()
         except BaseException:
             connection.close()
             raise
-        return b"".join(parts), size
+        return content, size
 
 
 def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:
@@ -187,11 +184,11 @@ class FsspecStore(Store):
             raise RefusedError(errno.EIO, "it gives no size")
         return int(size)
 
-    def _read(self, name: str, start: int, end: int) -> bytes:
+    def _read(self, name: str, start: int, end: int) -> memoryview:
         content = self._call("cat_file", name, start=start, end=end)
         if len(content) != end - start:
             raise OSError(errno.EIO, f"{len(content)} bytes came of {end - start}")
-        return bytes(content)
+        return memoryview(content)
 
     def _call(self, method: str, name: str, **values: int) -> Any:
         try:

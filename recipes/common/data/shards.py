@@ -84,7 +84,7 @@ class ShardedImages(Images):
     def _shard(self, index: int) -> str:
         return self.shards[self._value("shard", index)]
 
-    def is_packed(self, index: int, content: bytes) -> bool:
+    def is_packed(self, index: int, content: bytes | memoryview) -> bool:
         """Return whether `content` is the image as it was packed."""
         return len(content) == self._value("size", index) and zlib.crc32(content) == self._value("crc", index)
 
@@ -124,7 +124,7 @@ class RemoteImages(ShardedImages):
     def __init__(self, store: Store, cache: Cache | None, *others: Any) -> None:
         super().__init__(store.url, *others)
         self.store, self.cache = store, cache
-        self.pending: dict[int, tuple[Future[bytes], int]] = {}
+        self.pending: dict[int, tuple[Future[memoryview], int]] = {}
         """For each image, the read that contains it and the image's offset in that read's result."""
 
     def __getitems__(self, keys: Keys) -> list[Sample]:
@@ -142,9 +142,9 @@ class RemoteImages(ShardedImages):
                 break
         return samples + [samples[-1]._replace(fault="")] * (len(keys) - len(samples))
 
-    def _begin(self, indices: list[int]) -> dict[int, tuple[Future[bytes], int]]:
+    def _begin(self, indices: list[int]) -> dict[int, tuple[Future[memoryview], int]]:
         """Begin to read images; one read gets consecutive `indices` that are also neighbours in a shard."""
-        found: dict[int, tuple[Future[bytes], int]] = {}
+        found: dict[int, tuple[Future[memoryview], int]] = {}
         for index in indices if self.cache else ():
             if future := self._look(index):
                 found[index] = future, 0
@@ -155,10 +155,10 @@ class RemoteImages(ShardedImages):
             found |= {index: (future, self._value("offset", index) - first) for index in group}
         return found
 
-    def _look(self, index: int) -> Future[bytes] | None:
+    def _look(self, index: int) -> Future[memoryview] | None:
         """Return an image from the cache, or the error if it cannot be used; None if the image is not in it."""
         assert self.cache
-        future: Future[bytes] = Future()
+        future: Future[memoryview] = Future()
         try:
             content = self.cache.look(self._shard(index), self._value("offset", index), self._end(index))
         except OSError as error:
@@ -166,7 +166,7 @@ class RemoteImages(ShardedImages):
             return future
         if not self.is_packed(index, content):
             return None
-        future.set_result(content)  # as quick as any disk: a thread would take longer
+        future.set_result(memoryview(content))  # as quick as any disk: a thread would take longer
         return future
 
     def _groups(self, indices: Iterable[int]) -> Iterator[list[int]]:
@@ -192,11 +192,11 @@ class RemoteImages(ShardedImages):
         if index not in self.pending:
             self.pending |= self._begin([index])
         future, at = self.pending.pop(index)
-        group: bytes = self.store.result(future)
-        content = group[at : at + self._value("size", index)]
+        group: memoryview = self.store.result(future)
+        content = bytes(group[at : at + self._value("size", index)])
         if len(content) < len(group) and not self.is_packed(index, content):
             future, _ = self._begin([index])[index]  # alone, so that it is asked for until it is right
-            content = self.store.result(future)
+            content = bytes(self.store.result(future))
         return content
 
 

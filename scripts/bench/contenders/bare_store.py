@@ -17,7 +17,7 @@ of_thread = threading.local()
 class BareStore(HttpStore):
     """A folder on a web server that is trusted, on a network without faults."""
 
-    def _read(self, name: str, start: int, end: int) -> bytes:
+    def _read(self, name: str, start: int, end: int) -> memoryview:
         place = urlsplit(self.url)
         if not hasattr(of_thread, "socket"):
             of_thread.socket = socket.create_connection((place.hostname, place.port), self.attempt_s)
@@ -25,9 +25,10 @@ class BareStore(HttpStore):
         request = f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\nRange: bytes={start}-{end - 1}\r\n\r\n"
         of_thread.socket.sendall(request.encode())
         answer, count, head = bytearray(HEAD_BYTES + end - start), 0, -1
-        while head < 0 or count < head + 4 + end - start:
+        while head < 0 or count < head + end - start:
             received = of_thread.socket.recv_into(memoryview(answer)[count:])
             assert received, "the server has closed the connection"
             count += received
-            head = answer.find(b"\r\n\r\n", 0, count) if head < 0 else head
-        return bytes(answer[head + 4 : count])
+            if head < 0 and (found := answer.find(b"\r\n\r\n", 0, min(count, HEAD_BYTES))) >= 0:
+                head = found + 4
+        return memoryview(answer)[head:count]
