@@ -1,17 +1,20 @@
 """The step: whether gradients travel while backward still computes, on links of 1 Gbit/s.
 
 Two nodes, each with its own network (scripts/bench/namespaces.py) and one thread, train resnet18 on images of
-32x32 with the ddp recipe's own loop. Four things take turns in the same two processes:
+32x32 with the ddp recipe's own loop. Five things take turns in the same two processes:
 
 compute         the same steps without the exchange of gradients (no_sync), on both nodes at once, because they
                 share the machine's memory and cache
 forward         the forward passes alone
-communication   all-reduces of tensors as large as DDP's buckets, a step's all begun at once, and no computing
+update          the optimizer's steps alone
+communication   all-reduces of tensors as large as DDP's buckets, converted to the type that is sent and back, a
+                step's all begun at once, and no computing
 step            the recipe as it is
 
-The limit is the larger of two lower bounds from the same round. First, there is no gradient before backward: a
-step takes at least forward plus the longer of backward and communication. Second, a node has one core, which does
-the network's work too: a step takes at least computing plus the CPU time of the communication.
+The limit is the larger of two lower bounds from the same round. First, there is no gradient before backward, and a
+step changes all weights or, where a gradient is not finite, none: it takes at least forward, communication and
+update, one after the other. Second, a node has one core, which does the network's work too: a step
+takes at least computing plus the CPU time of the communication.
 
 The batch size sets how long computing takes: a quarter of the communication's time, the same, or twice as long.
 """
@@ -33,6 +36,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.loop import train_one_epoch
+from recipes.common.optim import build_optimizer
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
@@ -70,7 +74,11 @@ class Trainer:
         self.run()  # DDP rebuilds its buckets once, after the first backward
         # Bytes of fp32 gradients in each bucket, in the order in which DDP sends them.
         sizes = str(self.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(",")
-        self.buckets = [torch.zeros(int(size) // 4, dtype=dtype) for size in sizes]
+        self.buckets, self.sent_type = [torch.zeros(int(size) // 4) for size in sizes], dtype
+        copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self.ddp.parameters()]
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy)
+        self.optimizer = build_optimizer(args, copies)
         self.exchange_cpu_s: list[float] = []
 
     def run(self) -> None:
@@ -89,13 +97,21 @@ class Trainer:
         for _ in range(STEPS):
             cross_entropy(self.job.model(images), labels, reduction="sum")
 
+    def update(self) -> None:
+        """Run only the optimizer, STEPS times, on weights and gradients of the same sizes."""
+        for _ in range(STEPS):
+            self.optimizer.step()
+
     def communicate(self) -> None:
         """All-reduce the buckets of STEPS steps without training; record the CPU time per step."""
         begin = time.process_time()
         for _ in range(STEPS):
-            works = [dist.all_reduce(bucket, async_op=True) for bucket in self.buckets]
-            for work in works:
+            sent = [bucket.to(self.sent_type) for bucket in self.buckets]
+            works = [dist.all_reduce(part, async_op=True) for part in sent]
+            for bucket, part, work in zip(self.buckets, sent, works, strict=True):
                 work.wait()
+                if part is not bucket:
+                    bucket.copy_(part)
         self.exchange_cpu_s.append((time.process_time() - begin) / STEPS)
 
     def measure(self, rounds: int) -> Rounds:
@@ -103,6 +119,7 @@ class Trainer:
         contenders = {
             "compute": partial(seconds, self.compute),
             "forward": partial(seconds, self.forward),
+            "update": partial(seconds, self.update),
             "communication": partial(seconds, self.communicate),
             "step": partial(seconds, self.run),
         }
@@ -128,7 +145,7 @@ def be_a_rank(precision: str, number: int, result: Path) -> None:
     for share in SHARES:
         batch = max(2, round(share * communication_s / sample_s))
         trainer = Trainer(world, batch, precision)
-        sizes = [bucket.nbytes for bucket in trainer.buckets]
+        sizes = [bucket.numel() * trainer.sent_type.itemsize for bucket in trainer.buckets]
         found.append({"share": share, "batch": batch, "buckets": sizes, "rounds": trainer.measure(number)})
     if world.rank == 0:
         result.write_text(json.dumps(found))
@@ -137,11 +154,9 @@ def be_a_rank(precision: str, number: int, result: Path) -> None:
 
 def limits(rounds: Rounds) -> list[float]:
     """Return the lower bound of a step's seconds, for each round."""
-    names = ("compute", "forward", "communication", "exchange_cpu")
-    return [
-        max(forward + max(compute - forward, communication), compute + exchange_cpu)
-        for compute, forward, communication, exchange_cpu in zip(*(rounds[name] for name in names), strict=True)
-    ]
+    sums = (("forward", "communication", "update"), ("compute", "exchange_cpu"))
+    first, second = ([sum(times) for times in zip(*map(rounds.get, names), strict=True)] for names in sums)
+    return [*map(max, first, second)]
 
 
 def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rounds: Rounds) -> Figure:
@@ -150,9 +165,9 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
     middle = {name: f"{1e3 * median(times):.0f} ms" for name, times in rounds.items()}
     sizes = " + ".join(f"{size / 1e6:.1f}" for size in buckets)
     note = (
-        f"step {middle['step']}, compute {middle['compute']} with forward {middle['forward']}, communication "
-        f"{middle['communication']} with {middle['exchange_cpu']} of the processor; "
-        f"{batch} samples a rank, buckets of {sizes} MB"
+        f"step {middle['step']}, compute {middle['compute']} with forward {middle['forward']} and update "
+        f"{middle['update']}, communication {middle['communication']} with {middle['exchange_cpu']} of the "
+        f"processor; {batch} samples a rank, buckets of {sizes} MB"
     )
     name = f"step, ddp {precision}, computing {share:g} x communication"
     return Figure(name, *values, "<= 1.15", "the best overlap on a core", note, is_limit=True)

@@ -5,10 +5,10 @@ is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for 
 after as little computing as can be.
 
 A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of
-two, of the same round: forward, before which there is no gradient, and then its bytes on the link; and the steps
-on free links, which are the work of the cores, the network's included. scratch exchanges after backward: all
-its computing comes before its bytes. Four nodes share too few cores for times to mean anything: there, only bytes
-count.
+two, of the same round: forward, before which there is no gradient, then its bytes on the link, then the update of
+all weights; and the steps on free links, which are the work of the cores, the network's included. scratch
+exchanges after backward: all its computing is before or after its bytes. Four nodes share too few cores for times
+to mean anything: there, only bytes count.
 
 Bytes are measured once, they do not vary by round: the difference of two runs that differ in --max-steps alone,
 read from the counters of each node's interface before and after. What a run sends once (the meeting, the first
@@ -89,7 +89,7 @@ class Measured:
     sent_bytes: list[float]  # what each node sent for a step
     step_s: list[float] = field(default_factory=list)  # by round, the median over the steps on narrow links
     free_s: list[float] = field(default_factory=list)  # the same on links without a limit
-    before_s: list[float] = field(default_factory=list)  # of it before the exchange: forward, or all computing
+    alone_s: list[float] = field(default_factory=list)  # beside no exchange: forward and update, or all computing
 
     def bytes_figure(self) -> Figure:
         """Return the bytes of the node that sends most, over the ring limit; PowerSGD's over that of fp32."""
@@ -114,10 +114,10 @@ class Measured:
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
         note = f"{step_ms:.0f} ms a step, the wire alone {1e3 * wire_s:.0f} ms, the work alone {free_ms:.0f} ms"
-        before = "forward" if self.variant.overlaps else "computing"
-        note += f" with {before} {1e3 * median(self.before_s):.0f} ms"
-        peer = f"the longer of {before} and then the wire, and the cores' work"
-        limits = [max(first + wire_s, free_s) for first, free_s in zip(self.before_s, self.free_s, strict=True)]
+        alone = "forward and update" if self.variant.overlaps else "computing"
+        note += f" with {alone} {1e3 * median(self.alone_s):.0f} ms"
+        peer = f"the longer of {alone} with the wire, and the cores' work"
+        limits = [max(alone_s + wire_s, free_s) for alone_s, free_s in zip(self.alone_s, self.free_s, strict=True)]
         values = ratio({"step": self.step_s, "limit": limits}, "step", "limit")
         return Figure(name, *values, "<= 1.15", peer, note, is_limit=True)
 
@@ -171,9 +171,9 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
     return step_s, free_s
 
 
-def time_before(overlaps: bool, net: Network, nodes: int) -> float:
-    """Return the seconds of a forward pass, or of all computing of a step, on all nodes at once."""
-    flags = [*["--forward"] * overlaps, "--steps", "20"]
+def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
+    """Return the seconds of a step without backward, or of all its computing, on all nodes at once."""
+    flags = [*["--without-backward"] * overlaps, "--steps", "20"]
     return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
 
 
@@ -188,13 +188,13 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             print(f"  {found[-1].bytes_figure().name}: {found[-1].bytes_figure().measured:.4f}", flush=True)
     timed = [one for one in found if one.nodes == TIMED_NODES]
     for number in range(rounds):
-        before_s = {overlaps: time_before(overlaps, net, TIMED_NODES) for overlaps in (True, False)}
+        alone_s = {overlaps: time_alone(overlaps, net, TIMED_NODES) for overlaps in (True, False)}
         for one in timed:
             if number == 0 or one.variant.is_timed:
                 step_s, free_s = time_steps(one.variant, net, one.nodes, folder)
                 one.step_s.append(step_s)
                 one.free_s.append(free_s)
-                one.before_s.append(before_s[one.variant.overlaps])
+                one.alone_s.append(alone_s[one.variant.overlaps])
                 print(f"  {one.variant.name}: {1e3 * step_s:.0f} ms, {1e3 * free_s:.0f} on free links", flush=True)
     missing = [variant for variant in VARIANTS if variant not in variants]
     return [

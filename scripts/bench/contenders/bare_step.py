@@ -3,8 +3,8 @@
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 
 Options after -- are those of the recipe that it is compared with. Under torchrun it trains with plain DDP; with
---alone, each process computes by itself. --forward runs only the forward pass. --tf32 lets a GPU multiply float32
-matrices in TF32.
+--alone, each process computes by itself. --without-backward leaves out what can run beside an exchange. --tf32
+lets a GPU multiply float32 matrices in TF32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--without-backward", action="store_true")
     own_args = parse(parser, sys.argv[1:])
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
@@ -56,20 +56,19 @@ def main() -> None:
     indices = torch.arange(min(READY, len(data.train) // size) * size)
     ready = itertools.cycle(list(data.train.batches(indices.split(size), 0)))
 
-    def step() -> None:
+    def step(has_backward: bool) -> None:
         images, labels = next(ready)
         with autocast(args, device):
             loss = cross_entropy(ddp(images), labels)
-        if own_args.forward:
-            return
-        loss.backward()
+        if has_backward:
+            optimizer.zero_grad()
+            loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
 
-    for count in (3, steps):  # the first loop is the warm-up
+    for count, has_backward in ((3, True), (steps, not own_args.without_backward)):  # the first is the warm-up
         begin = time.perf_counter()
         for _ in range(count):
-            step()
+            step(has_backward)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - begin

@@ -24,6 +24,9 @@ from recipes.common.options import Parser
 from recipes.single.train import options
 from scripts.launch.command import parse
 
+READS = 4
+"""For each save: a shared disk's speed varies more than that of memory."""
+
 
 def drop_from_memory(path: Path) -> None:
     """Drop a file from the page cache, so that the next read comes from the disk."""
@@ -92,7 +95,7 @@ def main() -> None:
             train(2 * max(write_s))
         writer.wait()  # else the next save would wait for this one
     assert writer.newest
-    for _ in range(own_args.saves):
+    for _ in range(READS * own_args.saves):
         read_s.append(timed_read(writer.newest))
         drop_from_memory(writer.newest)
         begin = time.perf_counter()
