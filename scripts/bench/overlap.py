@@ -13,8 +13,8 @@ step            the recipe as it is
 
 The limit is the larger of two lower bounds from the same round. First, there is no gradient before backward, and a
 step changes all weights or, where a gradient is not finite, none: it takes at least forward, communication and
-update, one after the other. Second, a node has one core, which does the network's work too: a step
-takes at least computing plus the CPU time of the communication.
+update, one after the other. Second, a node has one core, which does the network's work too, most of it the
+kernel's: a step takes at least computing plus the work of the machine's cores for the communication, by node.
 
 The batch size sets how long computing takes: a quarter of the communication's time, the same, or twice as long.
 """
@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
@@ -79,7 +80,7 @@ class Trainer:
         for copy in copies:
             copy.grad = torch.zeros_like(copy)
         self.optimizer = build_optimizer(args, copies)
-        self.exchange_cpu_s: list[float] = []
+        self.exchange_work_s: list[float] = []
 
     def run(self) -> None:
         """Train for one epoch of STEPS batches."""
@@ -103,8 +104,8 @@ class Trainer:
             self.optimizer.step()
 
     def communicate(self) -> None:
-        """All-reduce the buckets of STEPS steps without training; record the CPU time per step."""
-        begin = time.process_time()
+        """All-reduce the buckets of STEPS steps without training; record the cores' work per step."""
+        begin = work_s()
         for _ in range(STEPS):
             sent = [bucket.to(self.sent_type) for bucket in self.buckets]
             works = [dist.all_reduce(part, async_op=True) for part in sent]
@@ -112,10 +113,10 @@ class Trainer:
                 work.wait()
                 if part is not bucket:
                     bucket.copy_(part)
-        self.exchange_cpu_s.append((time.process_time() - begin) / STEPS)
+        self.exchange_work_s.append((work_s() - begin) / STEPS / NODES)
 
     def measure(self, rounds: int) -> Rounds:
-        """Run the contenders in turns; return the seconds per step of each, and of CPU time, for each round."""
+        """Run the contenders in turns; return the seconds per step of each, and of work, for each round."""
         contenders = {
             "compute": partial(seconds, self.compute),
             "forward": partial(seconds, self.forward),
@@ -124,7 +125,7 @@ class Trainer:
             "step": partial(seconds, self.run),
         }
         found = take_turns(contenders, rounds, warm_up=True)
-        return {**found, "exchange_cpu": self.exchange_cpu_s[1:]}  # the first is of the warm-up
+        return {**found, "exchange_work": self.exchange_work_s[1:]}  # the first is of the warm-up
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -133,6 +134,12 @@ def seconds(work: Callable[[], None]) -> float:
     begin = time.perf_counter()
     work()
     return (time.perf_counter() - begin) / STEPS
+
+
+def work_s() -> float:
+    """Return the seconds that the machine's cores have worked, for the kernel and its network, too."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def be_a_rank(precision: str, number: int, result: Path) -> None:
@@ -154,7 +161,7 @@ def be_a_rank(precision: str, number: int, result: Path) -> None:
 
 def limits(rounds: Rounds) -> list[float]:
     """Return the lower bound of a step's seconds, for each round."""
-    sums = (("forward", "communication", "update"), ("compute", "exchange_cpu"))
+    sums = (("forward", "communication", "update"), ("compute", "exchange_work"))
     first, second = ([sum(times) for times in zip(*map(rounds.get, names), strict=True)] for names in sums)
     return [*map(max, first, second)]
 
@@ -166,7 +173,7 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
     sizes = " + ".join(f"{size / 1e6:.1f}" for size in buckets)
     note = (
         f"step {middle['step']}, compute {middle['compute']} with forward {middle['forward']} and update "
-        f"{middle['update']}, communication {middle['communication']} with {middle['exchange_cpu']} of the "
+        f"{middle['update']}, communication {middle['communication']} with {middle['exchange_work']} of the "
         f"processor; {batch} samples a rank, buckets of {sizes} MB"
     )
     name = f"step, ddp {precision}, computing {share:g} x communication"

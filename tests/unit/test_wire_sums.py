@@ -94,7 +94,7 @@ def test_no_step_is_below_the_longer_of_two_sums():
         "forward": [0.4, 1.0, 1.0],
         "update": [0.1, 0.2, 0.3],
         "communication": [2.0, 1.0, 1.0],
-        "exchange_cpu": [0.1, 0.0, 0.5],
+        "exchange_work": [0.1, 0.0, 0.5],
         "step": [2.5, 3.3, 7.0],
     }
     assert overlap.limits(rounds) == [2.5, 3.0, 3.5]
