@@ -16,9 +16,9 @@ from collections import Counter
 
 import pytest
 import torch
+from isal import isal_zlib
 from torch import nn
 
-from recipes.common.checkpoint import checkpoint
 from recipes.common.checkpoint.checkpoint import (
     FORMAT,
     CheckpointFolder,
@@ -239,7 +239,7 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, ca
     def fail(*_, **__):
         raise error
 
-    target = {"load": (torch, "load"), "check": (checkpoint.zlib, "crc32"), "fstat": (os, "fstat")}
+    target = {"load": (torch, "load"), "check": (isal_zlib, "crc32"), "fstat": (os, "fstat")}
     with monkeypatch.context() as patch:
         patch.setattr(*target[call], fail)
         for set_aside in (True, False):

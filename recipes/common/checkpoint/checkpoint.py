@@ -19,13 +19,13 @@ import struct
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from isal import isal_zlib
 
 from recipes.common.errors import UserError
 from recipes.common.options import Options
@@ -105,7 +105,7 @@ class _SummedFile:
         self.file, self.checksum = file, 0
 
     def write(self, data: bytes) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
+        self.checksum = isal_zlib.crc32(data, self.checksum)
         return self.file.write(data)
 
     def flush(self) -> None:

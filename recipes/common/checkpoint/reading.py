@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from isal import isal_zlib
 
 from recipes.common.checkpoint.checkpoint import (
     CHECKSUM,
@@ -158,7 +158,7 @@ def checksum_of(file: BinaryIO, size: int) -> tuple[int, int]:
     """Return the CRC-32 of a file's next `size` bytes, and their number, which is smaller where it ends before."""
     buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs as much as to sum it
     while count < size and (read := file.readinto(buffer[: min(size - count, len(buffer))])):  # type: ignore[attr-defined]
-        checksum = zlib.crc32(buffer[:read], checksum)
+        checksum = isal_zlib.crc32(buffer[:read], checksum)
         count += read
     return checksum, count
 

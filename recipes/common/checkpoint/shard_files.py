@@ -15,12 +15,12 @@ import math
 import os
 import secrets
 import socket
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, reason_of, sync_folder
@@ -204,7 +204,7 @@ class ShardedFolder:
         with open(path, "xb") as file:
             for part in parts:
                 data = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-                checksum = zlib.crc32(data, checksum)
+                checksum = isal_zlib.crc32(data, checksum)
                 size += file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -20,7 +20,6 @@ import re
 import resource
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -29,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from isal import isal_zlib
 
 from recipes.common.data.cache import Cache, open_cache
 from recipes.common.data.imagefolder import Images, data_of, walk
@@ -86,7 +86,7 @@ class ShardedImages(Images):
 
     def is_packed(self, index: int, content: bytes | memoryview) -> bool:
         """Return whether `content` is the image as it was packed."""
-        return len(content) == self._value("size", index) and zlib.crc32(content) == self._value("crc", index)
+        return len(content) == self._value("size", index) and isal_zlib.crc32(content) == self._value("crc", index)
 
     def read(self, index: int) -> bytes:
         """Return an image's file.
@@ -328,7 +328,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
                     offset = tar.offset + tarfile.BLOCKSIZE  # after a header, which is one block for short names
                     add(tar, key + Path(path).suffix.lower(), content)
                     add(tar, f"{key}.cls", str(label).encode())
-                    rows[index] = len(shards), offset, len(content), zlib.crc32(content), label
+                    rows[index] = len(shards), offset, len(content), isal_zlib.crc32(content), label
             shards[name] = (folder / name).stat().st_size
             yield name, len(rows) - first
         for number, (name, kind) in enumerate(FIELDS.items()):

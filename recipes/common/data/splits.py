@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from recipes.common.task import Task
@@ -206,5 +206,5 @@ def digest(*tensors: Tensor) -> int:
     """Return the CRC-32 of the bytes of all tensors, one after another."""
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+        checksum = isal_zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
     return checksum
