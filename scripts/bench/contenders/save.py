@@ -6,9 +6,11 @@ python -m scripts.bench.contenders.save FOLDER --saves 6 -- --model resnet50 --o
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +21,11 @@ from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
-from recipes.common.options import Parser
+from recipes.common.options import Options, Parser
 from recipes.single.train import options
 from scripts.launch.command import parse
 
-READS = 4
+READS = 2
 """For each save: a shared disk's speed varies more than that of memory."""
 
 
@@ -43,6 +45,20 @@ def timed_read(path: Path) -> float:
         while count := file.readinto(memory[: 2**23]):
             memory = memory[count:]
     return time.perf_counter() - begin
+
+
+def timed_restore(path: Path, args: Options) -> tuple[float, float]:
+    """Return the seconds to read a checkpoint as bytes, and to restore a new model and optimizer from it."""
+    data = load_data(args, torch.device("cpu"), on_bad_image=print)
+    model = build_model(args, data)
+    optimizer = build_optimizer(args, model.parameters())
+    read_s = timed_read(path)
+    drop_from_memory(path)
+    begin = time.perf_counter()
+    content = read_checkpoint(path)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
+    return read_s, time.perf_counter() - begin
 
 
 def copies(size: int, count: int) -> list[float]:
@@ -84,7 +100,6 @@ def main() -> None:
     writer = CheckpointWriter(CheckpointFolder(own_args.folder, keep=1).write, fail)
     write_s: list[float] = []
     begin_s: list[float] = []
-    restore_s, read_s = [], []
     for i in range(2 * own_args.saves + 2):
         content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
         save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
@@ -94,14 +109,10 @@ def main() -> None:
             train(2 * max(write_s))
         writer.wait()  # else the next save would wait for this one
     assert writer.newest
-    for _ in range(READS * own_args.saves):
-        read_s.append(timed_read(writer.newest))
-        drop_from_memory(writer.newest)
-        begin = time.perf_counter()
-        content = read_checkpoint(writer.newest)
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-        restore_s.append(time.perf_counter() - begin)
+    # As a job that resumes, each in a new process, whose memory no training has used.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        resume = partial(timed_restore, writer.newest)
+        read_s, restore_s = zip(*pool.map(resume, [args] * READS * own_args.saves, chunksize=1), strict=True)
     size = writer.newest.stat().st_size
     figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves)}
     print(json.dumps({**figures, "restore_s": restore_s, "read_s": read_s, "bytes": size}), flush=True)
