@@ -27,7 +27,13 @@ from recipes.common.checkpoint.checkpoint import (
     copy_tree,
     pack,
 )
-from recipes.common.checkpoint.reading import BadCheckpointError, check_options, read_checkpoint, read_newest
+from recipes.common.checkpoint.reading import (
+    BadCheckpointError,
+    check_options,
+    checksum_of,
+    read_checkpoint,
+    read_newest,
+)
 from recipes.common.errors import UserError
 from recipes.common.restore import position_of
 from recipes.common.world.tree import map_tree
@@ -145,6 +151,8 @@ def with_checksum(data):
 def test_the_checksum_of_these_tests_is_ours(folder):
     whole = folder.paths()[0].read_bytes()
     assert whole == with_checksum(whole[:-12])
+    long = random.Random(2).randbytes(3_500_000)  # read in several parts
+    assert checksum_of(io.BytesIO(long), len(long)) == (zlib.crc32(long), len(long))
 
 
 def foreign_files(trace):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
+from recipes.common.data.remote import open_store
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
@@ -299,6 +300,40 @@ def test_what_a_server_does_is_one_line(shards, name):
         assert error.endswith("; fix this, then add --resume auto")
         assert re.fullmatch(reason, error.removeprefix(start).removesuffix("; fix this, then add --resume auto"))
         assert 1 <= counts.requests - before <= attempts
+
+
+def in_chunks(handler, number):
+    """Send the right part in chunks of 500 bytes, and then the head of another answer, which nobody asked for."""
+    start, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+    content = (handler.server.folder / handler.path.lstrip("/")).read_bytes()
+    part = content[start : end + 1]
+    handler.send_response(206)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.send_header("Content-Range", f"bytes {start}-{end}/{len(content)}")
+    handler.end_headers()
+    chunks = [part[at : at + 500] for at in range(0, len(part), 500)]
+    for chunk in [*chunks, b""]:
+        handler.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+    handler.wfile.write(b"HTTP/1.1 503 Late\r\n\r\n")
+    handler.wfile.flush()
+    return True
+
+
+def test_a_part_may_come_in_chunks(shards):
+    with serve(shards, fault=in_chunks) as (url, counts):
+        store, name = open_store(url, 60), "train-000000.tar"
+        content = (shards / name).read_bytes()
+        for start, end in ((0, 1300), (500, 501), (512, 2512)):
+            assert store.read(name, start, end) == content[start:end]
+        assert counts.requests == 3
+
+
+def test_an_attempt_ends_in_time_although_bytes_keep_coming(shards):
+    with serve(shards, fault=drip) as (url, _):
+        store = open_store(url, 60)
+        store.attempt_s = 0.1
+        with pytest.raises(OSError, match=r"the server took longer than 0\.1 s, 4 times"):
+            store.read("train-000000.tar", 0, 1000)
 
 
 def test_a_server_that_recovers_costs_nothing(shards):
