@@ -88,7 +88,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
         BadCheckpointError: the file is cut, damaged (a CRC-32 covers every byte) or not of this project.
         UserError: the file cannot be read now (an I/O error, no memory), which does not prove that it is bad.
     """
-    with ThreadPoolExecutor(2) as pool:  # at the same time: they take about equally long
+    with ThreadPoolExecutor(2) as pool:  # at the same time: both wait for the disk
         checking = pool.submit(_check_bytes, path)
         loading = pool.submit(torch.load, path, map_location="cpu", weights_only=True)
     try:
@@ -156,7 +156,7 @@ def _check_bytes(path: Path) -> None:
 
 def checksum_of(file: BinaryIO, size: int) -> tuple[int, int]:
     """Return the CRC-32 of a file's next `size` bytes, and their number, which is smaller where it ends before."""
-    buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs as much as to sum it
+    buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs more than to sum it
     while count < size and (read := file.readinto(buffer[: min(size - count, len(buffer))])):  # type: ignore[attr-defined]
         checksum = isal_zlib.crc32(buffer[:read], checksum)
         count += read

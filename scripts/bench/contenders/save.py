@@ -14,11 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter, Position, pack
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
+from recipes.common.data.splits import Data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, Parser
@@ -47,11 +50,16 @@ def timed_read(path: Path) -> float:
     return time.perf_counter() - begin
 
 
+def build(args: Options, device: torch.device) -> tuple[Data, nn.Module, Optimizer]:
+    """Return the data, and a new model and its optimizer."""
+    data = load_data(args, device, on_bad_image=print)
+    model = build_model(args, data).to(device)
+    return data, model, build_optimizer(args, model.parameters())
+
+
 def timed_restore(path: Path, args: Options) -> tuple[float, float]:
     """Return the seconds to read a checkpoint as bytes, and to restore a new model and optimizer from it."""
-    data = load_data(args, torch.device("cpu"), on_bad_image=print)
-    model = build_model(args, data)
-    optimizer = build_optimizer(args, model.parameters())
+    _, model, optimizer = build(args, torch.device("cpu"))
     read_s = timed_read(path)
     drop_from_memory(path)
     begin = time.perf_counter()
@@ -79,9 +87,7 @@ def main() -> None:
     own_args = parse(parser, sys.argv[1:])
     args = options(own_args.options)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
-    data = load_data(args, device, on_bad_image=print)
-    model = build_model(args, data).to(device)
-    optimizer = build_optimizer(args, model.parameters())
+    data, model, optimizer = build(args, device)
     images, labels = next(iter(data.train.batches([torch.arange(args.global_batch_size)], 0)))
 
     def train(seconds: float) -> None:
