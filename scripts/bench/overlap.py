@@ -107,9 +107,11 @@ class Trainer:
         """All-reduce the buckets of STEPS steps without training; record the cores' work per step."""
         begin = work_s()
         for _ in range(STEPS):
-            sent = [bucket.to(self.sent_type) for bucket in self.buckets]
-            works = [dist.all_reduce(part, async_op=True) for part in sent]
-            for bucket, part, work in zip(self.buckets, sent, works, strict=True):
+            begun = []
+            for bucket in self.buckets:
+                part = bucket.to(self.sent_type)
+                begun.append((bucket, part, dist.all_reduce(part, async_op=True)))
+            for bucket, part, work in begun:
                 work.wait()
                 if part is not bucket:
                     bucket.copy_(part)
@@ -137,7 +139,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def work_s() -> float:
-    """Return the seconds that the machine's cores have worked, for the kernel and its network, too."""
+    """Return the seconds that the cores have worked: for the kernel's network, too, but also for other programs."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
