@@ -139,7 +139,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def work_s() -> float:
-    """Return the seconds that the cores have worked: for the kernel's network, too, but also for other programs."""
+    """Return the seconds that the cores have worked: for the kernel's network too, but also for other programs."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
