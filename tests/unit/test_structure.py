@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib
+import re
 import subprocess
 import sys
 import typing
@@ -328,3 +329,24 @@ def test_every_wait_for_other_ranks_is_watched(path):
     """If a rank is missing, the others must report in which wait: on GPUs, only reading the result blocks."""
     tree = ast.parse(path.read_text())
     assert list(unwatched_waits(tree)) == []
+
+
+def locked(name):
+    """Return the packages of a list in requirements/, each with its version, markers and hashes."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    return {entry.split("==")[0]: entry for entry in re.split(r"\n(?=\S)", text)}
+
+
+@pytest.mark.parametrize("name", ["dev", "bench"])
+def test_every_set_up_holds_what_recipes_need(name):
+    """`make test` installs dev.txt alone, and `make bench` bench.txt: neither may lack a package of run.txt."""
+    others = locked(name)
+    assert {package for package, entry in locked("run").items() if others.get(package) != entry} == set()
+
+
+@pytest.mark.parametrize("name", ["run", "dev", "bench", "horovod-build"])
+def test_every_package_asked_for_is_locked(name):
+    lines = (ROOT / "requirements" / f"{name}.in").read_text().splitlines()
+    asked = {re.match(r"[\w-]*", line)[0].lower() for line in lines if not line.startswith("-r")} - {""}
+    assert asked <= {package.split("[")[0] for package in locked(name)}
