@@ -1,6 +1,6 @@
 """The step: whether gradients travel while backward still computes, on links of 1 Gbit/s.
 
-Two nodes, each with its own network (scripts/bench/namespaces.py) and one thread, train resnet18 on images of
+Two nodes, each with its own network (scripts/bench/namespaces.py) and one core, train resnet18 on images of
 32x32 with the ddp recipe's own loop. Five things take turns in the same two processes:
 
 compute         the same steps without the exchange of gradients (no_sync), on both nodes at once, because they
@@ -22,6 +22,7 @@ The batch size sets how long computing takes: a quarter of the communication's t
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -146,6 +147,9 @@ def work_s() -> float:
 
 def be_a_rank(precision: str, number: int, result: Path) -> None:
     """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # also for threads that start later
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     quick = Trainer(world, PROBE_BATCH, precision).measure(2)
     quickest = world.gather_objects([min(quick["compute"]) / PROBE_BATCH, min(quick["communication"])])
