@@ -45,12 +45,11 @@ PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate",
 
 
 def facts() -> dict[str, Any]:
-    """Return the facts of a measurement made now: date, revision, hardware and versions."""
-    here, code = hardware(), revision() or "unknown"
+    """Return the facts of a measurement made now: date, hardware and versions."""
+    here = hardware()
     memory_gb = round(psutil.virtual_memory().total / 2**30)
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "revision": code[:12] + "-dirty" * code.endswith("-dirty"),
         "hardware": {**here, "cpu": here["cpu"] or here["machine"], "memory_gb": memory_gb},
         "versions": measured_on(*PEERS)["versions"],
     }
@@ -67,7 +66,7 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError if it is not a benchmark's file, or is of another day, machine or version.
     """
     if not path.exists():
-        return {"figures": [], "rounds_by_part": {}}
+        return {"figures": [], "parts": {}}
     old = read_run(path).facts
     if any(old[key] != about[key] for key in ("date", "hardware", "versions")):
         raise UserError(f"{path} is of another day, machine or version; give another --output FILE, or remove it")
@@ -78,10 +77,10 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
     """Write a part's figures to the file; keep those of other parts from an earlier run of the same day."""
     old = read_output(path, about)
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
-    revisions = dict.fromkeys([*old.get("revision", about["revision"]).split(", "), about["revision"]])
+    code = revision() or "unknown"
+    measured = {"rounds": rounds, "revision": code[:12] + "-dirty" * code.endswith("-dirty")}
     facts = {
-        "revision": ", ".join(revisions),
-        "rounds_by_part": {**old["rounds_by_part"], part: rounds},
+        "parts": {**old["parts"], part: measured},
         "figures": sorted(rows, key=lambda row: [*PARTS, row["part"]].index(row["part"])),
     }
     path.write_text(json.dumps({**about, **facts}, indent=2) + "\n")

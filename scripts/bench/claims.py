@@ -152,7 +152,8 @@ def benchmark_row(said: str, figure: Figure, facts: Mapping[str, Any]) -> list[s
     goal = f", goal {figure.goal}" if figure.goal else ""
     result = f"{figure.name}, against {figure.peer}: {number(figure.measured)}{spread}{goal}{met}"
     command = f"`make bench PARTS={figure.part}`"
-    return [f"bench {figure.part}", said, command, facts["revision"], facts["date"], machine(facts), result]
+    revision = facts["parts"][figure.part]["revision"]
+    return [f"bench {figure.part}", said, command, revision, facts["date"], machine(facts), result]
 
 
 def page(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -61,13 +62,12 @@ class Run:
         """The date of the measurement."""
         return str(self.facts["date"])
 
-    @property
-    def rounds(self) -> str:
-        """The largest number of rounds of a part, and the parts that had fewer."""
-        by_part = self.facts["rounds_by_part"]
-        most = max(by_part.values())
-        fewer = ", ".join(f"{part} {rounds}" for part, rounds in by_part.items() if rounds < most)
-        return f"{most} ({fewer})" if fewer else f"{most}"
+    def of_most_parts(self, fact: str) -> str:
+        """Return the rounds or the revision that most parts were measured with, then those of other parts."""
+        by_part = {part: measured[fact] for part, measured in self.facts["parts"].items()}
+        [(most, _)] = Counter(by_part.values()).most_common(1)
+        others = ", ".join(f"{part} {value}" for part, value in by_part.items() if value != most)
+        return f"{most} ({others})" if others else f"{most}"
 
     @property
     def device(self) -> str:
@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
         facts = json.loads(path.read_text(encoding="utf-8"))
         rows = [{key: value for key, value in row.items() if key in known} for row in facts["figures"]]
         run = Run(path, facts, tuple(Figure(**row) for row in rows))
-        _ = run.date, run.device, run.facts["versions"], run.rounds, run.facts["revision"].split
+        _ = run.date, run.device, run.facts["versions"], run.of_most_parts("rounds"), run.of_most_parts("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is no benchmark's file ({type(error).__name__}: {error}); remove it") from None
     return run
@@ -127,10 +127,11 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
         lines += ["Other pages: " + ", ".join(f"[{name}]({name})" for name in others) + ".", ""]
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.facts["versions"].items())
+        revision, rounds = map(run.of_most_parts, ("revision", "rounds"))
         lines += [
             f"## {run.date}, {run.path.stem.removeprefix(run.date).strip('-') or 'run'}",
             "",
-            f"{run.device}. {versions}. Revision {run.facts['revision']}, {run.rounds} rounds; "
+            f"{run.device}. {versions}. Revision {revision}, rounds {rounds}; "
             f"{score(run.figures)} ([figures]({run.path.name})). {run.facts.get('remark', '')}".rstrip(),
             "",
             *sections(run.figures, f"{run.path.stem}-"),

@@ -21,8 +21,7 @@ from scripts.bench.questions import QUESTIONS, draw, drill_figures
 def write(folder, name, date, *figures, gpus=()):
     facts = {
         "date": date,
-        "rounds_by_part": {"small-data": 5, "wire": 3},
-        "revision": "abc",
+        "parts": {"small-data": {"rounds": 5, "revision": "abc"}, "wire": {"rounds": 3, "revision": "abc"}},
         "hardware": {"cpus": 2, "cpu": "A | B", "memory_gb": 24, "gpus": list(gpus)},
         "versions": {"python": "3.11.7", "torch": "2.14.1"},
     }
@@ -81,7 +80,7 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     text, [readme, chinese] = report.render(tmp_path, [README] * 2, [LOST])
     assert text.index("## 2026-02-01, gpu") < text.index("## 2026-01-02, cpu") < text.index("## The drill")
     assert "2 cores of A | B, 24 GB, 2 x H200. python 3.11.7, torch 2.14.1. " in text
-    assert "Revision abc, 5 (wire 3) rounds; 0 of 1 goals met" in text
+    assert "Revision abc, rounds 5 (wire 3); 0 of 1 goals met" in text
     assert (
         "| LeNet fp32, 1 process | >= 1.8 | 2.00 | 1.90 .. 2.20 | yes | usual eager loop \\| workers | 4 \\| 2 |"
         in text
@@ -186,14 +185,17 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     assert "error: jpeg: ImportError: no simplejpeg\n" in capsys.readouterr().err
     kept = json.loads(path.read_text())
     assert kept["figures"] == [LOOP.as_dict()]
-    assert (kept["rounds_by_part"], kept["revision"].count(",")) == ({"small-data": 3}, 0)
+    assert {part: measured["rounds"] for part, measured in kept["parts"].items()} == {"small-data": 3}
     # A part measured later, at another commit, is added; the file says which rounds and commits it holds.
-    path.write_text(json.dumps({**kept, "revision": "abc"}))
+    now = kept["parts"]["small-data"]["revision"]
+    path.write_text(json.dumps({**kept, "parts": {"small-data": {"rounds": 3, "revision": "abc"}}}))
     assert bench.main(["checkpoint", "--output", str(path)]) == 0
     both = json.loads(path.read_text())
     assert [figure["part"] for figure in both["figures"]] == ["small-data", "checkpoint"]
-    assert both["rounds_by_part"] == {"small-data": 3, "checkpoint": 5}
-    assert both["revision"] == f"abc, {kept['revision']}"
+    assert both["parts"] == {
+        "small-data": {"rounds": 3, "revision": "abc"},
+        "checkpoint": {"rounds": 5, "revision": now},
+    }
 
 
 @pytest.mark.parametrize(
