@@ -61,7 +61,9 @@ def endless(tmp_path):
 
 def test_a_script_of_the_users_own(mpi, tmp_path):
     path = tmp_path / "train.py"
-    path.write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    # One write: an unbuffered print() writes the end of its line by itself, and mpirun may mix the two.
+    line = r"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\n"
+    path.write_text(f'import os, sys; sys.stdout.write(f"{line}")')
     done = run(str(path), "--out={run_dir}", RUNS_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--out={tmp_path}/train']" for rank in range(2)]
