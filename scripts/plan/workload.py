@@ -21,11 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.common.data import Data, load_data
 from recipes.common.data.workers import LoadedSplit
-from recipes.common.models.models import build_model
+from recipes.common.models.models import make_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options, is_reference
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
+from recipes.common.user_code import call
 from recipes.tensor.plans import parallelize
 from scripts.plan.model import BLOCK_BYTES, Compute, Gradient, Method
 
@@ -52,8 +53,7 @@ def kind_of(args: Options, num_classes: int | None = None, samples: int | None =
         sample_bytes = data.input.zeros(1).nbytes if isinstance(data.train, LoadedSplit) else 0
         return Kind(data, samples or len(data.train), sample_bytes)
     count = args.num_samples if args.data == "synthetic" else 1_281_167
-    found = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
-    channels, image_size, classes, count = found
+    channels, image_size, classes, count = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
     sample_bytes = 110_000 if args.data in ("imagefolder", "shards") else 0  # about one image of ImageNet
     nothing = cast(Any, None)
     data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
@@ -148,13 +148,12 @@ class Sums(TorchDispatchMode):
 def look_at(args: Options, kind: Kind) -> Workload:
     """Return the workload of --model (for tensor, a rank's), from passes in which nothing is computed or sent.
 
-    Raises:
-        UserError: the model cannot be split over --tensor-parallel ranks.
+    Raises UserError if the model rejects the inputs, or cannot be split over --tensor-parallel ranks.
     """
     with torch.device("meta"):
-        model = build_model(args, kind.data).train()
-    whole, ranks = count_pass(model, kind.data), getattr(args, "tensor_parallel", 1)
-    if ranks == 1:
+        model = make_model(args, kind.data).train()  # without build_model()'s samples: kind has none of images
+    whole = call(f"--model {args.model}, on tensors without data,", count_pass, model, kind.data)
+    if (ranks := getattr(args, "tensor_parallel", 1)) == 1:
         return whole
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
@@ -214,12 +213,13 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
 
     The function returns the seconds of forward, backward and optimizer.
     """
-    model = build_model(args, kind.data).to(device).train()
+    model = make_model(args, kind.data).to(device).train()
     optimizer = build_optimizer(args, model.parameters())
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
     inputs = torch.rand((samples, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
     if args.channels_last and inputs.ndim == 4:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)
     if args.compile:
         model.compile(mode=args.compile_mode)
     choose_kernels(args)
@@ -254,7 +254,7 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
         times: list[list[float]] = []
         do_step, end = timed_step(args, kind, samples, device), time.perf_counter() + 10
         while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
-            times.append(do_step())
+            times.append(call(f"--measure of {samples} samples", do_step))
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
     whole, less = measure(local_batch_size), local_batch_size // 2

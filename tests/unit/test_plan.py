@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.ddp import train
@@ -206,6 +207,32 @@ def test_a_rank_of_tensor_computes_its_part(ranks):
     assert not torch.distributed.is_initialized()
     half = tensor_options([*words, "--amp", "bf16", "--accumulate-steps", "2"])
     assert workload.sums_bytes(half, 8) == (4 * 2 * 16 * 64,) * 16 + (4 * 4 * 16 * 64,) * 16
+
+
+OWN = """
+import torch
+
+
+def net(data):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+
+def narrow(data):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(7, 10))
+"""
+
+
+def test_an_own_model_is_counted_without_data(tmp_path, monkeypatch):
+    """A data set of images is known by its numbers alone: there is no sample to try the model on."""
+    (tmp_path / "planned.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["ddp", "--data", "digits", "--compute-ms", "1", "--local-batch-size", "8", "--model"]
+    row = command.make_plan([*words, "planned:net"])[0]["rows"][-1]
+    assert row["checkpoint_bytes"] == 4 * (64 * 10 + 10) * 2, "weights, and SGD's momentum"
+    with pytest.raises(
+        UserError, match=r"--model planned:narrow, on tensors without data, failed: RuntimeError: .*64"
+    ):
+        command.make_plan([*words, "planned:narrow"])
 
 
 def test_nodes_that_make_up_no_whole_replicas_are_left_out():
