@@ -22,7 +22,7 @@ from scripts.doctor.network import call_within
 from scripts.doctor.rules import Case, broken_gpus, node_errors
 from scripts.launch.command import CommandParser, command, parse
 
-NVIDIA_SMI_S = 8.0
+NVIDIA_SMI_S = 7.0
 """nvidia-smi hangs if a GPU's firmware does not answer; without persistence mode it always takes seconds."""
 
 

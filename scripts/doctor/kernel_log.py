@@ -13,7 +13,7 @@ from typing import Any
 
 RECENT_S = 24 * 3600
 
-READ_S = 5.0
+READ_S = 2.0
 """Time limit for reading: a failing driver may write lines faster than they can be read."""
 
 DRAIN, RESET, REBOOT, WATCH = "drain", "reset", "reboot", "watch"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from scripts.doctor import gpus, kernel_log
 from tests.support import ROOT
 
 XID = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid=77, name=python, what the driver says\n"
@@ -86,6 +87,11 @@ def test_what_was_before_does_not_count(check):
     # Seconds, because a machine that has just started cannot have events that are ten minutes old.
     assert check("--since-s", "40", xid=79, ago_s=45.0) == (0, "")
     assert check("--since-s", "40", xid=79, ago_s=5.0)[0] == 1
+
+
+def test_a_hung_driver_that_also_floods_the_log_fits_in_the_promised_10_s():
+    """Both limits are reached then, one after the other; Python's start takes the rest."""
+    assert kernel_log.READ_S + gpus.NVIDIA_SMI_S <= 9
 
 
 def test_a_driver_that_hangs_is_a_fault_within_its_bound(check):
