@@ -86,6 +86,8 @@ def undisturbed(setting: Setting, name: str) -> Path:
         job = setting.launch(fault, run, setting.folder / "log.txt")
         status = job.wait(START_S)
         job.kill()
+        if status is None:
+            raise UserError(f"the undisturbed job did not end within {START_S:.0f} s; lower --steps")
         if status != 0:
             print(job.text, file=sys.stderr)
             raise UserError(f"the undisturbed job ended with status {status}: there is nothing to compare with")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import time
@@ -25,8 +26,9 @@ def read_losses(run: Path) -> dict[int, float]:
 
 
 def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:
-    """Return the relative difference of two loss curves at each step that both have."""
-    return {step: abs(losses[step] - loss) / abs(loss) for step, loss in reference.items() if step in losses}
+    """Return the relative difference of two loss curves at each step of both; infinite if the reference is 0."""
+    both = [(step, abs(losses[step] - loss), abs(loss)) for step, loss in reference.items() if step in losses]
+    return {step: apart and (apart / size if size else math.inf) for step, apart, size in both}
 
 
 def measured_on(*packages: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import types
 import psutil
 import pytest
 
+from recipes.common.errors import UserError
 from scripts.drill import __main__ as drill
 from scripts.drill import faults as plants
 from scripts.drill import trial
@@ -93,6 +94,19 @@ def test_a_missing_step_is_no_equal_curve(tmp_path):
     assert trial.largest_difference(whole, whole) == 0
     assert trial.largest_difference({1: 2.0, 2: 1.001}, whole) == pytest.approx(1e-3)
     assert trial.largest_difference({1: 2.0}, whole) == float("inf")
+
+
+def test_a_loss_of_0_is_compared_too():
+    assert trial.largest_difference({1: 0.0}, {1: 0.0}) == 0
+    assert trial.largest_difference({1: 0.5}, {1: 0.0}) == float("inf")
+
+
+def test_an_undisturbed_job_that_takes_too_long_is_told_apart_from_one_that_failed(tmp_path, monkeypatch):
+    job = types.SimpleNamespace(wait=lambda timeout_s: None, kill=lambda: None, text="")
+    setting = trial.Setting(2, 0, 400, tmp_path, None)
+    monkeypatch.setattr(trial.Setting, "launch", lambda self, *args: job)
+    with pytest.raises(UserError, match="did not end within 300 s; lower --steps"):
+        drill.undisturbed(setting, "kill-rank")
 
 
 def test_pauses_and_first_steps(tmp_path):
