@@ -83,7 +83,7 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
         "parts": {**old["parts"], part: measured},
         "figures": sorted(rows, key=lambda row: [*PARTS, row["part"]].index(row["part"])),
     }
-    path.write_text(json.dumps({**about, **facts}, indent=2) + "\n")
+    path.write_text(json.dumps({**old, **about, **facts}, indent=2) + "\n")
 
 
 @command

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import harmonic_mean
 
 from scripts.bench.figures import Figure, of, speed_figure, take_turns
 from scripts.bench.programs import bare_step_ms, recipe_command, run
@@ -29,10 +29,10 @@ def options(processes: int) -> list[str]:
 
 
 def ours(net: Network, folder: Path, processes: int) -> float:
-    """Run the recipe; return the mean of its logged samples/s, without the first LOG_EVERY steps."""
+    """Run the recipe; return samples/s over its logged windows, without the first LOG_EVERY steps."""
     command = recipe_command("ddp", folder / "run", options(processes), processes, net)
     run(command, {"OMP_NUM_THREADS": "1"})
-    return fmean([row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row][1:])
+    return harmonic_mean([row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row][1:])
 
 
 def alone(net: Network, processes: int) -> float:

@@ -188,10 +188,12 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     assert {part: measured["rounds"] for part, measured in kept["parts"].items()} == {"small-data": 3}
     # A part measured later, at another commit, is added; the file says which rounds and commits it holds.
     now = kept["parts"]["small-data"]["revision"]
-    path.write_text(json.dumps({**kept, "parts": {"small-data": {"rounds": 3, "revision": "abc"}}}))
+    earlier = {"parts": {"small-data": {"rounds": 3, "revision": "abc"}}, "remark": "Beside other work."}
+    path.write_text(json.dumps({**kept, **earlier}))
     assert bench.main(["checkpoint", "--output", str(path)]) == 0
     both = json.loads(path.read_text())
     assert [figure["part"] for figure in both["figures"]] == ["small-data", "checkpoint"]
+    assert both["remark"] == "Beside other work."
     assert both["parts"] == {
         "small-data": {"rounds": 3, "revision": "abc"},
         "checkpoint": {"rounds": 5, "revision": now},
