@@ -57,16 +57,23 @@ def build(args: Options, device: torch.device) -> tuple[Data, nn.Module, Optimiz
     return data, model, build_optimizer(args, model.parameters())
 
 
-def timed_restore(path: Path, args: Options) -> tuple[float, float]:
-    """Return the seconds to read a checkpoint as bytes, and to restore a new model and optimizer from it."""
+def timed_restore(path: Path, args: Options) -> float:
+    """Return the seconds to restore a new model and optimizer from a checkpoint on the disk."""
     _, model, optimizer = build(args, torch.device("cpu"))
-    read_s = timed_read(path)
     drop_from_memory(path)
     begin = time.perf_counter()
     content = read_checkpoint(path)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    return read_s, time.perf_counter() - begin
+    return time.perf_counter() - begin
+
+
+def timed_reads(path: Path, args: Options, number: int) -> tuple[float, float]:
+    """Return the seconds to read a checkpoint as bytes, and to restore it; they take turns in being the first."""
+    if number % 2:
+        restore_s = timed_restore(path, args)
+        return timed_read(path), restore_s
+    return timed_read(path), timed_restore(path, args)
 
 
 def copies(size: int, count: int) -> list[float]:
@@ -117,8 +124,8 @@ def main() -> None:
     assert writer.newest
     # As a job that resumes, each in a new process, whose memory no training has used.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        resume = partial(timed_restore, writer.newest)
-        read_s, restore_s = zip(*pool.map(resume, [args] * READS * own_args.saves, chunksize=1), strict=True)
+        reads = partial(timed_reads, writer.newest, args)
+        read_s, restore_s = zip(*pool.map(reads, range(READS * own_args.saves), chunksize=1), strict=True)
     size = writer.newest.stat().st_size
     figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves)}
     print(json.dumps({**figures, "restore_s": restore_s, "read_s": read_s, "bytes": size}), flush=True)
