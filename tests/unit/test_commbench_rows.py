@@ -1,8 +1,11 @@
 """The arithmetic of make commbench, and what it refuses."""
 
 import threading
+import time
+import types
 
 import pytest
+import torch
 
 from recipes.common.errors import UserError
 from scripts.bench.commbench import __main__ as command
@@ -70,3 +73,17 @@ def test_refusals_are_one_line(words, refusal, capsys):
     text = capsys.readouterr().err
     assert text.startswith(f"error: {refusal}")
     assert text.count("\n") == 1
+
+
+def test_the_limit_is_on_one_call_and_not_on_all_calls_of_a_line(monkeypatch):
+    """A check, two warm-ups and at least three timed calls: together they may take several times as long."""
+    ended, slow = [], types.SimpleNamespace(size=1, rank=0, device=torch.device("cpu"), largest=float)
+    slow.broadcast = slow.all_gather = None
+    slow.all_reduce = lambda data: time.sleep(0.15)
+    monkeypatch.setattr(rank.os, "_exit", ended.append)
+    result_bytes, latency_s, calls = rank.measure(slow, "all-reduce", 64, 0.01, 0.4)
+    assert (result_bytes, calls, ended) == (64, 3, [])
+    assert latency_s >= 0.15
+    slow.all_reduce = lambda data: time.sleep(0.6)
+    rank.measure(slow, "all-reduce", 64, 0.01, 0.4)
+    assert set(ended) == {1}

@@ -154,7 +154,7 @@ def run_backend(backend: str, number: int, place: Place, args: Namespace) -> lis
         RuntimeError: it failed or exceeded its time limit; the message is its own error line or its last line.
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
-    bound_s = START_S + args.timeout_s + lines * (3 * args.seconds + 5)
+    bound_s = START_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)
     with tempfile.TemporaryDirectory(prefix="commbench-") as folder:
         result = Path(folder) / "rows.json"
         command, environment = launcher(backend, number, place, Path(folder))

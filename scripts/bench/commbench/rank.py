@@ -103,22 +103,26 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(world: Backend, op: str, size: int, seconds: float) -> tuple[int, float, int]:
+def measure(world: Backend, op: str, size: int, seconds: float, timeout_s: float) -> tuple[int, float, int]:
     """Return the result's bytes, the seconds per call and the number of timed calls; call it on all ranks.
 
-    The seconds are the median over the calls, of the slowest rank.
+    The seconds are the median over the calls, of the slowest rank. `timeout_s` bounds the wait in each call.
     """
     parts = world.size if op == "all-gather" else 1
     numel = max(1, size // (4 * parts))
-    check(world, op, numel)
+    what = f"{op} of {size} bytes"
+    with bounded(what, timeout_s):
+        check(world, op, numel)
     data = torch.zeros(numel, device=world.device)  # zeros: repeated sums cannot overflow
     calls = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}
     call = calls[op]
-    once = min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS))
+    with bounded(what, WARM_UPS * timeout_s):
+        once = world.largest(min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS)))
     # All ranks have to make the same number of calls.
-    count = int(min(MOST, max(FEWEST, seconds / max(world.largest(once), 1e-7))))
-    times = [timed(lambda: call(data), world.device) for _ in range(count)]
-    return numel * 4 * parts, world.largest(median(times)), count
+    count = int(min(MOST, max(FEWEST, seconds / max(once, 1e-7))))
+    with bounded(what, timeout_s + 2 * count * once):
+        times = [timed(lambda: call(data), world.device) for _ in range(count)]
+        return numel * 4 * parts, world.largest(median(times)), count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,8 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for op in args.ops.split(","):
         for size in parse_sizes(args.sizes):
-            with bounded(f"{op} of {size} bytes", args.timeout_s + 2 * args.seconds):
-                result_bytes, latency_s, calls = measure(world, op, size, args.seconds)
+            result_bytes, latency_s, calls = measure(world, op, size, args.seconds, args.timeout_s)
             row = (args.backend, op, result_bytes, world.size, world.device.type, 1e6 * latency_s, calls)
             rows.append(Row(*row))
     with bounded("leaving", args.timeout_s):
