@@ -37,7 +37,7 @@ ADVICE = {
     DRAIN: "drain the node and have the board and its links tested",
     RESET: "drain the node and reset the GPU (nvidia-smi --gpu-reset), or reboot; if it comes back, replace it",
     REBOOT: "drain the node and switch it off and on; if it comes back, replace the GPU",
-    WATCH: "go on, and watch it: a reset when the GPU is idle makes the remapping effective",
+    WATCH: "keep using it; reset the GPU when it is idle to apply the remapping",
 }
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Uncorrected")

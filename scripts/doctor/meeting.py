@@ -120,7 +120,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
             with contextlib.suppress(OSError, ValueError):  # wait: a launcher would end node 0 with this one
                 channel.receive(place.rdzv_timeout_s + SILENCE_S)
             fix = "see the RDZV_ID, NNODES and NODE_RANK of all nodes"
-            raise UserError(f"node 0 at {at} has turned it away: {refusal}; {fix}")
+            raise UserError(f"node 0 at {at} rejected this node: {refusal}; {fix}")
         if time.monotonic() > deadline:
             fix = "is it up, is MASTER_ADDR right, does a firewall drop the port"
             raise MissingNodeError(f"node 0 does not answer at {at}: {why}; {fix}")

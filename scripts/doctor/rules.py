@@ -162,7 +162,7 @@ def attendance(case: Case) -> Findings:
         yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
         what = f"{case.name(rank)} came and was lost while it was asked for {order}: {why}"
-        fix = "see its own log; was it stopped, has it no memory left, is its code another"
+        fix = "see its own log: was it stopped, is it out of memory, does it run another revision"
         yield case.error((rank,), what, fix)
 
 

@@ -378,7 +378,9 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         inside, outside = (last[f"sent_{where}_bytes"] / 1e6 for where in ("in_replica", "to_replicas"))
         lines.append(f"a rank sends {inside:,.2f} MB in a step within its replica, {outside:,.2f} MB to others")
     if left_out := [nodes for nodes, row in found.items() if not row]:
-        lines.append(f"note: left out {left_out} nodes: the batch, the data or the replicas do not go round there")
+        lines.append(
+            f"note: left out {left_out} nodes: the batch, the data or the replicas do not divide among these ranks"
+        )
     plan = {
         "recipe": args.recipe,
         "model": options.model,

@@ -73,7 +73,7 @@ def test_a_node_that_works_has_no_line(check, smi):
             1,
             ": GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and switch",
         ),
-        ({"xid": 94}, 0, "Xid 94 once: contained ECC error; go on, and watch it"),
+        ({"xid": 94}, 0, "Xid 94 once: contained ECC error; keep using it; reset the GPU"),
     ],
 )
 def test_a_broken_gpu_is_a_line_with_its_remedy(check, planted, status, said):
