@@ -268,8 +268,8 @@ def step(
 ) -> Step:
     """Return a step's times and bytes; gradients are in the order in which backward yields them.
 
-    During backward, the vote on stopping goes around a ring of all ranks, each hop in control_alpha_s. During the
-    whole step, samples are read and decoded in input_s.
+    During forward and backward, the vote on stopping goes around a ring of all ranks, each hop in control_alpha_s.
+    During the whole step, samples are read and decoded in input_s.
     """
     end_s, exchanges = _exchange(gradients, compute, cluster, method)
     if method.zero:  # each rank broadcasts its share of the new weights
