@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="file to resume from if it exists, and to write after each epoch")
     parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that each layer is split over")
     args = parser.parse_args()
-    # Tensor: torchrun tells each process who it is; each takes its GPU, and all meet at MASTER_ADDR:MASTER_PORT.
+    # Tensor: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
