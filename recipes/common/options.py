@@ -182,9 +182,9 @@ class RunOptions:
     resume: str = option(
         "none",
         str,
-        "auto: resume this run (without --name: the one this recipe was launched in last) from its newest good "
-        "checkpoint, with the options given now; PATH: begin a new run from a checkpoint, or from another run's "
-        "newest",
+        "auto: resume the run --name (without it: this recipe's most recently launched run) from its newest good "
+        "checkpoint, with the options given now; PATH: start a new run from this checkpoint file, or from the "
+        "newest checkpoint of this run folder; none: start at step 0",
         "auto|PATH|none",
     )
     checkpoint_every: int = option(
@@ -203,7 +203,7 @@ class RunOptions:
     straggler_share: float = option(
         0.25,
         non_negative_float,
-        "name a rank whose own work is longer than that of the others by this share of a step; 0: never",
+        "warn about a rank whose own work exceeds the others' by this share of a step; 0: never",
         "X",
     )
     straggler_window_s: float = option(10.0, positive_float, "window of --straggler-share, in seconds", "S")
@@ -219,12 +219,12 @@ class DataOptions(RunOptions):
     data_dir: Path = option(
         Path("data"),
         Path,
-        "where the data are; for text, Python's standard library unless given; for shards also a URL: "
-        "https://, and what fsspec knows, such as s3://",
+        "folder of the data set; shards: also a URL (https://, or a protocol of fsspec such as s3://); text: "
+        "default is Python's standard library",
         "DIR",
     )
     cache_dir: Path | None = option(
-        None, Path, "keep what is read of shards on a server in this folder, on a disk of each node", "DIR"
+        None, Path, "cache the shards of a server in this folder, on a local disk of each node", "DIR"
     )
     download: bool = switch("fetch fashion-mnist or cifar10 into --data-dir when missing")
     image_size: int = option(
@@ -241,7 +241,7 @@ class DataOptions(RunOptions):
     shuffle_block: int = option(
         1,
         positive_int,
-        "shards: shuffle blocks of N neighbouring images; a server sends a block by one request",
+        "shards: shuffle blocks of N adjacent images; one request to a server fetches a block",
         "N",
     )
     skip_bad_images: bool = switch("count images that do not decode and train without them")
