@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 uv=(.venv/bin/uv tool run --quiet --from pip-audit==2.10.1 pip-audit)
 
 status=0
-for list in run dev horovod-build; do
+for list in run dev bench horovod-build; do
     echo "audit: requirements/$list.txt"
     "${uv[@]}" --strict --require-hashes --disable-pip --progress-spinner off --timeout 15 \
         --requirement "requirements/$list.txt" || status=1
