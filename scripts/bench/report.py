@@ -41,6 +41,7 @@ machine allows. Each section answers one question in a sentence. Its table, whic
 - **Limit** marks a comparison with the most that the machine allows, such as sending the gradients alone.
 - **Goal** is what we want to reach; "met" is "no" where it was missed.
 - The programs take turns in each round. Tables have the median over the rounds, the least and the largest value.
+  Bytes are measured once: the node that sends most, and the range over the nodes.
 - In the pictures, a row is our speed divided by the limit; the band goes from the least to the largest value, and
   the axis is logarithmic. Figures without a limit, or whose limit was not measured, are only in the tables.
 
