@@ -378,9 +378,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         inside, outside = (last[f"sent_{where}_bytes"] / 1e6 for where in ("in_replica", "to_replicas"))
         lines.append(f"a rank sends {inside:,.2f} MB in a step within its replica, {outside:,.2f} MB to others")
     if left_out := [nodes for nodes, row in found.items() if not row]:
-        lines.append(
-            f"note: left out {left_out} nodes: the batch, the data or the replicas do not divide among these ranks"
-        )
+        lines.append(f"note: left out {left_out} nodes: batch, data or replicas do not divide among their ranks")
     plan = {
         "recipe": args.recipe,
         "model": options.model,
