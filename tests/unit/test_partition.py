@@ -167,3 +167,11 @@ def test_refuses_what_cannot_be_cut():
     mobile = build_model(options("mobilenet_v2"), data)
     with pytest.raises(UserError, match="MobileNetV2 is no plain sequence of layers"):
         layers(mobile)
+
+
+def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
+    """Its forward() may do more, such as a functional ReLU, which a split would leave out."""
+    own = type("ResNet", (torch.nn.Module,), {"__module__": "mine"})()
+    own.conv1, own.fc = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 10)
+    with pytest.raises(UserError, match="a ResNet is no plain sequence of layers"):
+        layers(own)

@@ -19,7 +19,10 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     family = type(model).__name__
     is_sequence = isinstance(model, nn.Sequential) or getattr(model, "is_sequence", False)
-    if not is_sequence and family not in FLATTENED_BEFORE:
+    # A class of the user's may have the same name, and another forward().
+    is_torchvisions = type(model).__module__.startswith("torchvision.models.")
+    flattened_before = FLATTENED_BEFORE.get(family) if is_torchvisions else None
+    if not is_sequence and not flattened_before:
         known = "lenet, vit-tiny, gpt-tiny, gpt-small, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
         raise UserError(
             f"a {family} is no plain sequence of layers and cannot be split; --model may be {known}, or your "
@@ -27,7 +30,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         )
     sequence: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
-        if name == FLATTENED_BEFORE.get(family):
+        if name == flattened_before:
             sequence.append(("flatten", nn.Flatten()))
         inner = layers(child) if isinstance(child, nn.Sequential) else [("", child)]
         sequence += [(f"{name}.{path}".removesuffix("."), module) for path, module in inner]
