@@ -182,11 +182,10 @@ def train_epochs(job: Job, technique: Technique) -> None:
                 raise_on_all_ranks(job.stop.error, job.peers)
                 try:
                     result = evaluate(job, technique)
-                except UserError:
-                    save_checkpoint(job, technique)  # keeps the trained steps; a resume evaluates them again
-                    raise
-                except Exception:
-                    if not technique.gather_state:  # that needs all ranks, and the others may not have failed
+                except Exception as error:  # a checkpoint keeps the trained steps; a resume evaluates them again
+                    if isinstance(error, UserError) and not error.on_one_rank:
+                        save_checkpoint(job, technique)
+                    elif not technique.gather_state:  # that needs all ranks, and the others may not have failed
                         job.save()
                     raise
             is_best = result is not None and job.end_epoch(result)

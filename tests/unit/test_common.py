@@ -19,9 +19,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from recipes.common import metrics
+from recipes.common import loop, metrics
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.data import Data, TensorSplit
+from recipes.common.data.workers import WorkerError
 from recipes.common.errors import UserError, nearest
 from recipes.common.job import Job
 from recipes.common.loop import begin_run
@@ -167,6 +168,30 @@ class TestJob:
         warning, result = printed
         assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
         assert result["step"] == job.total_steps
+
+    @pytest.mark.parametrize(
+        ("error", "gathers", "saved"),
+        [
+            (UserError("of all ranks"), False, ["all"]),
+            (UserError("of all ranks"), True, ["all"]),
+            (WorkerError("of one rank"), False, ["alone"]),
+            (WorkerError("of one rank"), True, []),
+            (RuntimeError("of one rank"), False, ["alone"]),
+            (RuntimeError("of one rank"), True, []),
+        ],
+    )
+    def test_a_rank_that_alone_fails_in_an_evaluation_waits_for_no_other(self, monkeypatch, error, gathers, saved):
+        def fail(job, technique):
+            raise error
+
+        job, found = self.job("--epochs", "1"), []
+        job.save = lambda: found.append("alone")
+        monkeypatch.setattr(loop, "train_one_epoch", lambda job, technique: GO)
+        monkeypatch.setattr(loop, "evaluate", fail)
+        monkeypatch.setattr(loop, "save_checkpoint", lambda job, technique: found.append("all"))
+        with pytest.raises(type(error)):
+            loop.train_epochs(job, SimpleNamespace(gather_state=found.copy if gathers else None))
+        assert found == saved
 
     def test_steps(self):
         job = self.job("--epochs", "4")
