@@ -189,8 +189,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     world = join_world(args)
     try:
         train(args, world, stop)
-    except UserError:
-        leave_world(world)
+    except UserError as error:
+        if not error.on_one_rank:
+            leave_world(world)
         raise
     leave_world(world)
 

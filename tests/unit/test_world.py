@@ -4,6 +4,7 @@ import os
 import pickle
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,23 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
     with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
         connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
     assert caught.value.status == 1
+
+
+@pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
+def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
+    def fail(*args):
+        raise UserError("wrong", on_one_rank=on_one_rank)
+
+    for name in ("RANK", "LOCAL_RANK", "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
+        monkeypatch.setenv(name, "0")  # and afterwards as before
+    found = []
+    hvd = SimpleNamespace(init=bool, size=lambda: 2, rank=lambda: 0, local_rank=lambda: 0)
+    for name, value in {"hvd": hvd, "Stop": bool, "join_world": str, "train": fail}.items():
+        monkeypatch.setattr(horovod, name, value)
+    monkeypatch.setattr(horovod, "leave_world", lambda world: found.append("world"))
+    with pytest.raises(UserError, match="wrong"):
+        horovod.main([])
+    assert found == left
 
 
 def test_every_world_of_several_ranks_exchanges_by_itself():
