@@ -55,7 +55,9 @@ def raise_first(errors: Sequence[UserError | None]) -> None:
             ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
             raise NonFiniteError(error.step, bool(ranks), error.hint, ranks)
         if error:
-            raise UserError(str(error) if rank == 0 else f"rank {rank}: {error}")
+            raised = UserError(str(error) if rank == 0 else f"rank {rank}: {error}")
+            raised.status = error.status
+            raise raised
 
 
 class Guard:

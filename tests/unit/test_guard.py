@@ -93,4 +93,9 @@ def test_other_errors_keep_their_rank_and_status():
     with pytest.raises(UserError, match=r"^rank 1: no space$") as caught:
         raise_first(pickle.loads(pickle.dumps([None, UserError("no space")])))
     assert caught.value.status == 2
+    passing = UserError("no answer")
+    passing.status = 1
+    with pytest.raises(UserError, match=r"^rank 1: no answer$") as caught:
+        raise_first(pickle.loads(pickle.dumps([None, passing])))
+    assert caught.value.status == 1
     raise_first([None, None])

@@ -1,5 +1,7 @@
 """What ranks send one another: values, and never code."""
 
+import contextlib
+import dataclasses
 import os
 import pickle
 from datetime import timedelta
@@ -10,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes.common.data.workers import WorkerError
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
+from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect
@@ -50,6 +54,18 @@ def test_values_arrive_as_they_were(world):
     assert (type(error), str(error), error.on_every_node) == (UserError, "wrong; fix it", True)
     [error] = world.gather_objects(NonFiniteError(3, True, "lower --lr", [1]))
     assert (type(error), error.step, error.hint, error.status) == (NonFiniteError, 3, "lower --lr", 1)
+
+
+def test_an_error_of_another_class_arrives_with_its_status(world):
+    """Such as a worker's, which the next launch may not have: status 1."""
+    world = dataclasses.replace(world, watch=lambda name: contextlib.nullcontext())
+
+    def fail():
+        raise WorkerError("a worker hangs")
+
+    with pytest.raises(UserError, match=r"^a worker hangs$") as caught:
+        run_on_all_ranks(fail, world)
+    assert (caught.value.status, caught.value.on_one_rank) == (1, False)
 
 
 class Order:

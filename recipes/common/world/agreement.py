@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipes.common.data import Data, find_for_all_ranks, load_data
 from recipes.common.errors import UserError
-from recipes.common.nonfinite import raise_first
+from recipes.common.nonfinite import NonFiniteError, raise_first
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 
@@ -36,8 +36,12 @@ def shard(indices: Tensor, index: int, count: int) -> Tensor:
 
 def raise_on_all_ranks(error: UserError | None, peers: Peers) -> None:
     """Raise on every rank the error of the lowest-numbered rank that has one; call it on all ranks."""
+    sent = error
+    if error and not isinstance(error, NonFiniteError):
+        sent = UserError(str(error))  # ranks take no other class from one another, such as WorkerError
+        sent.status, sent.on_every_node = error.status, error.on_every_node
     with peers.watch("agreement"):
-        errors = peers.gather_objects(error)
+        errors = peers.gather_objects(sent)
     raise_first(errors)
 
 
