@@ -20,6 +20,7 @@ from recipes.single.train import options
 CPU = torch.device("cpu")
 
 MODULE = """
+import multiprocessing
 import random
 import numpy as np
 import torch
@@ -79,6 +80,19 @@ class Lists(Noisy):
 
 def lists():
     return {"train": Lists(), "test": Lists(), "target": "values"}
+
+class Holds(Noisy):
+    def __init__(self, held):
+        self.held = [X, held]
+
+def holds_lambda():
+    return {**noisy(), "test": Holds(lambda x: x)}
+
+def holds_file():
+    return {**noisy(), "train": Holds(open("mine.py"))}
+
+def holds_lock():
+    return {**noisy(), "train": Holds(multiprocessing.get_context("forkserver").Lock())}
 
 def ascii():
     return {**token_9(), "target": "bytes", "num_classes": 128}
@@ -249,6 +263,23 @@ def test_a_worker_reads_what_the_rank_would_read():
     alone, _ = load("--data", "mine:noisy", "--model", "mine:net")
     ((theirs, _),) = alone.train.batches([torch.tensor([3, 8])], 1)
     assert torch.equal(ours, theirs)
+    assert labels.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("lambda", r"'test': worker processes cannot get it: .*lambda.*"), ("file", "'train': .*TextIOWrapper.*")],
+)
+def test_what_workers_cannot_get_is_one_line_before_the_training(name, reason):
+    argv = ["--data", f"mine:holds_{name}", "--model", "mine:net", "--workers"]
+    with pytest.raises(UserError, match=rf"^--data mine:holds_{name}: {reason}; define .*, or add --workers 0$"):
+        load_data(options([*argv, "1"]), CPU, print)
+    load_data(options([*argv, "0"]), CPU, print)
+
+
+def test_a_lock_goes_to_a_worker_alone():
+    args = options(["--data", "mine:holds_lock", "--model", "mine:net", "--workers", "1"])
+    ((_, labels),) = load_data(args, CPU, print).train.batches([torch.tensor([3, 8])], 1)
     assert labels.tolist() == [0, 2]
 
 

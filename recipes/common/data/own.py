@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
-from recipes.common.data.workers import LoadedSplit, Sample
+from recipes.common.data.workers import LoadedSplit, Sample, check_sendable
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
 from recipes.common.seeding import mix
@@ -139,6 +139,8 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
         name, samples = f"{what}: {half!r}", found[half]
         if not _are_tensors(samples):
             dataset = SeededSamples(samples, first[half], numbers, name, args.seed, half == "train")
+            if args.workers:
+                check_sendable(dataset, name)
             return LoadedSplit(dataset, args, device, on_fault)
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')

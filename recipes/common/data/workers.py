@@ -22,8 +22,11 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -139,6 +142,28 @@ def bounded(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, left_s)
         signal.signal(signal.SIGALRM, handler)
+
+
+class _Unwritten(ForkingPickler):
+    """Pickle as for a worker process, but into nothing, and without the values of tensors and arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(write=len))
+
+    def reducer_override(self, value: Any) -> Any:
+        return (int, ()) if isinstance(value, Tensor | np.ndarray) else NotImplemented
+
+
+def check_sendable(dataset: Any, what: str) -> None:
+    """Raise UserError if worker processes cannot get this data set, which is called `what` in the message."""
+    try:
+        _Unwritten().dump(dataset)
+    except RuntimeError:
+        pass  # a lock or queue can be pickled only for a process that is being started
+    except Exception as error:
+        fix = "define its functions and classes at module level, open files in [i], or add --workers 0"
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{what}: worker processes cannot get it: {reason}; {fix}") from None
 
 
 class Sample(NamedTuple):
