@@ -74,6 +74,10 @@ def token_9():
     x = torch.full((4, 8), 9)
     return {"train": (x, x - 9), "test": (x, x - 9), "target": "tokens", "num_classes": 9}
 
+def token_skipped():
+    x = torch.zeros(4, 8, dtype=torch.int64)
+    return {"train": (x, x), "test": (x, x - 100), "target": "tokens", "num_classes": 9}
+
 class Lists(Noisy):
     def __getitem__(self, index):
         return [1.0, float(index)], 0.5 * index
@@ -380,6 +384,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"',
         ),
         (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is none of 0 to 8; fix it"),
+        (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is none of 0 to 8; fix it"),
         (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
         (
             ("--model", "mine:wrong_shape"),

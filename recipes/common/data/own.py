@@ -34,13 +34,16 @@ class Numbers:
     count: int | None
     are_inputs: bool
     """Whether inputs are tokens, too."""
+    may_skip: bool
+    """Whether a target may be SKIPPED: only a class, since all positions of a text count."""
 
     def wrong(self, inputs: Tensor, targets: Tensor) -> str:
         """Return which number of one or more samples is invalid; "" if all numbers are valid."""
         if self.count is None:
             return ""
         for what, values in (("input", inputs), ("target", targets))[not self.are_inputs :]:
-            outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (what == "input")))
+            may_skip = self.may_skip and what == "target"
+            outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (not may_skip)))
             if outside.any():
                 return f"{what} {values[outside][0].item()} is none of 0 to {self.count - 1}"
         return ""
@@ -133,7 +136,8 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
     wanted = Spec(() if kind == "class" else targets.shape, torch.int64)
     if kind != "values" and targets != wanted:
         raise UserError(f"{what}: a target is {targets}; of kind {kind!r} it has to be {wanted}")
-    numbers = Numbers(num_classes if kind != "values" else None, kind != "class" and inputs.dtype == torch.int64)
+    are_inputs = kind != "class" and inputs.dtype == torch.int64
+    numbers = Numbers(num_classes if kind != "values" else None, are_inputs, may_skip=kind == "class")
 
     def split(half: str) -> Split:
         name, samples = f"{what}: {half!r}", found[half]
