@@ -166,8 +166,10 @@ def test_replicas_of_dataparallel_are_refused(option):
 
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():
-    alone = Peers(torch.device("cpu"))
-    assert isinstance(sync_batch_norm(nn.BatchNorm2d(3), alone), nn.SyncBatchNorm)
-    alone.world_size = 2
-    with pytest.raises(UserError, match=r"use --batchnorm-group, which exchanges nothing$"):
-        sync_batch_norm(nn.BatchNorm2d(3), alone)
+    """One rank alone, too: torch's layer takes no tensor of a CPU."""
+    peers = Peers(torch.device("cpu"))
+    for peers.world_size in (1, 2):
+        with pytest.raises(UserError, match=r"use --batchnorm-group, which exchanges nothing$"):
+            sync_batch_norm(nn.BatchNorm2d(3), peers)
+    on_gpu = sync_batch_norm(nn.BatchNorm2d(3), Peers(torch.device("cuda")))
+    assert isinstance(on_gpu, nn.SyncBatchNorm)

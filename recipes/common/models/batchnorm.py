@@ -95,9 +95,9 @@ def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
 def sync_batch_norm(model: nn.Module, peers: Peers) -> nn.Module:
     """Return the model with nn.SyncBatchNorm, as --sync-batchnorm asks: statistics over a pass of all ranks.
 
-    Raises UserError if there are several ranks on CPUs.
+    Raises UserError on CPUs.
     """
-    if peers.device.type == "cpu" and peers.world_size > 1:
+    if peers.device.type == "cpu":
         fix = "use --batchnorm-group, which exchanges nothing"
         raise UserError(f"--sync-batchnorm: torch has it for GPUs only; {fix}")
     return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
