@@ -273,9 +273,12 @@ class Job:
         )
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line on rank 0; a failure becomes this rank's vote, as the other ranks go on."""
         if self.record:
-            self.record.progress.say(text)
+            try:
+                self.record.progress.say(text)
+            except UserError as error:
+                self.stop.fail(error)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return this rank's part of the global batch's mean loss, as the task defines it."""

@@ -169,6 +169,18 @@ class TestJob:
         assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
         assert result["step"] == job.total_steps
 
+    def test_a_line_that_nobody_reads_is_a_vote(self):
+        def fail(text):
+            raise UserError("nobody reads standard output any more")
+
+        job, errors = self.job(), []
+        job.stop, job.record = (
+            SimpleNamespace(fail=errors.append),
+            SimpleNamespace(progress=SimpleNamespace(say=fail)),
+        )
+        job.say("warning: skipped step 3")
+        assert [str(error) for error in errors] == ["nobody reads standard output any more"]
+
     @pytest.mark.parametrize(
         ("error", "gathers", "saved"),
         [
