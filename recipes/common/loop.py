@@ -149,7 +149,8 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
-    if any(isinstance(module, _BatchNorm) for module in job.model.modules()):
+    # With --batchnorm-group, no layer depends on it (a pipeline groups its parts' layers, not those of job.model).
+    if not job.args.batchnorm_group and any(isinstance(module, _BatchNorm) for module in job.model.modules()):
         from recipes.common.models.batchnorm import warning
 
         if text := warning(job.model, job.args, job.batch_parts):

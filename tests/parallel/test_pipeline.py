@@ -18,6 +18,7 @@ from tests.support import (
     run_ranks,
     train,
     weights,
+    words_for,
 )
 
 STEPS = ("--max-steps", "30", "--seed", "1")
@@ -75,6 +76,14 @@ def test_a_resnet_normalises_each_microbatch_as_single_does_each_pass(tmp_path):
     expected = train("single", tmp_path, 1, *RESNET, "--accumulate-steps", "4")
     run = train("pipeline", tmp_path, 2, *RESNET)
     assert_equal(run, expected, rel=1e-4)
+
+
+def test_groups_of_batch_norm_have_no_warning_that_losses_depend_on_the_processes(tmp_path):
+    for argv, is_warned in (((), True), (("--batchnorm-group", "4"), False)):
+        name = f"warned-{is_warned}"
+        words = words_for(tmp_path, name, *RESNET, "--split", "in-process", "--stages", "2", *argv)
+        outcome = run_ranks("pipeline", [*words, "--max-steps", "1"], 1, tmp_path / f"output-{name}")
+        assert ("losses depend on the number of processes" in outcome.outputs[0]) is is_warned
 
 
 def test_bf16_follows_single(tmp_path):
