@@ -41,8 +41,8 @@ fabric_of() {
 
 # Whether the dynamic linker finds a library, by the beginning of its name.
 has_library() {
-    local folder
-    for folder in ${LD_LIBRARY_PATH//:/ }; do
+    local folder paths=${LD_LIBRARY_PATH:-}
+    for folder in ${paths//:/ }; do
         if compgen -G "$folder/$1*" >/dev/null; then return; fi
     done
     PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | grep -F "$(printf '\t')$1" >/dev/null

@@ -168,6 +168,26 @@ def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
     assert f"FABRIC={fabric} cannot be used: {reason}" in line
 
 
+@pytest.mark.parametrize("has_library", [True, False])
+def test_a_library_is_looked_for_without_ld_library_path_too(tmp_path, has_library):
+    """scripts/launch.sh ends at a variable that is not set."""
+    plug_in(tmp_path, "a", "InfiniBand")
+    ldconfig = tmp_path / "bin/ldconfig"
+    ldconfig.unlink()
+    ldconfig.write_text(f"#!/bin/sh\nprintf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}\n")
+    ldconfig.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "LD_LIBRARY_PATH"))}
+    env |= {"PYTHON": sys.executable, "FABRIC": "ib", "SYSFS": str(tmp_path), "DEVFS": f"{tmp_path}/dev"}
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    command = ["bash", "-c", "set -euo pipefail; source scripts/launch/fabric.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    if has_library:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert "FABRIC=ib cannot be used: a needs libibverbs1" in done.stderr
+
+
 def test_the_next_fabric_is_taken_where_the_fastest_cannot_be_used(tmp_path):
     plug_in(tmp_path, "mlx5_0", "InfiniBand", state="1: DOWN")
     plug_in(tmp_path, "mlx5_1", "Ethernet")
