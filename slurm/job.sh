@@ -175,10 +175,18 @@ stage() {
     local begin=$SECONDS
     # shellcheck disable=SC2016 # expanded on each node
     "${srun[@]}" --output=all --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 bash -c '
+        own=${1%/*}
+        umask 077; mkdir -p "$own" || exit 1
+        # Its path can be guessed: another user of the node may have made it, with a Python of their own.
+        if [[ -L $own || ! -d $own || ! -O $own || $(stat -c %a "$own") != *700 ]]; then
+            echo "error: STAGE: $(hostname): $own is not your own folder of mode 700; remove it, or choose another STAGE_DIR" >&2
+            exit 2
+        fi
         if [[ -x $1/bin/python ]]; then exit; fi
-        umask 077; mkdir -p "${1%/*}" && new=$(mktemp -d "$1.XXXXXX") || exit
+        new=$(mktemp -d "$1.XXXXXX") || exit
         if tar -xf "$0" -C "$new" && mv -T "$new" "$1" 2>/dev/null; then exit; fi
         rm -rf "$new"; [[ -x $1/bin/python ]]' "$from" "$to" || # another job unpacked it first
+        { (($? == 2)) && exit 2; } || # a node has said why
         refuse "STAGE: cannot unpack $from to $to on each node; see above, choose another STAGE_DIR, or unset STAGE"
     export PYTHON=$to/bin/python
     echo "staged $from on $NNODES nodes in $((SECONDS - begin)) s: $to"

@@ -465,6 +465,35 @@ def test_an_environment_is_staged_once(job, tmp_path):
     )
 
 
+@pytest.mark.parametrize("own", ["open", "link", "file"])
+def test_what_another_user_may_have_put_there_is_not_run(job, tmp_path, own):
+    """The path of the staged environment can be guessed."""
+    (tmp_path / "srun").write_text(RUNS_ON_ONE_NODE)
+    tar, folder = tmp_path / "env.tar", tmp_path / f"stage/cluster-recipes-{os.getuid()}"
+    tar.touch()
+    there = tmp_path / "other" if own == "link" else folder
+    planted = there / f"{tar.stat().st_size}-{int(tar.stat().st_mtime)}/bin/python"
+    folder.parent.mkdir()
+    if own == "file":
+        folder.touch()
+    else:
+        planted.parent.mkdir(parents=True)
+        planted.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        planted.chmod(0o755)
+        there.chmod(0o777 if own == "open" else 0o700)
+    if own == "link":
+        folder.symlink_to(there)
+    done = job(then='"$PYTHON" -V', STAGE=str(tar), STAGE_DIR=str(folder.parent))
+    assert done.returncode == 2
+    if own == "file":
+        assert "error: STAGE: cannot unpack " in done.stderr
+    else:
+        assert re.fullmatch(
+            rf"error: STAGE: \S+: {folder} is not your own folder of mode 700; remove it, or .*\n", done.stderr
+        )
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.fixture
 def file(job, tmp_path):
     """Return a function that runs an sbatch file and returns its output and the calls of srun."""
