@@ -64,11 +64,16 @@ def interface_addresses(*families: int) -> dict[str, list[str]]:
     }
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address is one that only this machine reaches."""
+    return address.startswith("127.") or address == "::1"
+
+
 def interface_to(host: str, timeout_s: int = 0) -> str:
     """Return the name of the interface by which this machine reaches the host.
 
-    On the host itself, its own name may resolve to 127.0.1.1 (Debian's default), which others cannot reach. The
-    result is then the first interface that is up, has an address and is not a loopback.
+    On the host itself, its own name may resolve to 127.0.1.1 (Debian's default) or ::1, which others cannot
+    reach. The result is then the first interface that is up, has an address and is not a loopback.
 
     Raises:
         UserError: the name is unknown, or no route leads to the host.
@@ -78,9 +83,11 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
 
     local = local_end(host, *resolve(host, timeout_s))
     interfaces = interface_addresses(socket.AF_INET, socket.AF_INET6)
-    if local.startswith("127.") and not host.startswith("127.") and host != "localhost":
+    if is_loopback(local) and not is_loopback(host) and host != "localhost":
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-        others = [name for name, own in interfaces.items() if name in up and own and "127.0.0.1" not in own]
+        others = [
+            name for name, own in interfaces.items() if name in up and own and not any(map(is_loopback, own))
+        ]
         if others:
             return others[0]
     return next((name for name, addresses in interfaces.items() if local in addresses), "lo")

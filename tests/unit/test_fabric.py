@@ -1,6 +1,7 @@
 """The environment of a node by fabric: what each kind sets, what /sys shows, and that the user's word counts."""
 
 import os
+import socket
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -309,6 +310,16 @@ def test_a_name_that_is_the_loopback_here_gives_an_interface_that_others_reach(m
     ups = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
     assert interface_to("node-a") in (ups or ["lo"])
     assert interface_to("localhost") == "lo"
+
+
+def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach(monkeypatch):
+    monkeypatch.setattr(interface, "resolve", lambda *_: (socket.AF_INET6, ("::1", 9)))
+    monkeypatch.setattr(interface, "local_end", lambda *_: "::1")
+    found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"]}
+    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    assert interface_to("node-a") == "eth0"
+    assert [interface_to(host) for host in ("localhost", "::1")] == ["lo", "lo"]
 
 
 def test_no_such_host():
