@@ -152,15 +152,22 @@ def resource_of(document: dict[str, Any]) -> str:
 
 
 def remove(cluster: Cluster, resources: Iterable[str], selector: str, *options: str) -> str:
-    """Delete the objects of these kinds that a label selects; return kubectl's lines. Raises UserError."""
-    deleted = ""
+    """Delete the objects of these kinds that a label selects; return kubectl's lines.
+
+    Raises UserError; for a kind that this user may not delete, only if nothing was deleted.
+    """
+    deleted = forbidden = ""
     for resource in resources:
         done = cluster.run("delete", resource, f"--selector={selector}", "--ignore-not-found", *options)
-        if done.returncode and resource == "networkpolicies" and "(Forbidden)" in done.stderr:
-            continue  # a user without a right to them has created none
+        if done.returncode and "(Forbidden)" in done.stderr:
+            if resource != "networkpolicies":  # a user without a right to them has created none
+                forbidden = forbidden or f"kubectl delete {resource}: {last_line(done.stderr)}"
+            continue
         if done.returncode and "doesn't have a resource type" not in done.stderr:
             raise UserError(f"kubectl delete {resource}: {last_line(done.stderr)}")
         deleted += "".join(line + "\n" for line in done.stdout.splitlines() if "deleted" in line)
+    if forbidden and not deleted:
+        raise UserError(forbidden)
     return deleted
 
 

@@ -437,6 +437,28 @@ def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path):
     assert (result.status, result.stdout, result.stderr) == (0, 'service "mine" deleted\n', "")
 
 
+FORBIDDEN = 'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "me" cannot list\n'
+
+
+def test_delete_needs_no_right_to_the_operators_kinds(tmp_path):
+    """The Role of a namespace often allows only what Kubernetes itself has."""
+    play = {
+        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
+        "delete services": [{"out": 'service "mine" deleted\n'}],
+        "delete": [{"err": FORBIDDEN, "status": 1}],
+    }
+    result = Played(tmp_path, play, "--delete", "mine").wait()
+    assert (result.status, result.stderr) == (0, "")
+    assert result.stdout == 'job.batch "mine" deleted\nservice "mine" deleted\n'
+
+
+def test_delete_says_what_it_may_not_delete_where_it_finds_nothing(tmp_path):
+    play = {"delete jobsets": [{"err": FORBIDDEN, "status": 1}], "delete": [{}]}
+    result = Played(tmp_path, play, "--delete", "mine").wait()
+    assert result.status == 2
+    assert result.stderr.startswith("error: kubectl delete jobsets.jobset.x-k8s.io: (Forbidden): jobsets.")
+
+
 def test_delete_of_what_is_not_there(tmp_path):
     result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
     assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")
