@@ -151,7 +151,8 @@ def render(request: Request) -> list[dict[str, Any]]:
     containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]
     set_nodes(request.nodes, job, containers)
     if request.gpus is not None:
-        set_gpus(request.gpus, job, list(pod_templates(documents)))
+        nproc = 1 if request.recipe in ONE_PROCESS else max(request.gpus, 1)
+        set_gpus(request.gpus, nproc, job, list(pod_templates(documents)))
     for container in containers:
         set_image(request, container)
         if request.fabric:
@@ -261,12 +262,12 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
         job["runPolicy"]["backoffLimit"] = 3 * nodes + 1
 
 
-def set_gpus(gpus: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
-    """Set a node's GPUs, a process for each, and sizes that scale with them; without GPUs, one small process.
+def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:
+    """Set a node's GPUs and processes, and sizes that scale with the GPUs; without GPUs, for one small process.
 
     Raises UserError for GPUs if the manifest has none.
     """
-    nproc, has_gpus = max(gpus, 1), False
+    has_gpus = False
     for key, value in (("nprocPerNode", str(nproc)), ("slotsPerWorker", nproc)):
         if key in job:
             job[key] = value

@@ -78,6 +78,7 @@ begin_job() {
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
     set_python
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
+    if [[ $recipe =~ ^(single|dataparallel)$ ]]; then default=1; fi # one process, whatever the number of GPUs
     export NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
     # This script runs on the head node, the first. No fallback to localhost: each node would wait for itself.
     export MASTER_ADDR=${MASTER_ADDR:-$(address_of "${nodes%%$'\n'*}")} MASTER_PORT

@@ -274,6 +274,15 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
     assert processes == {str(expected or 1)}
 
 
+@pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
+@pytest.mark.parametrize("recipe", ["single", "dataparallel"])
+def test_a_recipe_of_one_process_is_one_process_with_all_gpus(kind, recipe):
+    [pod] = simulation.pods(kind, render(Request(kind, recipe, "mine", nodes=1, gpus=4)))
+    names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+    assert {pod.env[name] for name in names if name in pod.env} == {"1"}
+    assert one(pod.spec)["resources"]["limits"][GPU] == 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_of_a_node_grow_with_its_gpus(kind):
     """Cores, memory and /dev/shm must grow: what one rank needs is too little for eight that import torch."""

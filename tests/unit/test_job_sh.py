@@ -68,6 +68,12 @@ def test_a_job_with_gpus_trains_on_gpus(job, tmp_path, gpus, options, expected):
     assert [word for i in at for word in words[i : i + 2]] == expected
 
 
+@pytest.mark.parametrize(("recipe", "processes"), [("ddp", 4), ("dataparallel", 1), ("single", 1)])
+def test_a_process_for_each_gpu_except_where_the_recipe_is_one_process(job, recipe, processes):
+    done = job(begin=f'begin_job {recipe} "$@"', then='echo "$NPROC_PER_NODE"', SLURM_GPUS_ON_NODE="4")
+    assert done.stdout.splitlines()[-1] == str(processes), done.stderr
+
+
 def port_of(done):
     assert done.returncode == 0, done.stderr
     return int(re.search(r"head n1:(\d+),", done.stdout)[1])
