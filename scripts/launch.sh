@@ -36,6 +36,9 @@ refuse() {
 if [[ ! $recipe =~ ^[a-z0-9_]+$ || ! -f recipes/$recipe/train.py ]]; then
     refuse "there is no recipe '$recipe'; make list shows all"
 fi
+if [[ ! ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]*$ ]]; then # scripts/launch/fabric.sh divides by it
+    refuse "NPROC_PER_NODE expects a whole number of at least 1, got '$NPROC_PER_NODE'"
+fi
 if [[ $recipe =~ ^(single|dataparallel)$ && (${NNODES:-1} != 1 || ${NPROC_PER_NODE:-1} != 1) ]]; then
     refuse "$recipe is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"
 fi

@@ -70,7 +70,10 @@ begin_job() {
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
-    for name in NPROC_PER_NODE MAX_REQUEUES MAX_EXCLUDED; do
+    if [[ ! ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]*$ ]]; then
+        refuse "NPROC_PER_NODE expects a whole number of at least 1, got '$NPROC_PER_NODE'"
+    fi
+    for name in MAX_REQUEUES MAX_EXCLUDED; do
         if [[ ! ${!name:-1} =~ ^[0-9]+$ ]]; then refuse "$name expects a whole number, got '${!name}'"; fi
     done
     identify_job

@@ -346,6 +346,8 @@ def test_the_launcher_refuses(argv, words):
         ("ddp", {"NNODES": "0"}, "NNODES expects a whole number of at least 1, got '0'"),
         ("ddp", {"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE expects a whole number of at least 1, got '-1'"),
         ("ddp", {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE expects a whole number of at least 1, got 'abc'"),
+        ("ddp", {"FABRIC": "tcp", "NPROC_PER_NODE": "0"}, "NPROC_PER_NODE expects a whole number of at least 1"),
+        ("ddp", {"FABRIC": "tcp", "NPROC_PER_NODE": "two"}, "NPROC_PER_NODE expects a whole number of at least 1"),
         ("ddp", {"NODE_RANK": "1"}, "NODE_RANK 1 of NNODES 1"),
         ("ddp", {"NNODES": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
     ],

@@ -384,7 +384,8 @@ def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"NPROC_PER_NODE": "many"}, "NPROC_PER_NODE expects a whole number, got 'many'"),
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE expects a whole number of at least 1, got 'two'"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE expects a whole number of at least 1, got '0'"),
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES expects a whole number, got 'many'"),
         ({"MAX_EXCLUDED": "many"}, "MAX_EXCLUDED expects a whole number, got 'many'"),
         ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in "),
