@@ -109,14 +109,18 @@ read_site() {
     done <"$file"
 }
 
-# Set a variable, unless the user has, and keep what to say about it.
+# Set a variable, unless the user has, and keep what to say about it. A site's other variables may hold a password.
 fabric_set() {
-    local name=$1 value=$2
+    local name=$1 value=$2 note=""
     if [[ -n ${!name:-} ]]; then
-        fabric_said+=" $name=${!name} (as set)"
+        note=" (as set)"
     else
         export "$name=$value"
-        fabric_said+=" $name=$value"
+    fi
+    if [[ $name =~ ^(NCCL|GLOO|FI|OMP)_ ]]; then
+        fabric_said+=" $name=${!name}$note"
+    else
+        fabric_said+=" $name$note"
     fi
 }
 

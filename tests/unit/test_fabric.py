@@ -211,6 +211,15 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
         assert (status, words in line, len(line.splitlines())) == (2, True, 1)
 
 
+def test_a_sites_other_variables_are_printed_by_name(tmp_path):
+    """The line is in each node's log, and the address of a proxy may have a password."""
+    site = tmp_path / "site.env"
+    site.write_text("HTTPS_PROXY=http://me:secret@proxy\nHF_TOKEN=secret\nNCCL_DEBUG=WARN\n")
+    status, line, variables = source("tcp", tmp_path, SITE_ENV=str(site), HTTPS_PROXY="", HF_TOKEN="own-secret")
+    assert (status, variables["NCCL_DEBUG"], "secret" in line) == (0, "WARN", False)
+    assert ": HTTPS_PROXY HF_TOKEN (as set) NCCL_DEBUG=WARN " in line
+
+
 def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
     """The ranks compare it with the network that NCCL reports (recipes/common/world/transport.py)."""
     (tmp_path / "site.env").write_text("FABRIC=tcp\n")
