@@ -93,9 +93,17 @@ class TorchWorld:
 class HorovodWorld:
     """Ranks connected by Horovod."""
 
-    def __init__(self, device: str) -> None:
-        import horovod.torch as hvd
-
+    def __init__(self, device: str, timeout_s: float) -> None:
+        try:
+            import horovod.torch as hvd
+        except ModuleNotFoundError as error:
+            if error.name != "horovod":
+                raise
+            reason = "Horovod is not built for this Python; run `make horovod`"
+            raise UserError(reason, on_every_node=True) from None
+        # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(timeout_s / 3) or 1))
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s) or 1))
         hvd.init()
         os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))  # only rank 0 prints an error
         self.hvd = hvd
@@ -201,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise
             sys.exit(error.exit_code)
     elif args.join == "horovod":
-        report(HorovodWorld(args.device))
+        report(HorovodWorld(args.device, args.timeout_s))
     else:
         report(TorchWorld(read_ranks("probe"), args.device, args.timeout_s))
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.probe.train import check, show
+from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.support import ROOT, Ranks, run_command
@@ -130,6 +130,25 @@ def test_ranks_of_horovod_refuse_in_one_line(tmp_path):
     assert outcome.statuses == [2, 2], outcome.text
     [line] = outcome.text.splitlines()
     assert line.startswith("[0] error: --device cuda: 2 processes on ")
+
+
+def test_without_horovod_it_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(UserError, match=r"^Horovod is not built for this Python; run `make horovod`$"):
+        HorovodWorld("cpu", 300.0)
+
+
+def test_the_longest_wait_is_horovods_too(monkeypatch):
+    stall = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    for name in ("RANK", "LOCAL_RANK", *stall):
+        monkeypatch.setenv(name, "0")  # and afterwards as before
+    for name in stall:
+        del os.environ[name]
+    for name in ("horovod", "horovod.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    be_horovod()
+    HorovodWorld("cpu", 30.0)
+    assert [os.environ[name] for name in stall] == ["10", "30"]
 
 
 def test_a_wrong_map_is_refused():
