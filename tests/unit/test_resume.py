@@ -202,6 +202,17 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
     assert files(other) == before
 
 
+def test_a_run_that_ended_before_its_record_began_begins_from_another_again(run, single, tmp_path):
+    """Launch files then give `--resume PATH` again."""
+    argv = ("--resume", str(run), "--epochs", "2")
+    open_run(options(["--runs-dir", str(tmp_path), "--name", "b", *argv]), "single", [])
+    assert os.listdir(tmp_path / "b") == ["metrics.jsonl"]
+    lines = single("b", *argv)
+    assert any(line.startswith("resumed from ") and line.endswith(f" at step {EPOCH}") for line in lines)
+    with pytest.raises(UserError, match="b exists; add --resume auto"):
+        single("b", *argv)
+
+
 def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
     """A requeued job has both options: --overwrite was for its first start."""
     lines = single("a", "--epochs", "2", "--overwrite", "--resume", "auto")

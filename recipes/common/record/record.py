@@ -84,9 +84,14 @@ def _new_run(args: Options, recipe: str) -> Path:
         folder = args.runs_dir / args.name
         folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:
-            if any(path.name != LAUNCHER_LOGS for path in folder.iterdir()):
+            found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS]
+            claims = [path for path in found if path.name == "metrics.jsonl" and not path.stat().st_size]
+            # With --resume PATH, a job that starts again before its record has begun names that checkpoint again.
+            is_again = args.resume not in ("none", "auto") and bool(claims)
+            if found != claims or (claims and not is_again):
                 raise FileExistsError
-            (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
+            # Of two jobs that start together, one gets the name.
+            (folder / "metrics.jsonl").touch(exist_ok=is_again)
         except FileExistsError:
             if args.resume == "auto" or args.overwrite:
                 raise UserError(f"{folder} exists and is not a run; choose another --name") from None
