@@ -102,7 +102,10 @@ read_site() {
         fi
         name=${line%%=*}
         if [[ $name == FABRIC ]]; then
-            if [[ ${FABRIC:-auto} == auto ]]; then export FABRIC=${line#*=}; fi
+            if [[ ${FABRIC:-auto} == auto ]]; then
+                export FABRIC=${line#*=}
+                remedy="change it in $file, or set FABRIC=tcp" # auto would be replaced again
+            fi
         else
             fabric_set "$name" "${line#*=}"
         fi
@@ -126,6 +129,7 @@ fabric_set() {
 
 set_fabric() {
     local fabric reason="FABRIC" interface cores device ethernet="" fabric_said="" found
+    local remedy="FABRIC=auto uses what is available"
     read_site || return 2
     fabric=${FABRIC:-auto}
     case $fabric in
@@ -135,7 +139,7 @@ set_fabric() {
     ib | roce | efa)
         found=$(find_fabric "$fabric")
         if [[ $found == tcp* ]]; then
-            echo "error: $(hostname): FABRIC=$fabric cannot be used: ${found#tcp }; FABRIC=auto takes what there is" >&2
+            echo "error: $(hostname): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
             return 2
         fi
         ;;

@@ -220,6 +220,17 @@ def test_a_sites_other_variables_are_printed_by_name(tmp_path):
     assert ": HTTPS_PROXY HF_TOKEN (as set) NCCL_DEBUG=WARN " in line
 
 
+def test_the_remedy_for_a_fabric_of_the_sites_file_names_the_file(tmp_path):
+    """The file's FABRIC would take the place of auto again."""
+    site = tmp_path / "site.env"
+    site.write_text("FABRIC=ib\n")
+    status, line, _ = source("auto", tmp_path, SITE_ENV=str(site))
+    assert (status, len(line.splitlines())) == (2, 1)
+    assert line.endswith(f"no ib device; change it in {site}, or set FABRIC=tcp\n")
+    assert source("ib", tmp_path, SITE_ENV=str(site))[1].endswith("; FABRIC=auto uses what is available\n")
+    assert source("tcp", tmp_path, SITE_ENV=str(site))[0] == 0
+
+
 def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
     """The ranks compare it with the network that NCCL reports (recipes/common/world/transport.py)."""
     (tmp_path / "site.env").write_text("FABRIC=tcp\n")
