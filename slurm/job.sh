@@ -124,7 +124,7 @@ begin_job() {
 # refuse_in_config FILE: refuse options in a --config file that this script reads from the command line only.
 refuse_in_config() {
     local found
-    found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|resume)"? *:' "$1" | tr -d '{": ' | tr _ -)
+    found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|resume|name)"? *:' "$1" | tr -d '{": ' | tr _ -)
     if [[ -n $found ]]; then refuse "$1 has $found; give it on the command line: sbatch ... --$found VALUE"; fi
 }
 

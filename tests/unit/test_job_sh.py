@@ -754,12 +754,12 @@ def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, is_reque
     assert (done.returncode == 0) is (then == "status=0")
 
 
-@pytest.mark.parametrize("line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"resume": "auto"}'])
+@pytest.mark.parametrize("line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"resume": "auto"}', "name: mine"])
 def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line):
     (tmp_path / "own.yaml").write_text(f"epochs: 3\n{line}\n")
     done = job("--config", str(tmp_path / "own.yaml"))
     assert done.returncode == 2
-    assert re.search(r"^error: .*own.yaml has (runs-dir|resume); give it on the command line", done.stderr)
+    assert re.search(r"^error: .*own.yaml has (runs-dir|resume|name); give it on the command line", done.stderr)
 
 
 def test_a_second_signal_abandons_no_step(job, tmp_path):
