@@ -70,14 +70,20 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 def visible_gpus() -> list[str]:
     """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, without importing torch; raises UserError."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+        listed = os.environ["CUDA_VISIBLE_DEVICES"]
+        if listed.strip() in ("-1", "NoDevFiles"):  # how users and Slurm say that there is none
+            return []
+        return [gpu for gpu in listed.split(",") if gpu.strip()]
     if not shutil.which("nvidia-smi"):
         return []
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
         raise UserError("nvidia-smi -L does not answer; fix the driver, or set CUDA_VISIBLE_DEVICES") from None
-    return re.findall(r"^GPU (\d+):", listing, re.MULTILINE)
+    if listing.returncode:
+        last = "".join((listing.stdout + listing.stderr).strip().splitlines()[-1:])
+        print(f"warning: nvidia-smi -L failed (status {listing.returncode}): {last}", file=sys.stderr, flush=True)
+    return re.findall(r"^GPU (\d+):", listing.stdout, re.MULTILINE)
 
 
 def share_out(gpus: list[str], nodes: int) -> list[list[str]]:

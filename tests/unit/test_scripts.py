@@ -37,7 +37,16 @@ def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
     assert local.share_out([str(i) for i in range(gpus)], nodes) == [[str(i) for i in share] for share in shares]
 
 
-@pytest.mark.parametrize(("value", "gpus"), [("0,1", ["0", "1"]), ("", []), ("GPU-3a,MIG-b", ["GPU-3a", "MIG-b"])])
+@pytest.mark.parametrize(
+    ("value", "gpus"),
+    [
+        ("0,1", ["0", "1"]),
+        ("", []),
+        ("GPU-3a,MIG-b", ["GPU-3a", "MIG-b"]),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
 def test_visible_gpus_of_the_environment(monkeypatch, value, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert local.visible_gpus() == gpus
@@ -57,6 +66,17 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(local.subprocess, "run", hangs)
     with pytest.raises(UserError, match="nvidia-smi -L does not answer; fix the driver"):
         local.visible_gpus()
+
+
+def test_an_nvidia_smi_that_fails_is_warned_of(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'a first line'\necho 'Driver/library version mismatch'\nexit 18\n")
+    script.chmod(0o755)
+    assert local.visible_gpus() == []
+    expected = "warning: nvidia-smi -L failed (status 18): Driver/library version mismatch\n"
+    assert capsys.readouterr() == ("", expected)
 
 
 def test_the_environment_of_a_node(monkeypatch):
