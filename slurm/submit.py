@@ -388,7 +388,7 @@ def main(argv: list[str]) -> int:
     try:
         return (train_here if args.local else submit_to_slurm)(args, folder, runs)
     except subprocess.TimeoutExpired as error:
-        late = f"Slurm did not answer {error.cmd[0]} within {error.timeout:.0f} s; sinfo tells more"
+        late = f"Slurm did not answer {error.cmd[0]} within {error.timeout:.0f} s; see sinfo"
         print(f"error: {late}", file=sys.stderr)
         return 1
     finally:

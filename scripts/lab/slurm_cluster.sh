@@ -193,8 +193,8 @@ up() {
     done
     kill -KILL "$parent" 2>/dev/null || true
     rm -f "$state/pid"
-    tail -n 3 "$state"/*.out "$state"/*.log >&2
-    echo "error: the cluster was not ready within 30 s; $state/*.log and *.out tell why" >&2
+    tail -n 3 "$state"/*.out "$state"/*.log >&2 || true # there may be no log
+    echo "error: the cluster was not ready within 30 s; see $state/*.log and $state/*.out" >&2
     exit 1
 }
 

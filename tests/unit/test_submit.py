@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,17 @@ def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     assert captured.out == ""
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
+    def hangs(*_):
+        raise subprocess.TimeoutExpired(["sbatch"], 60)
+
+    monkeypatch.setattr(submit, "check", lambda _: None)
+    monkeypatch.setattr(submit, "plan_runs", lambda _: (tmp_path / "mine", []))
+    monkeypatch.setattr(submit, "submit_to_slurm", hangs)
+    assert submit.main(["ddp"]) == 1
+    assert capsys.readouterr().err == "error: Slurm did not answer sbatch within 60 s; see sinfo\n"
 
 
 def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch, capsys, commands):
