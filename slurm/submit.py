@@ -102,7 +102,8 @@ def check(args: Namespace) -> None:
     is_single = args.recipe in ONE_PROCESS
     if is_single and (args.nodes, args.nproc_per_node or 1) != (1, 1):
         raise UserError(f"{args.recipe} is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp")
-    args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus_per_node) or 1
+    if not args.local or args.gpus_per_node is not None:  # else the local launcher decides
+        args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus_per_node) or 1
     if args.local and not args.follow:
         raise UserError("--local is followed to its end; drop --no-follow")
     for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol"):
@@ -361,7 +362,9 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
 def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
     """Train on this machine as `make run` does: become its launcher, or run a sweep's points one after another."""
     print(f"{describe(args, runs)}, all on this machine, record {folder}", flush=True)
-    nodes = ["--nodes", str(args.nodes), "--nproc-per-node", str(args.nproc_per_node)]
+    nodes = ["--nodes", str(args.nodes)]
+    if args.nproc_per_node:
+        nodes += ["--nproc-per-node", str(args.nproc_per_node)]
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
     commands = [[*launcher, *[f"--name={run.folder.name}"] * bool(run.script), "--", *run.argv] for run in runs]
     if not args.sweep:
@@ -375,7 +378,8 @@ def describe(args: Namespace, runs: list[Run]) -> str:
     """Return a description of what is started."""
     points = f"{len(runs)} points of {runs[0].program}" if args.sweep else runs[0].program
     gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
-    return f"{points} on {args.nodes} x {args.nproc_per_node} processes{gpus}"
+    processes = f" x {args.nproc_per_node} processes" if args.nproc_per_node else " nodes"
+    return f"{points} on {args.nodes}{processes}{gpus}"
 
 
 @command

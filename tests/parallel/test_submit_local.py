@@ -26,7 +26,7 @@ def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
     command.process.send_signal(signal.SIGTERM)
     done = command.wait()
     assert done.status == 0, done.stdout + done.stderr
-    assert " on 2 x 1 processes, all on this machine, record " in done.stdout
+    assert " on 2 nodes, all on this machine, record " in done.stdout
     assert "stopped by SIGTERM, which the script does not handle\n" in done.stdout
 
 

@@ -5,11 +5,13 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -151,6 +153,23 @@ def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     assert captured.out == ""
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", []),
+        ("--nproc-per-node 2", ["--nproc-per-node", "2"]),
+        ("--gpus-per-node 4", ["--nproc-per-node", "4"]),
+    ],
+)
+def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, monkeypatch, words, expected):
+    """By default `make run` starts a process for each GPU of this machine."""
+    monkeypatch.setattr(os, "execv", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        submit.main(["ddp", "--local", *words.split(), "--name", "mine", "--", "--runs-dir", str(tmp_path)])
+    command = os.execv.call_args.args[1]
+    assert command[3 : command.index("--")] == ["ddp", "--nodes", "1", *expected]
 
 
 def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
