@@ -378,7 +378,7 @@ def describe(args: Namespace, runs: list[Run]) -> str:
     """Return a description of what is started."""
     points = f"{len(runs)} points of {runs[0].program}" if args.sweep else runs[0].program
     gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
-    processes = f" x {args.nproc_per_node} processes" if args.nproc_per_node else " nodes"
+    processes = f" x {args.nproc_per_node} processes" if args.nproc_per_node else f" node{'s' * (args.nodes > 1)}"
     return f"{points} on {args.nodes}{processes}{gpus}"
 
 

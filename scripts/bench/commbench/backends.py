@@ -77,11 +77,11 @@ def connect_by_mpi() -> Backend:
     )
 
 
-def connect_by_horovod() -> Backend:
+def connect_by_horovod(timeout_s: float) -> Backend:
     """Connect by Horovod, over Gloo or MPI as it was started, and over NCCL if it was built with NCCL."""
     import horovod.torch as hvd
 
-    world = HorovodWorld("auto" if hvd.nccl_built() else "cpu")
+    world = HorovodWorld("auto" if hvd.nccl_built() else "cpu", timeout_s)
     return Backend(
         world.ranks.rank,
         world.ranks.world_size,
@@ -98,4 +98,4 @@ def connect(name: str, timeout_s: float) -> Backend:
     """Connect by the named backend and return it; call it on all ranks."""
     if name == "mpi":
         return connect_by_mpi()
-    return connect_by_horovod() if name == "horovod" else connect_by_torch(name, timeout_s)
+    return connect_by_horovod(timeout_s) if name == "horovod" else connect_by_torch(name, timeout_s)
