@@ -133,7 +133,13 @@ def test_ranks_of_horovod_refuse_in_one_line(tmp_path):
 
 
 def test_without_horovod_it_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "horovod", None)
+    def find_spec(name, path=None, target=None):
+        if name == "horovod":
+            raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [types.SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UserError, match=r"^Horovod is not built for this Python; run `make horovod`$"):
         HorovodWorld("cpu", 300.0)
 
