@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -148,7 +147,7 @@ class _Unwritten(ForkingPickler):
     """Pickle as for a worker process, but into nothing, and without the values of tensors and arrays."""
 
     def __init__(self) -> None:
-        super().__init__(SimpleNamespace(write=len))
+        super().__init__(types.SimpleNamespace(write=len))
 
     def reducer_override(self, value: Any) -> Any:
         return (int, ()) if isinstance(value, Tensor | np.ndarray) else NotImplemented
