@@ -4,7 +4,7 @@
 #   docker/apt-snapshot.sh http://snapshot.debian.org/archive/debian/20261101T000000Z [ROOT]
 #   docker/apt-snapshot.sh https://snapshot.ubuntu.com/ubuntu/20261101T000000Z
 #
-# The Dockerfiles call it with APT_SNAPSHOT; with none it does nothing. Other sources, such as NVIDIA's, stay as they are,
+# docker/Dockerfile calls it with APT_SNAPSHOT; with none it does nothing. Other sources, such as NVIDIA's, stay as they are,
 # and are named.
 set -euo pipefail
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build a wheel of NVIDIA apex 25.05 with its CUDA extensions into a folder; docker/apex.Dockerfile calls it.
+# Build a wheel of NVIDIA apex 25.05 with its CUDA extensions into a folder; docker/Dockerfile calls it.
 #
 #   PYTHON=/opt/venv/bin/python docker/build-apex.sh /wheels
 #

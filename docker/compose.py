@@ -26,7 +26,15 @@ from recipes.common.errors import UserError
 from recipes.common.options import url_of
 from recipes.common.record.facts import revision
 from scripts.launch import script
-from scripts.launch.command import ROOT, check_recipe, command, make_folder, next_folder, temporary_folder
+from scripts.launch.command import (
+    ROOT,
+    check_recipe,
+    command,
+    image_of,
+    make_folder,
+    next_folder,
+    temporary_folder,
+)
 from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
 from scripts.launch.stopped_status import option
@@ -192,8 +200,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "there is no docker; install Docker (Debian: docker.io docker-compose), or drop WITH=docker"
         )
-    image_name = recipe if (ROOT / f"docker/{recipe}.Dockerfile").exists() else "ddp"
-    image = os.environ.get("IMAGE") or f"cluster-recipes/{image_name}:latest"
+    image = os.environ.get("IMAGE") or f"cluster-recipes/{image_of(recipe)}:latest"
     check_image(docker, image, recipe)
     compose = find_compose(docker)
     job = take_script(args.name, args.options) if script.is_set() else take_recipe(recipe, args.options)

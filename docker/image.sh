@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build or push the image that holds a recipe, by docker/*.Dockerfile.
+# Build or push the image that holds a recipe, by docker/Dockerfile.
 #
 #   docker/image.sh build ddp
 #   BASE_IMAGE=ubuntu:24.04 docker/image.sh build horovod          an image for machines without GPUs
@@ -31,7 +31,7 @@ if [[ $action == lock ]]; then
             refuse "the registry gave no digest of $image; its error is above (docker buildx is needed)"
         [[ $digest =~ ^sha256:[0-9a-f]{64}$ ]] || refuse "no digest of $image: buildx says '$digest'"
         lines+=("$variable=$image@$digest")
-    done < <(sed -nE 's/^ARG ((BASE|BUILD)_IMAGE)=(\S+)$/\1 \3/p' docker/apex.Dockerfile)
+    done < <(sed -nE 's/^ARG ((BASE|BUILD)_IMAGE)=(\S+)$/\1 \3/p' docker/Dockerfile)
     printf '%s\n' "${lines[@]}" | tee "$locked"
     exit
 fi
@@ -41,8 +41,10 @@ docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install 
 timeout 60 "$docker" info >/dev/null 2>&1 ||
     refuse "no Docker engine answers $docker; start it (systemctl start docker), or join the group docker"
 
-image=ddp # holds all recipes that need neither Horovod nor apex
-if [[ -f docker/$recipe.Dockerfile ]]; then image=$recipe; fi
+case $recipe in
+horovod | apex) image=$recipe ;;
+*) image=ddp ;; # holds all recipes that need neither Horovod nor apex
+esac
 name=${REGISTRY:+${REGISTRY%/}/}cluster-recipes/$image:${TAG:-latest}
 
 if [[ $action == push ]]; then
@@ -61,13 +63,13 @@ if [[ -n ${ATTEST:-} ]]; then
 fi
 
 revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
-arguments=(--build-arg "REVISION=$revision")
+arguments=(--build-arg "RECIPE=$image" --build-arg "REVISION=$revision")
 if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
     for variable in BASE_IMAGE BUILD_IMAGE; do
         if [[ -n ${!variable:-} ]]; then continue; fi
-        image_name=$(sed -n "s/^ARG $variable=//p" docker/apex.Dockerfile) pinned=$(sed -n "s/^$variable=//p" "$locked")
+        image_name=$(sed -n "s/^ARG $variable=//p" docker/Dockerfile) pinned=$(sed -n "s/^$variable=//p" "$locked")
         [[ $pinned == "$image_name@"* && ${pinned#*@} =~ ^sha256:[0-9a-f]{64}$ ]] ||
-            refuse "$locked has no digest of the $variable of docker/apex.Dockerfile, $image_name; make image-lock writes it anew"
+            refuse "$locked has no digest of the $variable of docker/Dockerfile, $image_name; make image-lock writes it anew"
         printf -v "$variable" %s "$pinned"
     done
 fi
@@ -96,10 +98,10 @@ if [[ $image == horovod ]]; then
     wheels=${XDG_CACHE_HOME:-$HOME/.cache}/cluster-recipes
     if [[ -d $wheels ]]; then mkdir -p docker/wheels && cp -r "$wheels" docker/wheels; fi
 fi
-echo "image: building $name of docker/$image.Dockerfile (PyTorch with CUDA: about 6 GB, some minutes)"
+echo "image: building $name (PyTorch with CUDA: about 6 GB, some minutes)"
 # docker/slurm.Dockerfile builds on this name: what is not there would be pulled, and nobody can own one below .invalid.
 if [[ -z ${REGISTRY:-} ]]; then arguments+=(--tag "registry.invalid/$name"); fi
-arguments+=(--progress=plain --file "docker/$image.Dockerfile" --tag "$name" .)
+arguments+=(--progress=plain --file docker/Dockerfile --tag "$name" .)
 failed="the build failed; its last lines are above (no base image: BASE_IMAGE=ubuntu:24.04, or docker/stand-in.sh)"
 if [[ -n ${ATTEST:-} ]]; then
     "$docker" buildx build --push --sbom=true --provenance=mode=max "${arguments[@]}" || refuse "$failed"

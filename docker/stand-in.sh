@@ -4,7 +4,7 @@
 #   docker/stand-in.sh [TAG]                                        default: cluster-recipes/stand-in
 #   make image RECIPE=ddp BASE_IMAGE=cluster-recipes/stand-in
 #
-# It replaces nvidia/cuda: the Dockerfiles build on it unchanged, without the CUDA toolkit. The tests use it.
+# It replaces nvidia/cuda: docker/Dockerfile builds on it unchanged, without the CUDA toolkit. The tests use it.
 # It includes this machine's certificate authorities, so that pip reaches its registry through a company's proxy.
 # Needs root, debootstrap and a Docker engine. MIRROR names another mirror of Debian.
 set -euo pipefail

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from recipes.common.errors import UserError
-from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names
+from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names, image_of
 
 INSTANCE = "app.kubernetes.io/instance"
 PLACEHOLDER = "registry.invalid/"
@@ -203,11 +203,6 @@ def script_variables(script: str, name: str) -> list[dict[str, str]]:
     run_dir = f"/runs/{name}"
     values = {"SCRIPT": script, "WORKDIR": run_dir, "RUN_DIR": run_dir, "RESUME": "auto"}
     return [{"name": key, "value": value} for key, value in values.items()]
-
-
-def image_of(recipe: str) -> str:
-    """Return the name of the image for a recipe: all but horovod and apex use ddp's."""
-    return recipe if recipe in ("horovod", "apex") else "ddp"
 
 
 def set_image(request: Request, container: dict[str, Any]) -> None:

@@ -11,4 +11,4 @@ mypy
 git ls-files -z --cached --others --exclude-standard '*.sh' '*.sbatch' .ci/run | xargs -0 shellcheck
 yamllint --strict .
 check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-hadolint docker/*.Dockerfile
+hadolint docker/*Dockerfile

@@ -98,6 +98,11 @@ def check_recipe(name: str) -> str:
     return name
 
 
+def image_of(recipe: str) -> str:
+    """Return the name of the image for a recipe (docker/Dockerfile): all but horovod and apex use ddp's."""
+    return recipe if recipe in ("horovod", "apex") else "ddp"
+
+
 def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: float = 0.5) -> list[str]:
     """Return the names without duplicates; raises UserError, with the nearest known name, for an unknown one."""
     for name in names:

@@ -8,28 +8,30 @@ import pytest
 import yaml
 
 from docker import compose
+from scripts.launch.command import image_of
 from tests.support import ROOT, run_command
 
-DOCKERFILES = [ROOT / f"docker/{name}.Dockerfile" for name in ("apex", "ddp", "horovod")]
+DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
+STAGES = re.split(r"^(?=FROM )", DOCKERFILE, flags=re.MULTILINE)[1:]
+"""The stages of the Dockerfile, from FROM to the next one."""
 
 
-def shared_part(path):
-    text = path.read_text()
-    return text[
-        text.index("# --- What all images share") : text.index("\n# --- ", text.index("# --- What all") + 1)
-    ]
+def stage(first_line):
+    [found] = [text for text in STAGES if text.startswith(f"{first_line}\n")]
+    return found
 
 
 def test_images_share_their_first_layers():
-
-    [part] = {shared_part(path) for path in DOCKERFILES}
+    part = stage("FROM ${BASE_IMAGE} AS base")
     assert "ARG LOCK=run.txt\n" in part
     assert "COPY requirements/${LOCK} /tmp/run.txt\n" in part
+    for image in {image_of(path.parent.name) for path in ROOT.glob("recipes/*/train.py")}:
+        assert f'CMD ["{image}"]\n' in stage(f"FROM base AS {image}")
 
 
 def test_images_hold_what_nccl_loads_for_rdma():
     """Without libibverbs and a provider NCCL uses TCP; EFA's installer is taken on request, with its digest."""
-    part = shared_part(DOCKERFILES[0])
+    part = stage("FROM ${BASE_IMAGE} AS base")
     packages = re.search(r"--no-install-recommends \\\n(.*?)\\\n", part, re.DOTALL)[1].split()
     assert {"libibverbs1", "ibverbs-providers"} <= set(packages)
     assert "ARG EFA_INSTALLER=\n" in part
@@ -84,6 +86,7 @@ def test_an_image_has_a_second_name_that_no_registry_can_have(checkout):
     nodes = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values()
     assert {node["image"] for node in nodes} == {f"${{IMAGE:-{name}}}" for name in used}
     _, [call] = image(checkout, "build", "ddp")
+    assert "--build-arg RECIPE=ddp " in call
     assert [f"registry.invalid/{name}" for name in re.findall("--tag (cluster-recipes/\\S+)", call)] == used
     assert f"--tag {used[0]} " in call
     _, [call] = image(checkout, "build", "ddp", REGISTRY="r.example")
@@ -96,6 +99,7 @@ def test_base_images_are_locked_by_digest(checkout):
     base, build = (f"nvidia/cuda:13.0.1-{part}-ubuntu24.04@{DIGEST}" for part in ("base", "devel"))
     assert (checkout / "docker/images.lock").read_text() == f"BASE_IMAGE={base}\nBUILD_IMAGE={build}\n"
     result, [call] = image(checkout, "build", "apex")
+    assert "--build-arg RECIPE=apex " in call
     assert f"--build-arg BASE_IMAGE={base} --build-arg BUILD_IMAGE={build} " in call
     assert "a tag, which can move" not in result.stdout
     result, [call] = image(checkout, "build", "apex", BASE_IMAGE="mine:1")
@@ -237,23 +241,27 @@ def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp
     assert [line.partition("; ")[0] for line in result.stderr.splitlines()] == kept
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_every_stage_takes_its_packages_from_the_snapshot(path):
-    for stage in re.split(r"^FROM (?=\$)", path.read_text(), flags=re.MULTILINE)[1:]:
-        assert "ARG APT_SNAPSHOT=\n" in stage
-        assert stage.index('apt-snapshot.sh "$APT_SNAPSHOT"') < stage.index("apt-get update")
+@pytest.mark.parametrize("first_line", ["FROM ${BASE_IMAGE} AS base", "FROM ${BUILD_IMAGE} AS compilers"])
+def test_every_base_takes_its_packages_from_the_snapshot(first_line):
+    part = stage(first_line)
+    assert "ARG APT_SNAPSHOT=\n" in part
+    assert part.index('apt-snapshot.sh "$APT_SNAPSHOT"') < part.index("apt-get update")
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_is_pinned_and_ends_as_an_ordinary_user(path):
-    text = path.read_text()
-    for base in re.findall(r"^ARG (?:BASE|BUILD)_IMAGE=(\S+)", text, re.MULTILINE):
+def test_an_image_is_pinned_and_ends_as_an_ordinary_user():
+    bases = re.findall(r"^ARG (?:BASE|BUILD)_IMAGE=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert len(bases) == 2
+    for base in bases:
         assert re.fullmatch(r"nvidia/cuda:\d+\.\d+\.\d+-(base|devel)-ubuntu24\.04", base)
-    final = text[text.rindex("\nFROM ") :]
+    external = [text.split()[1] for text in STAGES if text.startswith("FROM $")]
+    assert external == ["${BASE_IMAGE}", "${BUILD_IMAGE}", "${RECIPE}"]
+    assert "ARG RECIPE=ddp\n" in DOCKERFILE, "by default the last stage builds on one of this file"
+    final = STAGES[-1]
     assert "USER 10001:10001\n" in final
     assert final.index("USER ") > final.rindex("RUN ")
-    assert 'ENTRYPOINT ["scripts/launch.sh"]' in final
     assert "org.opencontainers.image.revision" in final
+    assert 'ENTRYPOINT ["scripts/launch.sh"]\n' in STAGES[0]
+    assert not any("ENTRYPOINT" in text for text in STAGES[1:]), "another ENTRYPOINT would drop the recipe's CMD"
 
 
 def test_what_goes_into_an_image_is_listed():
