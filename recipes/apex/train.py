@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,10 @@ from recipes.common.world.world import World, connected_world
 def options(argv: Sequence[str] | None = None) -> ApexOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(ApexOptions, "apex", __doc__, argv)
+
+
+TensorsOf = Callable[[nn.Module], Iterator[Tensor]]
+"""nn.Module.parameters or nn.Module.buffers."""
 
 
 def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
@@ -66,7 +70,9 @@ class TorchAmp:
         self.model = self.working = model
         if self.level == "O2":
             self.working = half_copy(model, self.half)
-            # AMP: a checkpoint holds the masters; loading it refreshes the half copy.
+            # AMP: a checkpoint holds the masters, and the buffers that passes of the half copy have updated.
+            model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.take_buffers())
+            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh(nn.Module.buffers))
             model.register_load_state_dict_post_hook(lambda module, keys: self.refresh())
         elif self.level == "O3":
             model.to(self.half).register_state_dict_post_hook(upcast)
@@ -117,14 +123,20 @@ class TorchAmp:
         self.refresh()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, tensors_of: TensorsOf = nn.Module.parameters) -> None:
         """Copy the masters into the half weights, after a step and after a checkpoint is loaded."""
-        for master, half in self.copies():
+        for master, half in self.copies(tensors_of):
             half.copy_(master)
 
-    def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each master weight with its half copy (only under O2, and not for batch norm)."""
-        pairs = zip(self.model.parameters(), self.working.parameters(), strict=True)
+    @torch.no_grad()
+    def take_buffers(self) -> None:
+        """Copy the half copy's buffers into the model's, before a checkpoint is written."""
+        for own, half in self.copies(nn.Module.buffers):
+            own.copy_(half)
+
+    def copies(self, tensors_of: TensorsOf = nn.Module.parameters) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each of the model's tensors with its half copy (only under O2, and not for batch norm)."""
+        pairs = zip(tensors_of(self.model), tensors_of(self.working), strict=True)
         return ((master, half) for master, half in pairs if master is not half)
 
 

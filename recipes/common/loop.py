@@ -271,7 +271,7 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     if job.record:
         job.record.progress.begin_evaluation()
     sync_statistics(job, technique)
-    (technique.sync_buffers or (lambda: broadcast_buffers(job)))()
+    (technique.sync_buffers or (lambda: broadcast_buffers(technique.module, peers)))()
     technique.module.eval()
     totals = new_totals(task, job.device)
     share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
@@ -333,12 +333,12 @@ def sync_statistics(job: Job, technique: Technique) -> None:
         average_statistics(job.model, job.args, technique.sum_statistics or sum_over_ranks)
 
 
-def broadcast_buffers(job: Job) -> None:
+def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
     """Give all ranks rank 0's batch-norm statistics: each rank has statistics of its own batches."""
-    for buffer in job.model.buffers():
+    for buffer in module.buffers():
         # Evaluation: rank 0 sends its buffers to all others.
-        with job.peers.watch("evaluation"):
-            job.peers.broadcast_tensor(buffer)
+        with peers.watch("evaluation"):
+            peers.broadcast_tensor(buffer)
 
 
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:

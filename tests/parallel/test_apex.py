@@ -316,6 +316,32 @@ def test_what_is_clipped_are_the_masters(tmp_path, change):
     assert math.sqrt(squares) == pytest.approx(10 * 0.1, rel=1e-3)
 
 
+def count_passes():
+    """Give the model a buffer of its own, to which each training pass adds one."""
+    original = recipe.load_data_and_model
+
+    def count(module, inputs):
+        module.passes += module.training
+
+    def changed(*args):
+        data, model = original(*args)
+        model.register_buffer("passes", torch.zeros(3))
+        model.register_forward_pre_hook(count)
+        return data, model
+
+    recipe.load_data_and_model = changed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_o2_keeps_what_passes_write_to_buffers(tmp_path, world_size):
+    words = ("--opt-level", "O2", *STEPS)
+    run, _ = train_changed(count_passes, tmp_path, "whole", world_size, *words)
+    middle = run / "checkpoints" / "step-000000010.pt"
+    assert torch.load(middle, weights_only=True)["model"]["passes"].tolist() == [10.0] * 3
+    resumed, _ = train_changed(count_passes, tmp_path, "resumed", world_size, *words, "--resume", str(middle))
+    assert newest_checkpoint(resumed)["model"]["passes"].tolist() == [float(NUM_STEPS)] * 3
+
+
 def test_o2_keeps_batch_norm_in_fp32():
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
     working = recipe.half_copy(model, torch.bfloat16)
