@@ -33,7 +33,7 @@ def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> Non
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
     """Return test_loss and the task's metrics from totals that have to cover each of num_samples once.
 
-    If images were skipped, skipped_images is their number in the run.
+    If images were skipped, skipped_images is how often this launch has skipped one so far.
     """
     count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"

@@ -555,6 +555,21 @@ class TestRecord:
             record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
             assert last in capsys.readouterr().out.splitlines()[-1]
 
+    def test_a_result_that_is_not_finite_is_null_and_printed_as_nan(self, tmp_path, capsys):
+        """JSON has no NaN: other programs would refuse the whole file."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        values = {"world_size": 1, "step": 9, "test_loss": math.nan, "best_test_loss": math.inf}
+        record.print_result(record.write_result(headline="test_loss", **values, samples_per_s=1.0))
+        written = json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)
+        assert (written["test_loss"], written["best_test_loss"]) == (None, None)
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
+        record.checkpoints.write(pack(args, Position(step=9), {}, {}, {}))
+        again, _ = open_run(args, "single", [])
+        again.begin(9, total_steps=9, is_complete=True)
+        again.print_result(again.write_result(headline="test_loss", **values, samples_per_s=1.0))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result ")]
+        assert [line.split()[3] for line in lines] == ["test_loss=nan"] * 2
+
     def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
         """TensorBoard's thread keeps the error and raises it in a later call."""
 

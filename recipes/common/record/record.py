@@ -271,7 +271,7 @@ class Record:
         """
         self.close()
         path = self.folder / "result.json"
-        final: dict[str, Any] = self._earlier_result or {"recipe": self.recipe, **result, "ended": _now()}
+        final = self._earlier_result or _finite({"recipe": self.recipe, **result, "ended": _now()})
         if not self._earlier_result:
             self.check_owner()
         with as_user_error("write", path):
@@ -284,9 +284,9 @@ class Record:
     def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
         headline = final["headline"]
+        value = math.nan if final[headline] is None else final[headline]
         self.progress.say(
-            f"result recipe={final['recipe']} world_size={final['world_size']} "
-            f"{headline}={final[headline]:.4f} "
+            f"result recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f} "
             + " ".join(f"{name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s"))
             + f" record={self.folder}"
         )
@@ -309,12 +309,10 @@ class Record:
                 events.close()
 
     def _append(self, kind: str, values: dict[str, float]) -> None:
-        # JSON has no value for a loss that is not finite.
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.check_owner()
         try:
             with open(self._metrics, "a") as file:
-                file.write(json.dumps({"kind": kind, **finite}) + "\n")
+                file.write(json.dumps({"kind": kind, **_finite(values)}) + "\n")
             for name in values.keys() - {"step", "epoch"} if self._events else ():
                 self._events.add_scalar(name, values[name], values["step"])
         except OSError as error:
@@ -334,6 +332,14 @@ def start_progress() -> Progress:
 
 def _plain_options(args: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with None in place of NaN and infinities, for which JSON has no number."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def _replace_text(path: Path, text: str) -> None:
