@@ -88,16 +88,17 @@ find_fabric() {
 
 # Take what the site's file sets, unless it is set already.
 read_site() {
-    local file=${SITE_ENV:-site.env} line name
+    local file=${SITE_ENV:-site.env} line name number=0
     if [[ ! -e $file && -z ${SITE_ENV:-} ]]; then return; fi
     if [[ ! -r $file ]]; then
         echo "error: cannot read $file; SITE_ENV names the file of this site" >&2
         return 2
     fi
     while read -r line || [[ -n $line ]]; do
+        number=$((number + 1))
         if [[ -z $line || $line == \#* ]]; then continue; fi
         if [[ ! $line =~ ^[A-Z_][A-Z0-9_]*= ]]; then
-            echo "error: $file: '$line' is not NAME=value; remove it, or begin it with #" >&2
+            echo "error: $file: line $number is not NAME=value; correct it, or begin it with #" >&2 # it may hold a password
             return 2
         fi
         name=${line%%=*}
