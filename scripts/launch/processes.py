@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -96,18 +96,25 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until
     return True
 
 
-def run(command: Sequence[str], env: Mapping[str, str], process_group: int | None = None) -> tuple[int, list[int]]:
-    """Run a command; return its status (128 + n for signal n) and the stop signals that this process received."""
-    returned, received = run_with_signals(command, env, process_group)
+def run(command: Sequence[str], env: Mapping[str, str], **how: Any) -> tuple[int, list[int]]:
+    """Run a command; return its status (128 + n for signal n) and the stop signals that this process received.
+
+    `how`: the other arguments of run_with_signals().
+    """
+    returned, received = run_with_signals(command, env, **how)
     return (returned if returned >= 0 else 128 - returned), received
 
 
 def run_with_signals(
-    command: Sequence[str], env: Mapping[str, str], process_group: int | None = None
+    command: Sequence[str],
+    env: Mapping[str, str],
+    process_group: int | None = None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[int]]:
     """Run a command; return its status (-n for signal n) and the stop signals that this process received.
 
-    The command gets each stop signal once: with process_group=0, even if all of this process's group get it.
+    The command gets each stop signal once, after on_stop(): with process_group=0, even if all of this process's
+    group get it.
     """
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -115,6 +122,7 @@ def run_with_signals(
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number not in received:
             received.append(number)
+            on_stop()
             if process:
                 process.send_signal(number)
 

@@ -6,11 +6,16 @@ scripts/launch.sh calls it if STOPPED_STATUS is set. A recipe that receives a st
 ends with status 0 on all nodes. Slurm's batch script checks more than the status, but a Kubernetes Job takes the
 status 0 of a drained node as "done" and never restarts it. This process therefore ends with STOPPED_STATUS, a
 failure, and the restart resumes from the checkpoint. As process 1 it also passes signals on and reaps orphans.
+
+A script has no record to tell. The node that is stopped leaves a file in the run's folder before it passes the
+signal on, so that the nodes whose ranks then end, too, can tell this end from the script's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +27,9 @@ from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run
+
+STOP_FILE = ".stopped"
+"""The file in a script's RUN_DIR that names the node that was stopped last, and when."""
 
 CLOCKS_S = 2.0
 """How far a file server's clock may lag behind."""
@@ -65,6 +73,27 @@ def has_finished(options: Sequence[str], begin: float) -> bool | None:
     return result.exists() and result.stat().st_mtime >= begin
 
 
+def stop_file() -> Path | None:
+    """Return the path of a script's STOP_FILE; None for a recipe, whose record tells."""
+    run_dir = os.environ.get("RUN_DIR")
+    return Path(run_dir, STOP_FILE) if run_dir and script.is_set() else None
+
+
+def last_stop() -> str:
+    """Return what STOP_FILE says, "" without one or if it cannot be read."""
+    path = stop_file()
+    with contextlib.suppress(OSError):
+        return path.read_text() if path else ""
+    return ""
+
+
+def tell_other_nodes() -> None:
+    """Write STOP_FILE."""
+    if path := stop_file():
+        with contextlib.suppress(OSError):  # the folder is not there yet, or no longer: then only this node knows
+            path.write_text(f"{socket.gethostname()} {time.time_ns()}\n")
+
+
 @command
 def main(argv: list[str]) -> int:
     """Run scripts/launch.sh with these arguments; return the status with which the container must end."""
@@ -72,8 +101,10 @@ def main(argv: list[str]) -> int:
     begin = time.time() - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
     env[LAUNCHER_PID] = str(os.getpid())
-    status, was_stopped = run(["scripts/launch.sh", *argv], env)
+    earlier = last_stop()
+    status, received = run(["scripts/launch.sh", *argv], env, on_stop=tell_other_nodes)
     finished = None if script.is_set() else has_finished(argv, begin)
+    was_stopped = received or last_stop() != earlier
     if status == 0 and (finished is False or (finished is None and was_stopped)):
         print(f"stopped before its end: status {stopped_status}, so that a restart goes on", flush=True)
         return stopped_status

@@ -322,9 +322,14 @@ SCRIPT = """
 import json, os, pathlib, signal, sys, time
 run_dir = pathlib.Path(os.environ["RUN_DIR"])
 seen = [sys.argv[1:], os.getcwd(), os.environ["NODE_RANK"], os.environ["NNODES"], os.environ["RESUME"]]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+def stop(*_):
+    (run_dir / "checkpoint").touch()
+    sys.exit()
+
+
+signal.signal(signal.SIGTERM, stop)
 (run_dir / f"seen-{os.environ['NODE_RANK']}").write_text(json.dumps(seen))
-while "--wait" in sys.argv:
+while "--wait" in sys.argv and not (run_dir / "checkpoint").exists():
     time.sleep(0.1)
 """
 
@@ -345,13 +350,17 @@ def test_a_script_from_a_volume_runs_in_its_runs_folder(tmp_path):
         assert json.loads((run / f"seen-{rank}").read_text()) == [argv, str(run), rank, "2", "auto"]
 
 
-def test_a_stopped_script_ends_with_the_status_that_does_not_count(tmp_path):
+@pytest.mark.parametrize("drained", [1, 2])
+def test_a_stopped_script_ends_with_the_status_that_does_not_count(tmp_path, drained):
+    """Also on a node that gets no signal, whose ranks end with those of the drained one."""
     pods = script_job(tmp_path, "--wait")
     wait_until(lambda: len(list(tmp_path.glob("mine/seen-*"))) == 2, TIMEOUT_S, "both scripts")
-    for pod in pods:
+    for pod in pods[:drained]:
         pod.process.send_signal(signal.SIGTERM)
     results = wait_for(pods)
     assert [result.status for result in results] == [143, 143], [result.stderr for result in results]
+    again = wait_for(script_job(tmp_path))
+    assert [result.status for result in again] == [0, 0], "the stop was of the start before"
 
 
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "pytorchjob-elastic", "trainjob"])
