@@ -109,7 +109,7 @@ def run_nodes(image, recipe, nodes, folder, name, *options, processes=1, start_i
     words = [recipe, "--nodes", str(nodes), "--nproc-per-node", str(processes), "--"]
     words += words_for(folder, name, *options)
     start = ("env", "-C", str(start_in), f"PYTHONPATH={ROOT}", sys.executable, "-m", "docker.compose")
-    return Command(*start, *words, IMAGE=image, OMP_NUM_THREADS="1")
+    return Command(*start, *words, IMAGE=image, OMP_NUM_THREADS="1", NCCL_DEBUG="WARN")
 
 
 def left():
@@ -239,6 +239,8 @@ def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
         assert settings["PidsLimit"] == 4096
         assert facts["Config"]["User"] == (f"{os.getuid()}:{os.getgid()}" if os.getuid() else "10001:10001")
         assert settings["ShmSize"] == 1 << 30
+        passed_on = [text for text in facts["Config"]["Env"] if text.startswith(("NCCL_", "RDZV_TIMEOUT_S"))]
+        assert passed_on == ["NCCL_DEBUG=WARN"], "what is set here, and nothing that is not"
     docker("kill", running["node2"])
     done = command.wait(timeout_s=30, gone_within_s=15)
     assert done.status not in (0, 2)
