@@ -27,7 +27,7 @@ class Cache:
     def look(self, name: str, start: int, end: int) -> bytes:
         """Return what a file's copy has from start to before end; raises OSError if the cache cannot be used."""
         with self._open(name) as file:
-            return os.pread(file, end - start, start)
+            return b"" if is_hole(file, start) else os.pread(file, end - start, start)
 
     def read(
         self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
@@ -56,6 +56,14 @@ class Cache:
         except OSError as error:
             what = f"--cache-dir cannot use {self.folder / name}: {error.strerror}"
             raise OSError(error.errno, what) from None
+
+
+def is_hole(file: int, start: int) -> bool:
+    """Whether nothing was written at a place of an open file; False if its file system cannot tell."""
+    try:
+        return os.lseek(file, start, os.SEEK_DATA) > start
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing from here to the end of the file
 
 
 def open_own(folder: Path) -> int:
