@@ -1,11 +1,14 @@
-"""The least that reading from a web server costs: send a request, receive bytes, check nothing of the answer."""
+"""The least that reading from a web server, and a new cache, cost: send, receive, write, and check nothing."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
+from recipes.common.data.cache import Cache
 from recipes.common.data.remote import HttpStore
 
 HEAD_BYTES = 4096
@@ -32,3 +35,20 @@ class BareStore(HttpStore):
             if head < 0 and (found := answer.find(b"\r\n\r\n", 0, min(count, HEAD_BYTES))) >= 0:
                 head = found + 4
         return memoryview(answer)[head:count]
+
+
+class BareCache(Cache):
+    """Files that get all that is read, and that nobody looks at."""
+
+    def look(self, name: str, start: int, end: int) -> bytes:
+        """Return nothing, as from a new cache."""
+        return b""
+
+    def read(
+        self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
+    ) -> memoryview:
+        """Return the bytes of the store, and write them."""
+        content = self.store.read(name, start, end)
+        with self._open(name) as file:
+            os.pwrite(file, content, start)
+        return content

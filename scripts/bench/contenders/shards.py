@@ -5,7 +5,7 @@
     torchrun --nproc-per-node=2 -m scripts.bench.contenders.shards open --data-dir URL
 
 The last line is a JSON object. Workers decode the images in the order of a run's first epoch. `bare` reads
-through the cheapest of clients (bare_store.py).
+through the cheapest of clients and caches (bare_store.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.world.agreement import load_same_data
 from recipes.common.world.world import connected_world
 from recipes.ddp.train import options
-from scripts.bench.contenders.bare_store import BareStore
+from scripts.bench.contenders.bare_store import BareCache, BareStore
 
 BATCH_SIZE, WARM = 32, 4
 
@@ -36,6 +36,8 @@ def read(words: Sequence[str], is_bare: bool = False) -> dict[str, float]:
     split: Any = load_data(args, torch.device("cpu"), on_bad_image=print).train
     if is_bare:
         split.dataset.store.__class__ = BareStore
+        if split.dataset.cache:
+            split.dataset.cache.__class__ = BareCache
     order = draw_order(split, args, 0).split(BATCH_SIZE)
     seen, begin = 0, 0.0
     for number, (_, labels) in enumerate(split.batches(order, 0)):
