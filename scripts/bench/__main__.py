@@ -25,11 +25,12 @@ import psutil
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.record.facts import hardware, revision
+from recipes.common.record.facts import hardware
 from scripts.bench import namespaces
+from scripts.bench.claims import FIGURES, revision
 from scripts.bench.figures import Figure, table
 from scripts.bench.report import read_run
-from scripts.launch.command import ROOT, CommandParser, check_names, command, count, make_folder, parse
+from scripts.launch.command import CommandParser, check_names, command, count, make_folder, parse
 from scripts.launch.runs import measured_on
 
 PARTS = {
@@ -77,8 +78,7 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
     """Write a part's figures to the file; keep those of other parts from an earlier run of the same day."""
     old = read_output(path, about)
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
-    code = revision() or "unknown"
-    measured = {"rounds": rounds, "revision": code[:12] + "-dirty" * code.endswith("-dirty")}
+    measured = {"rounds": rounds, "revision": revision()}
     facts = {
         "parts": {**old["parts"], part: measured},
         "figures": sorted(rows, key=lambda row: [*PARTS, row["part"]].index(row["part"])),
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the running command, as Ctrl-C does
     parts, about = check_names("PARTS", args.parts, list(PARTS)) or PARTS, facts()
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    output = args.output or ROOT / "docs" / "benchmarks" / f"{time.strftime('%Y-%m-%d')}-{device}.json"
+    output = args.output or FIGURES / f"{time.strftime('%Y-%m-%d')}-{device}.json"
     read_output(output, about)  # refuse before the work, not after it
     make_folder(output.parent)
     figures: list[Figure] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -29,6 +30,7 @@ from scripts.launch.command import ROOT
 CLAIMS = ROOT / "docs" / "claims.toml"
 OUTCOMES = ROOT / "docs" / "evidence.json"
 PAGE = ROOT / "docs" / "evidence.md"
+FIGURES = ROOT / "docs" / "benchmarks"
 
 HEAD = """# Evidence
 
@@ -41,6 +43,15 @@ file. "Not run": nobody has run it, or no record was kept.
 `make evidence` runs all that this machine can and writes this page from [claims.toml](claims.toml) and
 [evidence.json](evidence.json); `make evidence CLAIMS="NAME NAME"` reruns some rows.
 """
+
+
+def revision() -> str:
+    """Return the commit, with -dirty if tracked files other than claims, evidence and figures differ from it."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
+    own = [f":!{path.relative_to(ROOT)}" for path in (CLAIMS, OUTCOMES, PAGE, FIGURES)]
+    is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
+    return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
 from scripts.bench.__main__ import facts
-from scripts.bench.claims import CLAIMS, OUTCOMES, PAGE, Claim, machine, read_claims, read_outcomes
+from scripts.bench.claims import OUTCOMES, PAGE, Claim, machine, read_claims, read_outcomes, revision
 from scripts.bench.programs import run_bounded
 from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
@@ -43,15 +42,6 @@ TIMEOUT_S = 1800
 
 TESTS_TIMEOUT_S = 3 * 3600
 """Time limit of the tests of all claims together."""
-
-
-def revision() -> str:
-    """Return the commit, with -dirty if tracked files other than the claims and their evidence differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
-    own = [f":!{path.relative_to(ROOT)}" for path in (CLAIMS, OUTCOMES, PAGE)]
-    is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
-    return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
 
 
 class Case(NamedTuple):

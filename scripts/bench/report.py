@@ -25,7 +25,6 @@ from scripts.bench.figures import AGAIN, TITLES, Figure, describe, table_lines
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
-FOLDER = ROOT / "docs" / "benchmarks"
 READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
 DRILL = ROOT / "docs" / "drill.md"
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
@@ -185,7 +184,7 @@ def evidence() -> str:
     """Return the text of docs/evidence.md: the documents' claims, and the figures of README.md's table."""
     benchmark = [
         (question.said(run.figures), figure, run.facts)
-        for run in read_runs(FOLDER)[:1]
+        for run in read_runs(claims.FIGURES)[:1]
         for question in QUESTIONS
         if question.chinese and (figure := question.figure(run.figures))
     ]
@@ -196,14 +195,14 @@ def evidence() -> str:
 def main(argv: list[str]) -> None:
     """Write docs/benchmarks/README.md, its pictures, the READMEs' tables and docs/evidence.md."""
     drill = read_drill()
-    text, readmes = render(FOLDER, [path.read_text(encoding="utf-8") for path in READMES], drill)
-    for picture in FOLDER.glob("*.png"):
+    text, readmes = render(claims.FIGURES, [path.read_text(encoding="utf-8") for path in READMES], drill)
+    for picture in claims.FIGURES.glob("*.png"):
         picture.unlink()
     for question in QUESTIONS:
-        draw(question, drill, FOLDER / f"{question.name}.png")
-        for run in read_runs(FOLDER):
-            draw(question, run.figures, FOLDER / f"{run.path.stem}-{question.name}.png")
-    for path, content in zip((FOLDER / "README.md", *READMES), (text, *readmes), strict=True):
+        draw(question, drill, claims.FIGURES / f"{question.name}.png")
+        for run in read_runs(claims.FIGURES):
+            draw(question, run.figures, claims.FIGURES / f"{run.path.stem}-{question.name}.png")
+    for path, content in zip((claims.FIGURES / "README.md", *READMES), (text, *readmes), strict=True):
         path.write_text(content, encoding="utf-8")
     claims.PAGE.write_text(evidence(), encoding="utf-8")
     print("wrote docs/benchmarks/README.md, its pictures, the tables in the READMEs, and docs/evidence.md")

@@ -169,6 +169,21 @@ def reports(tmp_path_factory):
     return folder
 
 
+def test_figures_that_a_part_has_written_do_not_make_the_code_of_the_next_dirty(tmp_path, monkeypatch):
+    for name in ("docs/benchmarks/2026-01-31-cpu.json", "scripts/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    for name in ("ROOT", "CLAIMS", "OUTCOMES", "PAGE", "FIGURES"):
+        monkeypatch.setattr(claims, name, tmp_path / getattr(claims, name).relative_to(ROOT))
+    (tmp_path / "docs/benchmarks/2026-01-31-cpu.json").write_text("2")
+    assert re.fullmatch("[0-9a-f]+", claims.revision())
+    (tmp_path / "scripts/a.py").write_text("2")
+    assert re.fullmatch("[0-9a-f]+-dirty", claims.revision())
+
+
 def test_a_report_of_pytest_is_read(reports):
     assert json.loads((reports / "statuses.json").read_text())[-1] == 1
     report = evidence.read_report(reports / "7.xml")

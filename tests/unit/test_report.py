@@ -12,7 +12,7 @@ from PIL import Image
 
 from recipes.common.errors import UserError
 from scripts.bench import __main__ as bench
-from scripts.bench import namespaces, report
+from scripts.bench import claims, namespaces, report
 from scripts.bench.__main__ import PARTS
 from scripts.bench.figures import Figure
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
@@ -43,16 +43,16 @@ README = f"before\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 
 def test_the_page_in_the_tree_is_the_one_of_its_files():
     """If not, run `make report` after `make bench`; the figures of the READMEs are those of the newest file."""
-    page, *readmes = [path.read_text() for path in (report.FOLDER / "README.md", *report.READMES)]
-    assert report.render(report.FOLDER, readmes, report.read_drill()) == (page, readmes)
+    page, *readmes = [path.read_text() for path in (claims.FIGURES / "README.md", *report.READMES)]
+    assert report.render(claims.FIGURES, readmes, report.read_drill()) == (page, readmes)
 
 
 def test_the_pictures_in_the_tree_are_small_and_each_is_shown():
-    pictures = sorted(report.FOLDER.glob("*.png"))
+    pictures = sorted(claims.FIGURES.glob("*.png"))
     names = sorted((path.name for path in pictures), key=order)
     names.sort(key=lambda name: name[:10], reverse=True)  # the newest run first, the drill last
     names.sort(key=lambda name: name == "failure.png")
-    assert re.findall(r"\]\((.*?\.png)\)", (report.FOLDER / "README.md").read_text()) == names
+    assert re.findall(r"\]\((.*?\.png)\)", (claims.FIGURES / "README.md").read_text()) == names
     for path in pictures:
         with Image.open(path) as image:
             assert image.width == 700
@@ -65,7 +65,7 @@ def order(name):
 
 def test_every_part_answers_one_question_and_every_figure_has_a_limit_or_a_reason():
     assert sorted(part for question in QUESTIONS for part in question.parts) == sorted([*PARTS, "drill"])
-    figures = [figure for run in report.read_runs(report.FOLDER) for figure in run.figures] + report.read_drill()
+    figures = [figure for run in report.read_runs(claims.FIGURES) for figure in run.figures] + report.read_drill()
     held = {(figure.part, figure.name) for figure in figures if figure.is_limit}
     assert len(held) > 40
     for figure in figures:
@@ -159,7 +159,7 @@ def test_other_files_are_refused_with_their_name(tmp_path, text):
 
 
 def test_nothing_to_render_is_said_in_a_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    monkeypatch.setattr(claims, "FIGURES", tmp_path)
     assert report.main() == 2
     assert capsys.readouterr().err == f"error: no benchmark in {tmp_path}: `make bench` writes one\n"
     assert list(tmp_path.iterdir()) == []
