@@ -7,8 +7,9 @@ ends with status 0 on all nodes. Slurm's batch script checks more than the statu
 status 0 of a drained node as "done" and never restarts it. This process therefore ends with STOPPED_STATUS, a
 failure, and the restart resumes from the checkpoint. As process 1 it also passes signals on and reaps orphans.
 
-A script has no record to tell. The node that is stopped leaves a file in the run's folder before it passes the
-signal on, so that the nodes whose ranks then end, too, can tell this end from the script's own.
+A script has no record to tell. The node that is stopped writes a file beside the run's folder before it passes the
+signal on, so that the nodes whose ranks then end, too, can tell this end from the script's own. (In an elastic job
+the others go on, and end only by themselves.)
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run
-
-STOP_FILE = ".stopped"
-"""The file in a script's RUN_DIR that names the node that was stopped last, and when."""
 
 CLOCKS_S = 2.0
 """How far a file server's clock may lag behind."""
@@ -74,23 +72,30 @@ def has_finished(options: Sequence[str], begin: float) -> bool | None:
 
 
 def stop_file() -> Path | None:
-    """Return the path of a script's STOP_FILE; None for a recipe, whose record tells."""
+    """Return the file beside a script's RUN_DIR that says which node was stopped last; None if none is needed."""
     run_dir = os.environ.get("RUN_DIR")
-    return Path(run_dir, STOP_FILE) if run_dir and script.is_set() else None
+    if not run_dir or not script.is_set() or os.environ.get("MIN_NODES"):
+        return None
+    return Path(run_dir).with_name(f".{Path(run_dir).name}.stopped")
 
 
 def last_stop() -> str:
-    """Return what STOP_FILE says, "" without one or if it cannot be read."""
+    """Return what stop_file() says, "" if it is new or cannot be opened."""
     path = stop_file()
-    with contextlib.suppress(OSError):
-        return path.read_text() if path else ""
-    return ""
+    if not path:
+        return ""
+    try:
+        with open(path, "a+") as file:  # it makes the file: NFS may remember for a minute that there was none
+            file.seek(0)
+            return file.read()
+    except OSError:
+        return ""
 
 
 def tell_other_nodes() -> None:
-    """Write STOP_FILE."""
+    """Write stop_file()."""
     if path := stop_file():
-        with contextlib.suppress(OSError):  # the folder is not there yet, or no longer: then only this node knows
+        with contextlib.suppress(OSError):  # its disk is full, or lost: then only this node knows
             path.write_text(f"{socket.gethostname()} {time.time_ns()}\n")
 
 
