@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,8 +39,8 @@ def options(argv: Sequence[str] | None = None) -> ApexOptions:
     return parse(ApexOptions, "apex", __doc__, argv)
 
 
-TensorsOf = Callable[[nn.Module], Iterator[Tensor]]
-"""nn.Module.parameters or nn.Module.buffers."""
+Pairs = Iterator[tuple[Tensor, Tensor]]
+"""Tensors of the model, each with its half copy."""
 
 
 def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
@@ -72,8 +72,8 @@ class TorchAmp:
             self.working = half_copy(model, self.half)
             # AMP: a checkpoint holds the masters, and the buffers that passes of the half copy have updated.
             model.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.take_buffers())
-            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh(nn.Module.buffers))
-            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh())
+            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh(self.buffers()))
+            model.register_load_state_dict_post_hook(lambda module, keys: self.refresh(self.copies()))
         elif self.level == "O3":
             model.to(self.half).register_state_dict_post_hook(upcast)
         if self.level in ("O2", "O3"):
@@ -120,24 +120,33 @@ class TorchAmp:
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
         optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, check)
-        self.refresh()
+        self.refresh(self.copies())
 
     @torch.no_grad()
-    def refresh(self, tensors_of: TensorsOf = nn.Module.parameters) -> None:
-        """Copy the masters into the half weights, after a step and after a checkpoint is loaded."""
-        for master, half in self.copies(tensors_of):
+    def refresh(self, pairs: Pairs) -> None:
+        """Copy masters into their half copies, after a step and after a checkpoint is loaded."""
+        for master, half in pairs:
             half.copy_(master)
 
     @torch.no_grad()
     def take_buffers(self) -> None:
-        """Copy the half copy's buffers into the model's, before a checkpoint is written."""
-        for own, half in self.copies(nn.Module.buffers):
-            own.copy_(half)
+        """Copy the buffers that passes have changed into the model's, before a checkpoint is written."""
+        for own, half in self.buffers():
+            if not torch.equal(own.to(half.dtype), half):  # a constant keeps its fp32 value
+                own.copy_(half)
 
-    def copies(self, tensors_of: TensorsOf = nn.Module.parameters) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each of the model's tensors with its half copy (only under O2, and not for batch norm)."""
-        pairs = zip(tensors_of(self.model), tensors_of(self.working), strict=True)
+    def copies(self) -> Pairs:
+        """Yield each master weight with its half copy (only under O2, and not for batch norm)."""
+        pairs = zip(self.model.parameters(), self.working.parameters(), strict=True)
         return ((master, half) for master, half in pairs if master is not half)
+
+    def buffers(self) -> Pairs:
+        """Yield the model's buffers with their half copies, without those that passes make, drop or resize."""
+        halves = dict(self.working.named_buffers())
+        for name, own in self.model.named_buffers():
+            half = halves.get(name, own)
+            if half is not own and half.shape == own.shape:
+                yield own, half
 
 
 def half_type(device: torch.device) -> torch.dtype:

@@ -317,15 +317,18 @@ def test_what_is_clipped_are_the_masters(tmp_path, change):
 
 
 def count_passes():
-    """Give the model a buffer of its own, to which each training pass adds one."""
+    """Give the model a buffer to which each training pass adds one, a constant, and a cache that passes make."""
     original = recipe.load_data_and_model
 
     def count(module, inputs):
         module.passes += module.training
+        module.cache = torch.ones(len(inputs[0]))
 
     def changed(*args):
         data, model = original(*args)
         model.register_buffer("passes", torch.zeros(3))
+        model.register_buffer("constant", torch.tensor(0.1))
+        model.register_buffer("cache", None, persistent=False)
         model.register_forward_pre_hook(count)
         return data, model
 
@@ -339,7 +342,10 @@ def test_o2_keeps_what_passes_write_to_buffers(tmp_path, world_size):
     middle = run / "checkpoints" / "step-000000010.pt"
     assert torch.load(middle, weights_only=True)["model"]["passes"].tolist() == [10.0] * 3
     resumed, _ = train_changed(count_passes, tmp_path, "resumed", world_size, *words, "--resume", str(middle))
-    assert newest_checkpoint(resumed)["model"]["passes"].tolist() == [float(NUM_STEPS)] * 3
+    content = newest_checkpoint(resumed)["model"]
+    assert content["passes"].tolist() == [float(NUM_STEPS)] * 3
+    assert content["constant"] == torch.tensor(0.1), "all of its fp32 digits"
+    assert "cache" not in content
 
 
 def test_o2_keeps_batch_norm_in_fp32():
