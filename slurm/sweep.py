@@ -61,7 +61,7 @@ def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
     columns = ("world_size", *headlines, "samples_per_s")
     rows = [["run", *runs[0].point, *columns]]
     for run, result in zip(runs, results, strict=True):
-        shown = ["-" if name not in result else f"{result[name]:.4g}" for name in columns]
+        shown = ["-" if result.get(name) is None else f"{result[name]:.4g}" for name in columns]
         rows.append([run.folder.name, *run.point.values(), *shown])
     print(markdown(rows), flush=True)
 

@@ -411,6 +411,10 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "--lr", "world_size", "test_bits_per_byte", "samples_per_s"]
     assert lines[2:] == [["0.1", "0.1", "2", "2.5", "40"], ["0.2", "0.2", "-", "-", "-"]]
+    (runs[0].folder / "result.json").write_text(json.dumps({**result, "test_bits_per_byte": None}))
+    report(runs, [0, 1])
+    row = capsys.readouterr().out.splitlines()[2]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["0.1", "0.1", "2", "-", "40"], "it was not finite"
     report(runs, [1, 1])
     assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"
 
