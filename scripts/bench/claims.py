@@ -14,6 +14,7 @@ measured value, which must round to the figure.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import tomllib
@@ -48,10 +49,14 @@ file. "Not run": nobody has run it, or no record was kept.
 def revision() -> str:
     """Return the commit, with -dirty if tracked files other than claims, evidence and figures differ from it."""
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "describe", "--always", "--abbrev=12"], capture_output=True, text=True).stdout
+    try:
+        describe = [*git, "describe", "--always", "--abbrev=12"]
+        commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # an image holds no repository
+        return os.environ.get("SOURCE_REVISION", "unknown")[:12]
     own = [f":!{path.relative_to(ROOT)}" for path in (CLAIMS, OUTCOMES, PAGE, FIGURES)]
     is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
-    return (commit.strip() or "unknown") + "-dirty" * bool(is_dirty)
+    return commit + "-dirty" * bool(is_dirty)
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,7 @@ def test_an_image_is_pinned_and_ends_as_an_ordinary_user():
     assert "USER 10001:10001\n" in final
     assert final.index("USER ") > final.rindex("RUN ")
     assert "org.opencontainers.image.revision" in final
+    assert "ARG RECIPE\n" in final, "the label's name needs it"
     assert 'ENTRYPOINT ["scripts/launch.sh"]\n' in STAGES[0]
     assert not any("ENTRYPOINT" in text for text in STAGES[1:]), "another ENTRYPOINT would drop the recipe's CMD"
 

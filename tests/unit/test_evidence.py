@@ -182,6 +182,9 @@ def test_figures_that_a_part_has_written_do_not_make_the_code_of_the_next_dirty(
     assert re.fullmatch("[0-9a-f]+", claims.revision())
     (tmp_path / "scripts/a.py").write_text("2")
     assert re.fullmatch("[0-9a-f]+-dirty", claims.revision())
+    monkeypatch.setenv("SOURCE_REVISION", "0123456789abcdef")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert claims.revision() == "0123456789ab", "an image has no git"
 
 
 def test_a_report_of_pytest_is_read(reports):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from recipes.common.data import SKIPPED, load_data
+from recipes.common.data.cache import Cache, is_hole
 from recipes.common.data.remote import open_store
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.workers import Keys, add_ahead
@@ -112,6 +113,17 @@ def test_the_cache_heals(shards, tmp_path):
         after = counts.requests
         assert_equal(data.train, load(shards).train)
         assert counts.requests == after, "what was read again is in the cache again"
+
+
+def test_what_was_not_written_to_a_cache_is_a_hole(tmp_path):
+    page = 1 << 16  # at least a block of any usual file system
+    with open(tmp_path / "a.tar", "w+b") as file:
+        os.pwrite(file.fileno(), b"x" * page, 2 * page)
+        found = [is_hole(file.fileno(), start) for start in (0, page, 2 * page, 3 * page - 1, 3 * page, 9 * page)]
+    assert found == [True, True, False, False, True, True]
+    cache = Cache(SimpleNamespace(), tmp_path)
+    assert cache.look("a.tar", 0, page) == b"", "zeros need neither be read nor checked"
+    assert cache.look("a.tar", 2 * page, 3 * page) == b"x" * page
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
