@@ -87,7 +87,7 @@ def load_data_and_model(
 ) -> tuple[Data, nn.Module]:
     """Return load_checked_data() and the model on this rank's device, with the same weights on all ranks.
 
-    Call it on all ranks. Raises UserError as load_checked_data() and build_model().
+    Call it on all ranks. Raises UserError as load_checked_data(), build_model() and check_parts() of batch norm.
     """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
@@ -96,7 +96,14 @@ def load_data_and_model(
         from recipes.common.models.batchnorm import set_groups
 
         set_groups(model, args, peers)
-    return data, model.to(peers.device)
+    model = model.to(peers.device)
+    parts = (replicas or peers.world_size) * args.accumulate_steps
+    if args.global_batch_size // parts == 1 and not args.sync_batchnorm:
+        from recipes.common.models.batchnorm import check_parts
+
+        sample = data.input.zeros(1, peers.device)
+        run_on_all_ranks(lambda: check_parts(model, args, parts, sample), peers)
+    return data, model
 
 
 def begin_run(

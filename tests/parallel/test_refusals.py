@@ -43,7 +43,10 @@ def assert_refused(outcome, words):
 REFUSED = {
     "option": (("--epoch", "3"), "unknown option --epoch; did you mean '--epochs'?"),
     "data": (("--data", "digit"), "did you mean 'digits'?"),
-    "model": (("--model", "resnet81"), "torchvision has no 'resnet81'; did you mean 'resnet18'?"),
+    "model": (
+        ("--model", "resnet81"),
+        "torchvision has no classification model 'resnet81'; did you mean 'resnet18'?",
+    ),
     "batch 0": (
         ("--global-batch-size", "0"),
         "--global-batch-size: expects a whole number of at least 1, got '0'",
@@ -91,6 +94,15 @@ def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
 def test_what_the_number_of_ranks_forbids(tmp_path, argv, world_size, words):
     outcome = run_ranks("ddp", words_for(tmp_path, "a", *argv), world_size, tmp_path / "out", check=False)
     assert_refused(outcome, words)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "batch", "least"), [("single", 1, 1, 2), ("ddp", 2, 2, 4), ("ddp", 2, 3, 4)]
+)
+def test_batch_norm_of_one_sample_is_refused(tmp_path, recipe, world_size, batch, least):
+    argv = words_for(tmp_path, "a", "--model", "resnet18", "--global-batch-size", str(batch), "--max-steps", "1")
+    outcome = run_ranks(recipe, argv, world_size, tmp_path / "out", check=False)
+    assert_refused(outcome, f"batch norm of --model resnet18 needs two; give at least {least}")
 
 
 def leave_at_once():

@@ -10,6 +10,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.batchnorm import (
     average_statistics,
     check_groups,
+    check_parts,
     group_batch_norm,
     sync_batch_norm,
     warning,
@@ -119,9 +120,21 @@ def test_one_line_says_that_losses_depend_on_the_number_of_processes():
     group_batch_norm(grouped, ARGS, 24)
     assert "each of 3 parts" in warning(plain, ARGS, 3)
     assert "with --batchnorm-group 8 " in warning(plain, ARGS, 3)
-    assert "with --batchnorm-group G " in warning(plain, ARGS, 5)
+    assert "; recipes/README.md says how" in warning(plain, ARGS, 5)
+    assert "; recipes/README.md says how" in warning(plain, ARGS, ARGS.global_batch_size), "1 is no group"
     for case in ((plain, ARGS, 1), (grouped, ARGS, 3), (nn.LayerNorm(3), ARGS, 3)):
         assert warning(*case) == ""
+
+
+def test_one_sample_is_refused_only_where_a_channel_has_one_value():
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    check_parts(model, ARGS, 1, torch.zeros(1, 1, 4, 4))
+    assert model[1].num_batches_tracked == 0, "the model is as before"
+    with pytest.raises(UserError, match=r"needs two; give at least 6$"):
+        check_parts(model, ARGS, 3, torch.zeros(1, 1, 3, 3))
+    with pytest.raises(RuntimeError):
+        check_parts(model, ARGS, 3, torch.zeros(1, 1, 2, 2))
+    check_parts(model[:1], ARGS, 3, torch.zeros(1, 1, 3, 3))
 
 
 SMALL = (

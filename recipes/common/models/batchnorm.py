@@ -7,6 +7,7 @@ Hoffer et al. 2017, https://arxiv.org/abs/1705.08741.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -135,8 +136,31 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
     """
     if batch_parts == 1 or not any(plain_layers(model)):
         return ""
-    size = args.global_batch_size // batch_parts if args.global_batch_size % batch_parts == 0 else "G"
+    size, left_over = divmod(args.global_batch_size, batch_parts)
+    way = f"with --batchnorm-group {size} they are the same at every number"
+    if left_over or size < 2:
+        way = "recipes/README.md says how they can be the same at every number"
     return (
         f"warning: batch norm normalises each of {batch_parts} parts of the batch by itself, so losses depend on "
-        f"the number of processes; with --batchnorm-group {size} they are the same at every number"
+        f"the number of processes; {way}"
     )
+
+
+def check_parts(model: nn.Module, args: Options, batch_parts: int, sample: Tensor) -> None:
+    """Raise UserError if batch norm refuses a batch of one sample, as it does where a channel has one value.
+
+    `sample` is one input, of shape (1, ...), on the model's device. Some of the `batch_parts` parts have one.
+    """
+    if not any(plain_layers(model)):
+        return
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            copy.deepcopy(model).train()(sample)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        parts = f"{args.global_batch_size} is {batch_parts} parts, some of one sample"
+        fix = f"give at least {2 * batch_parts}"
+        raise UserError(
+            f"--global-batch-size {parts}, and batch norm of --model {args.model} needs two; {fix}"
+        ) from None
