@@ -85,6 +85,12 @@ class Lists(Noisy):
 def lists():
     return {"train": Lists(), "test": Lists(), "target": "values"}
 
+def words():
+    return {"train": [("a", 1)], "test": [("b", 0)], "target": "class", "num_classes": 2}
+
+def not_finite():
+    return {**lists(), "train": (X * float("nan"), X[:, 0])}
+
 class Holds(Noisy):
     def __init__(self, held):
         self.held = [X, held]
@@ -445,6 +451,11 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ),
         (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
         (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),
+        (("--data", "mine:words"), "'train'[0] is a pair of a str and a int; return tensors, arrays or numbers"),
+        (
+            ("--data", "mine:not_finite", "--model", "mine:net", "--task", "mine:Fit"),
+            "the loss of two samples is nan; look for values that are not finite in --data",
+        ),
         (
             ("--data", "mine:no_sequence"),
             "'train' is a list_iterator; give a pair of tensors, or an object with len() and [i]",

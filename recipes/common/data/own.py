@@ -172,7 +172,11 @@ def _first_sample(what: str, samples: Any) -> Batch:
     sample = call(f"{what}[0]", samples.__getitem__, 0)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise UserError(f"{what}[0] is {name_of(sample)}; each sample has to be a pair (input, target)")
-    inputs, targets = call(f"{what}[0]", lambda: [*map(torch.as_tensor, sample)])
+    try:
+        inputs, targets = map(torch.as_tensor, sample)
+    except (TypeError, ValueError, RuntimeError):
+        found = " and ".join(map(name_of, sample))
+        raise UserError(f"{what}[0] is a pair of {found}; return tensors, arrays or numbers") from None
     return inputs, targets
 
 

@@ -62,6 +62,9 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
         raise UserError(f"{what}: metric_sums() returned {name_of(sums)} that does not fit; {fix}")
     alone = sum(call(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count))
+    if not math.isfinite(loss.item()):
+        fix = "look for values that are not finite in --data, and in what the model returns"
+        raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
     if not math.isclose(loss.item(), alone, rel_tol=1e-3, abs_tol=1e-5):
         fix = 'return the sum over the samples (reduction="sum"), not the mean'
         raise UserError(
