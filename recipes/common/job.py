@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,6 +217,9 @@ class Job:
         is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
         seconds = round(self.throughput.timed()["seconds"], 3)
         self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
+        if not math.isfinite(headline):
+            why = "look at the test data, and at what the model returns"
+            self.say(f"warning: test_{task.headline} is {headline}: {why}")
         return is_best
 
     def _units_per_s(self, samples_per_s: float) -> dict[str, float]:

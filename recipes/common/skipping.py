@@ -27,7 +27,7 @@ class SkippingGuard(Guard):
             return True
         self._in_a_row += 1
         if self._in_a_row > MOST_IN_A_ROW:
-            hint = f"so were the {MOST_IN_A_ROW} before it: skipped those"
+            hint = f"so were the {MOST_IN_A_ROW} before it, which were skipped"
             self.fail(step, not bool(torch.isfinite(loss)), hint)
         else:
             self.skipped += 1

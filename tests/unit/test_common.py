@@ -169,6 +169,16 @@ class TestJob:
         assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
         assert result["step"] == job.total_steps
 
+    @pytest.mark.parametrize("value", [0.5, math.nan, math.inf])
+    def test_an_evaluation_that_is_not_finite_is_said(self, value):
+        job, printed = self.job("--epochs", "1"), []
+        job.data = dataclasses.replace(job.data, task=Classification())
+        progress = SimpleNamespace(say=printed.append)
+        job.record = SimpleNamespace(log_epoch=lambda **values: None, progress=progress)
+        job.end_epoch({"test_loss": 1.0, "test_accuracy": value})
+        why = ": look at the test data, and at what the model returns"
+        assert printed == ([] if value == 0.5 else [f"warning: test_accuracy is {value}{why}"])
+
     def test_a_line_that_nobody_reads_is_a_vote(self):
         def fail(text):
             raise UserError("nobody reads standard output any more")
@@ -320,7 +330,7 @@ class TestModels:
             ("lenet", 7, "needs images of 8 pixels and more, got 7"),
             ("vit_b_16", 28, "--model vit_b_16 does not take images of 28x28"),
             ("alexnet", 8, "--model alexnet does not take images of 8x8"),
-            ("resnet19", 32, "torchvision has no 'resnet19'; did you mean 'resnet1"),
+            ("resnet19", 32, "torchvision has no classification model 'resnet19'; did you mean 'resnet1"),
             ("lenett", 32, "did you mean 'lenet'?"),
         ],
     )
