@@ -86,6 +86,9 @@ def check_sizes(args: Namespace) -> None:
         raise UserError(f"ARGS: unknown placeholder {{{name}}}{nearest(name, PLACEHOLDERS)}; use {known}")
     if used & {"local_batch", "global_batch"} and not args.global_batch:
         raise UserError("ARGS has {local_batch}: give the samples of a step, such as GLOBAL_BATCH=48")
+    if args.global_batch and not used & {"local_batch", "global_batch"}:
+        fix = 'put it where the script takes its batch size, such as ARGS="--batch-size {local_batch}"'
+        raise UserError(f"GLOBAL_BATCH is given, and ARGS has no {{local_batch}}: {fix}")
     for size in args.sizes:
         if "local_batch" in used and args.global_batch % size:
             good = math.lcm(*args.sizes) * -(-args.global_batch // math.lcm(*args.sizes))

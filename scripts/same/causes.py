@@ -173,6 +173,10 @@ NOTES = {
         "one process draws the samples in another order, or ranks draw some twice to have equally many",
         "no fix is needed: one process was run again with the batches of these ranks",
     ),
+    "other-batch": Cause(
+        "a step has another number of samples than at one process",
+        "unless that is meant, give each process its part of the batch: GLOBAL_BATCH=48, {local_batch} in ARGS",
+    ),
     "redundant": Cause(
         "every process trains on the whole batch; the work is not divided",
         "start one process, or shard the data",

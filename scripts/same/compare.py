@@ -309,6 +309,15 @@ def check_shards(run: Run, first: Run) -> Finding | None:
     return None
 
 
+def name_samples(run: Run, first: Run) -> Finding:
+    """Return how the samples of a run differ from those of one process."""
+    own, whole = run.rows(0).total(), first.rows(0).total()
+    if own != whole:
+        return Finding("other-batch", f"step 1, samples: {own}, and {whole} at 1 process")
+    i = other_samples(run, first) or 0
+    return Finding("other-order", f"step {i + 1}, samples: not those of 1 process")
+
+
 def is_cut(first: Run) -> bool:
     """Return whether a run ends within its first epoch, so that another order would leave out other samples."""
     sizes = {event["iteration"]: event["size"] for event in first.of("batch")[0]}
@@ -438,8 +447,7 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
     if replay and cause != "redundant" and other_samples(run, replay) is None:
         reference = replay
         if not cause:
-            i = other_samples(run, first) or 0
-            findings.append(Finding("other-order", f"step {i + 1}, samples: not those of 1 process"))
+            findings.append(name_samples(run, first))
     if training := check_training(run, reference, rounding):
         return [*findings, training]
     chaotic = next((i for i, apart in enumerate(rounding.gradient) if apart >= CHAOTIC), None)

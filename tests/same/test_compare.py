@@ -81,6 +81,10 @@ def test_a_pattern_names_what_it_finds():
             "ARGS: unknown placeholder {local_btach}; did you mean 'local_batch'?; use {local_batch}, ",
         ),
         (["--", "{local_batch}"], "ARGS has {local_batch}: give the samples of a step, such as GLOBAL_BATCH=48"),
+        (
+            ["--global-batch", "32", "--", "--lr", "1"],
+            "GLOBAL_BATCH is given, and ARGS has no {local_batch}: put it",
+        ),
         (["--global-batch", "32", "--", "{local_batch}"], "GLOBAL_BATCH 32: 3 processes do not divide it; use 36"),
         (["--world-sizes", "1 two"], "WORLD_SIZES '1 two': expected numbers from 1 to 64, such as '1 2 3'"),
         (["--world-sizes", "1"], "WORLD_SIZES has only 1; add another number of processes, such as '1 2'"),

@@ -55,6 +55,14 @@ def test_the_right_script_gives_what_the_page_shows(capsys):
     assert status == 0
 
 
+def test_a_batch_that_grows_with_the_processes_is_said(capsys):
+    assert main([str(RIGHT), "--world-sizes", "1 2", "--", "--batch-size", "6"]) == 0
+    output = capsys.readouterr().out
+    assert "step 1, samples: 12, and 6 at 1 process" in output
+    assert "[other-batch]" in output
+    assert "[other-order]" not in output
+
+
 def test_a_wrong_script_gives_what_the_page_shows(capsys, tmp_path):
     script = plant(BUGS["padded evaluation"].edits, tmp_path)
     assert main([str(script), *GLOBAL_BATCH, *LOCAL_BATCH]) == 1
