@@ -6,6 +6,7 @@ python -m scripts.dev.shards /data/imagenet /data/imagenet-shards --shard-mb 100
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
             f"{error.filename or args.folder}: {error.strerror or error}; nothing is whole: remove "
             f"{args.folder}, fix this and pack again"
         ) from None
-    print(f"packed {images} images; train with --data shards --data-dir {args.folder}")
+    print(f"packed {images} images; train with --data shards --data-dir {shlex.quote(str(args.folder))}")
 
 
 if __name__ == "__main__":
