@@ -1,7 +1,7 @@
-"""Shards on a web server 50 ms away, beside the same shards on a local disk; and how long opening many takes.
+"""Shards on a web server 50 ms away and on a local disk, beside the image folder; and how long opening many takes.
 
 The server is a process of this machine that waits 50 ms before each answer. One worker process reads and decodes.
-Both sides read from memory: the files have just been written.
+All of them read from memory: the files have just been written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             return found
 
         contenders = {
+            "folder": lambda: speed(folder / "photos", "--data", "imagefolder"),
             "disk": lambda: speed(shards),
             "new cache": cold,
             "full cache": lambda: speed(url, "--cache-dir", str(caches[0])),
@@ -123,7 +125,9 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             in_flight.append(Figure(name, mean, note=note, no_limit="a count"))
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
     what, local = "images/s, server 50 ms away", "the same shards on a disk"
-    figures = []
+    packed = "the image folder that was packed"
+    on_disk = speed_figure("images/s, shards on a disk", values, "disk", "folder", ">= 1", packed, "images/s")
+    figures = [replace(on_disk, no_limit="both decode the same images")]
     for name in [name for name in contenders if "cache" in name and "bare" not in name]:
         # The server and its client take time of the same cores: where all is requested, that much is the limit.
         bare = f"bare {name}"
