@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.common import data, loop
+from recipes.common import data, loop, options
 from recipes.common.job import Job
 from recipes.common.models import models
 
@@ -54,6 +54,7 @@ def some_digits(args: Any) -> Any:
 all_digits = data._digits
 CHANGES: list[tuple[Any, str, Any]] = [
     (data, "_digits", some_digits),
+    (options, "ONLY_FOR", {**options.ONLY_FOR, "num_samples": ("digits", "synthetic")}),
     (models, "OWN_MODELS", {**models.OWN_MODELS, "norm": NormNet}),
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
 ]

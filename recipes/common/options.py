@@ -22,6 +22,19 @@ from recipes.common.errors import UserError, nearest
 DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
 TASKS = ("auto", "classification", "language-model")
 
+OWN = "your own"
+ONLY_FOR = {
+    "cache_dir": ("shards",),
+    "download": ("fashion-mnist", "cifar10", OWN),
+    "image_size": ("imagefolder", "shards", "synthetic", OWN),
+    "num_samples": ("synthetic", OWN),
+    "decode": ("imagefolder", "shards"),
+    "shuffle_block": ("shards",),
+    "skip_bad_images": ("imagefolder", "shards", OWN),
+    "seq_len": ("text", OWN),
+}
+"""The values of --data to which an option applies; other options apply to all."""
+
 MOST_GRAPHS = 8
 """Times that torch compiles a model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
 
@@ -138,6 +151,11 @@ def url_of(place: Path) -> str | None:
     """Return the URL that was given as a path (a Path turns its two slashes into one); None for a local path."""
     match = re.match(r"([a-z][a-z0-9+.-]+):/(?=[^/])", str(place))
     return f"{match[1]}://{str(place)[match.end() :]}" if match else None
+
+
+def applies(name: str, data: str) -> bool:
+    """Return whether the option of this name, with underscores, has a meaning with this value of --data."""
+    return name not in ONLY_FOR or (OWN if is_reference(data) else data) in ONLY_FOR[name]
 
 
 def one_of_or_own(*words: str) -> Callable[[str], str]:
@@ -325,12 +343,14 @@ class Options(TrainingOptions):
         if url_of(self.data_dir) and not is_remote:
             fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
             raise UserError(f"--data-dir {url_of(self.data_dir)}: of a server, only shards are read; {fix}")
+        for name, sources in ONLY_FOR.items():
+            value = getattr(self, name)
+            if value != getattr(Options, name) and not applies(name, self.data):
+                words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                known = " and ".join(source for source in sources if source != OWN)
+                raise UserError(f"{words} is for --data {known}; drop it")
         if self.cache_dir and not is_remote:
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
-        if self.decode == "gpu" and self.data not in ("imagefolder", "shards"):
-            raise UserError("--decode gpu is for --data imagefolder and shards; drop it")
-        if self.shuffle_block > 1 and self.data != "shards":
-            raise UserError(f"--shuffle-block {self.shuffle_block} is for --data shards; drop it")
         if self.shuffle_block > self.global_batch_size:
             what = f"more images than --global-batch-size {self.global_batch_size}"
             raise UserError(f"--shuffle-block {self.shuffle_block}: {what}; a block of 1 MB is long enough")

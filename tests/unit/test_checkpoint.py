@@ -435,7 +435,8 @@ def test_an_option_of_a_newer_version_is_one_line(folder):
 
 
 def test_options_without_meaning_for_the_data_may_differ(folder):
-    check_options(options(["--image-size", "32", "--num-samples", "9"]), content(10), folder.paths()[0])
+    old = {**content(10), "options": {**content(10)["options"], "image_size": 32, "num_samples": 9}}
+    check_options(options([]), old, folder.paths()[0])
     synthetic = {**content(10), "options": {**content(10)["options"], "data": "synthetic"}}
     for flag in ("--image-size", "--num-samples"):
         with pytest.raises(UserError, match=flag):

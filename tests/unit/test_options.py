@@ -98,6 +98,9 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("single", [*GROUPS, "--accumulate-steps", "8"], "each of 8 passes is compiled by itself"),
         ("pipeline", [*GROUPS, "--num-microbatches", "8"], "use up to 7 passes, or drop --compile"),
         ("ddp", ["--shuffle-block", "2"], "--shuffle-block 2 is for --data shards; drop it"),
+        ("ddp", ["--num-samples", "5"], "--num-samples 5 is for --data synthetic; drop it"),
+        ("ddp", ["--download"], "--download is for --data fashion-mnist and cifar10; drop it"),
+        ("ddp", ["--data", "m:f", "--decode", "gpu"], "--decode gpu is for --data imagefolder and shards"),
         (
             "ddp",
             ["--data", "shards", "--shuffle-block", "65"],
@@ -113,6 +116,11 @@ def test_what_a_recipe_does_not_combine(recipe, argv, words):
 
 def test_seven_passes_with_groups_are_compiled():
     assert single.options([*GROUPS, "--accumulate-steps", "7"]).passes == 7
+
+
+def test_own_data_get_the_options_of_other_data():
+    words = ["--num-samples", "5", "--seq-len", "9", "--image-size", "8", "--skip-bad-images", "--download"]
+    assert single.options(["--data", "module:function", *words]).num_samples == 5
 
 
 def test_cpus_record_no_graphs():
