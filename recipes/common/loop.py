@@ -98,11 +98,10 @@ def load_data_and_model(
         set_groups(model, args, peers)
     model = model.to(peers.device)
     parts = (replicas or peers.world_size) * args.accumulate_steps
-    if args.global_batch_size // parts == 1 and not args.sync_batchnorm:
+    if args.global_batch_size < 2 * parts:
         from recipes.common.models.batchnorm import check_parts
 
-        sample = data.input.zeros(1, peers.device)
-        run_on_all_ranks(lambda: check_parts(model, args, parts, sample), peers)
+        run_on_all_ranks(lambda: check_parts(model, args, parts, data.input), peers)
     return data, model
 
 

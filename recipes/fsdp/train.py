@@ -27,7 +27,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
-from recipes.common.models.batchnorm import plain_layers, set_groups
+from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.own import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
@@ -168,6 +168,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         model, shards = run_on_all_ranks(lambda: build(args, data, world), world)
         if args.batchnorm_group:
             set_groups(model, args, world)
+        parts = world.world_size * args.accumulate_steps
+        run_on_all_ranks(lambda: check_parts(model, args, parts, data.input), world)
         module = wrap(model, args, world)
         if not isinstance(shards, str):
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)

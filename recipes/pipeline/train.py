@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, train_epochs
-from recipes.common.models.batchnorm import check_groups, group_batch_norm
+from recipes.common.models.batchnorm import check_groups, check_parts, group_batch_norm
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
@@ -137,6 +137,8 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_model(args, data), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
+    pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
+    run_on_all_ranks(lambda: check_parts(model, args, pieces, data.input), world)
     parts = agree_on_parts(model, args, data, grid)
 
     def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -157,7 +159,6 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)
     # Pipeline: the optimizer holds all parameters, but steps only those with a gradient here: the stage's own.
     optimizer = build_optimizer(args, model.parameters())
-    pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
     scaler = build_scaler(args, world.device)
     job = Job(args, "pipeline", data, world, model, optimizer, scaler, stop, batch_parts=pieces)
     if args.deterministic and grid.replicas > 1:

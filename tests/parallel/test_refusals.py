@@ -97,7 +97,8 @@ def test_what_the_number_of_ranks_forbids(tmp_path, argv, world_size, words):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world_size", "batch", "least"), [("single", 1, 1, 2), ("ddp", 2, 2, 4), ("ddp", 2, 3, 4)]
+    ("recipe", "world_size", "batch", "least"),
+    [("single", 1, 1, 2), ("ddp", 2, 2, 4), ("ddp", 2, 3, 4), ("fsdp", 2, 2, 4), ("pipeline", 2, 4, 8)],
 )
 def test_batch_norm_of_one_sample_is_refused(tmp_path, recipe, world_size, batch, least):
     argv = words_for(tmp_path, "a", "--model", "resnet18", "--global-batch-size", str(batch), "--max-steps", "1")

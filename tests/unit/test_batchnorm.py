@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.common.data.splits import Spec
 from recipes.common.errors import UserError
 from recipes.common.models.batchnorm import (
     average_statistics,
@@ -127,14 +128,17 @@ def test_one_line_says_that_losses_depend_on_the_number_of_processes():
 
 
 def test_one_sample_is_refused_only_where_a_channel_has_one_value():
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
-    check_parts(model, ARGS, 1, torch.zeros(1, 1, 4, 4))
+    model, batch = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)), ARGS.global_batch_size
+    images = {side: Spec((1, side, side), torch.float32) for side in (2, 3, 4)}
+    check_parts(model, ARGS, batch, images[4])
     assert model[1].num_batches_tracked == 0, "the model is as before"
-    with pytest.raises(UserError, match=r"needs two; give at least 6$"):
-        check_parts(model, ARGS, 3, torch.zeros(1, 1, 3, 3))
+    for device in ("cpu", "meta"):
+        with pytest.raises(UserError, match=rf"needs two; give at least {2 * batch}$"):
+            check_parts(copy.deepcopy(model).to(device), ARGS, batch, images[3])
     with pytest.raises(RuntimeError):
-        check_parts(model, ARGS, 3, torch.zeros(1, 1, 2, 2))
-    check_parts(model[:1], ARGS, 3, torch.zeros(1, 1, 3, 3))
+        check_parts(model, ARGS, batch, images[2])
+    check_parts(model, ARGS, batch // 2, images[3])
+    check_parts(model[:1], ARGS, batch, images[3])
 
 
 SMALL = (

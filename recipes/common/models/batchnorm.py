@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from recipes.common.data.splits import Spec
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.world.agreement import run_on_all_ranks, shard
@@ -146,16 +147,18 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
     )
 
 
-def check_parts(model: nn.Module, args: Options, batch_parts: int, sample: Tensor) -> None:
-    """Raise UserError if batch norm refuses a batch of one sample, as it does where a channel has one value.
+def check_parts(model: nn.Module, args: Options, batch_parts: int, sample: Spec) -> None:
+    """Raise UserError if some parts of the batch have one sample and batch norm refuses it.
 
-    `sample` is one input, of shape (1, ...), on the model's device. Some of the `batch_parts` parts have one.
+    It does where a channel of a sample has one value. `batch_parts`: as for warning(); `sample`: one input.
     """
-    if not any(plain_layers(model)):
+    if args.global_batch_size >= 2 * batch_parts or args.sync_batchnorm or not any(plain_layers(model)):
         return
+    device = next(model.parameters(), torch.empty(0)).device
+    trial = copy.deepcopy(model).to(device).train()  # buffers too: fsdp has the weights alone on "meta"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            copy.deepcopy(model).train()(sample)
+            trial(sample.zeros(1, device))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
