@@ -11,6 +11,7 @@ through the cheapest of clients and caches (bare_store.py).
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,4 +63,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     actions: dict[str, Callable[[Sequence[str]], dict[str, float]]] = {"read": read, "open": open_}
     actions["bare"] = partial(read, is_bare=True)
-    print(json.dumps(actions[sys.argv[1]](["--data", "shards", *sys.argv[2:]])), flush=True)
+    found = actions[sys.argv[1]](["--data", "shards", *sys.argv[2:]])
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found), flush=True)
