@@ -88,7 +88,7 @@ class Guard:
             self._bad_loss = torch.where(is_first, ~torch.isfinite(loss), self._bad_loss)
             return True
         if is_bad:
-            self.fail(step, not bool(torch.isfinite(loss)), "the weights are those before it")
+            self.fail(step, not bool(torch.isfinite(loss)), "the step was not done")
         return not is_bad
 
     def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
@@ -122,5 +122,5 @@ class Guard:
 
     def fail(self, step: int, is_loss: bool, hint: str) -> None:
         """Make this step's error the rank's vote."""
-        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto restarts before it"
+        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto uses the last checkpoint"
         self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))

@@ -532,6 +532,23 @@ class TestRecord:
         assert [launch["world_size"] for launch in config["launches"]] == [2]
         assert config["launches"][0]["make"] == "make run RECIPE=single"
 
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("make run RECIPE=single", "resume with: make run RECIPE=single NAME=a ARGS='--resume auto'"),
+            (
+                "make run NAME=b NODES=2 ARGS='--data-dir \"my data\"'",
+                "resume with: make run NAME=a NODES=2 ARGS='--data-dir \"my data\" --resume auto'",
+            ),
+            ("make compare RECIPES=single", "resume with --name a --resume auto and the other options as before"),
+        ],
+    )
+    def test_a_stopped_run_prints_how_to_resume_it(self, tmp_path, monkeypatch, capsys, line, words):
+        monkeypatch.setenv("MAKE_LINE", line)
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.leave("SIGTERM", tmp_path / "x.pt")
+        assert capsys.readouterr().out.splitlines()[-2:] == [f"stopped by SIGTERM: wrote {tmp_path}/x.pt", words]
+
     def test_a_package_that_is_not_there_has_no_version(self, monkeypatch):
         monkeypatch.setattr("sys.path", [])
         assert versions()["torchvision"] is None

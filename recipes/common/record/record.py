@@ -294,11 +294,13 @@ class Record:
     def leave(self, signal_name: str, path: Path) -> None:
         """Print how to resume a run that a signal has ended."""
         self.close()
-        self.progress.say(
-            f"stopped by {signal_name}: wrote {path}\n"
-            f"resume with --name {self.folder.name} --resume auto and the other options as before "
-            f'(make run RECIPE={self.recipe} NAME={self.folder.name} ARGS="... --resume auto")'
-        )
+        from recipes.common.record.resume import resuming_command
+
+        name = self.folder.name
+        how = f"resume with --name {name} --resume auto and the other options as before"
+        if command := resuming_command(os.environ.get("MAKE_LINE", ""), name):
+            how = f"resume with: {command}"
+        self.progress.say(f"stopped by {signal_name}: wrote {path}\n{how}")
 
     def close(self) -> None:
         """Flush and close the event file and the progress bar."""

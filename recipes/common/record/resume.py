@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import stat
 import sys
 from datetime import datetime
@@ -111,3 +112,13 @@ def read_path(
         return path, read_checkpoint(path, check)
     except BadCheckpointError as error:
         raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None
+
+
+def resuming_command(line: str, name: str) -> str:
+    """Return the command that resumes this run; "" unless `line`, which started it, is a `make run`."""
+    make, _, text = line.partition(" run ")
+    if make != "make":
+        return ""
+    given = dict(word.split("=", 1) for word in shlex.split(text))
+    given |= {"NAME": name, "ARGS": f"{given.get('ARGS', '')} --resume auto".strip()}
+    return " ".join(["make run", *(f"{variable}={shlex.quote(value)}" for variable, value in given.items())])
