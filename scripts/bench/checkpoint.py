@@ -37,7 +37,7 @@ def figures(model: str, rounds: int, folder: Path) -> list[Figure]:
     read = f"{rates['restore']} against {rates['read']} {of_bytes}; checksum and load_state_dict included"
     restore, reading = f"speed of a restore, {model}, file not in memory", "reading the file into new memory"
     return [
-        Figure(stall, *ratio(stalls, "async", "sync"), "", "a synchronous save", sync),
-        Figure(stall, *ratio(stalls, "copy", "async"), ">= 0.8", copying, copy, is_limit=True),
+        Figure(f"{stall}: time", *ratio(stalls, "async", "sync"), "", "a synchronous save", sync),
+        Figure(f"{stall}: speed", *ratio(stalls, "copy", "async"), ">= 0.8", copying, copy, is_limit=True),
         Figure(restore, *ratio(reads, "restore", "read"), ">= 0.8", reading, read, is_limit=True),
     ]

@@ -39,12 +39,13 @@ def test_figures_by_hand():
     ]
     assert figure.is_met
     assert (
-        figure.note == "700 ms a step, the wire alone 586 ms, the work alone 600 ms with forward and update 10 ms"
+        figure.note
+        == "700 ms a step; sending alone takes 586 ms, the cores' work 600 ms, of which forward and update 10 ms"
     )
     seen.variant = Variant("scratch", "scratch", overlaps=False)
     seen.alone_s = [0.05, 0.06, 0.07]  # of scratch, all computing
     assert seen.time_figure().low == pytest.approx(0.65 / (wire_s + 0.07))
-    assert seen.time_figure().note.endswith("with computing 60 ms")
+    assert seen.time_figure().note.endswith("of which computing 60 ms")
     halves = Variant("ddp-fp16", "ddp", bytes_per_parameter=2)
     figure = Measured(halves, 4, [limit / 2]).bytes_figure()
     assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)
