@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack
-from recipes.common.data import Data
+from recipes.common.data import EVAL_BATCH_SIZE, Data
 from recipes.common.data.splits import Split
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
@@ -22,8 +23,8 @@ from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
-from recipes.common.task import has_own
-from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
+from recipes.common.task import has_own, in_float
+from recipes.common.world.agreement import SLOWEST, raise_on_all_ranks, run_on_all_ranks, wait_for_all
 from recipes.common.world.peers import Peers
 
 
@@ -31,6 +32,10 @@ def draw_order(split: Split, args: Options, epoch: int) -> Tensor:
     """Return the samples' indices in the order of an epoch, the same on every rank: int64, shape (N,)."""
     order = permutation(len(split), args.seed, epoch, args.shuffle_block)
     return order if args.shuffle_block == 1 else split.storage_order()[order]
+
+
+MOST_MS = 2**24 - 1
+"""Longest step, in ms, that a vote tells."""
 
 
 @dataclass
@@ -50,6 +55,8 @@ class Job:
     """Devices of this process (default: peers.device)."""
     batch_parts: int = 0
     """Parts of the global batch that go through the model one by one (default: one per device and pass)."""
+    eval_batch_size: int = 0
+    """Most samples of an evaluation's pass (default: those of a part of a batch, which fit in memory)."""
     record: Record | None = None
     """The run's record, on rank 0 only."""
     folder: Path = field(default_factory=Path)
@@ -57,12 +64,16 @@ class Job:
     writer: CheckpointWriter | None = None
     """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
     position: Position = field(default_factory=Position)
+    _next_vote: int = 0
+    _last_vote: tuple[int, float] = (0, 0.0)
 
     def __post_init__(self) -> None:
         self.device = self.peers.device
         self.devices = self.devices or [self.device]
         passes = self.args.accumulate_steps
         self.batch_parts = self.batch_parts or self.peers.world_size * len(self.devices) * passes
+        part = -(-self.args.global_batch_size // self.batch_parts)
+        self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":
@@ -129,20 +140,31 @@ class Job:
         if self.record and not self.writer:
             self.writer = CheckpointWriter(self.record.checkpoints.write, self.stop.fail)
         assert self.writer
+        if is_sharded:
+            content["parts"] = own["parts"] if is_sound else self.stop.error
+        with self.peers.watch("checkpoint", computes=True):
+            self.writer.begin(content, is_best, copies=self.continues)
+
+    @property
+    def continues(self) -> bool:
+        """Whether training continues while the checkpoint of this step is written."""
         is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
         goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
-        write = self.writer.begin if self.args.async_checkpoints and goes_on else self.writer.write
-        if not is_sharded:
-            write(content, is_best)
-            return
-        with self.peers.watch("checkpoint", computes=True):
-            write({**content, "parts": own["parts"] if is_sound else self.stop.error}, is_best)
+        return self.args.async_checkpoints and goes_on
+
+    @property
+    def disk_s(self) -> float:
+        """The seconds that a checkpoint may take beyond --timeout-s: weights and two moments, on a slow disk."""
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters()) / SLOWEST
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint being written is on the disk or has failed: ranks need each other for it."""
-        if self.writer:
-            with self.peers.watch("checkpoint", computes=True):
-                self.writer.wait()
+        """Wait on all ranks until the checkpoint being written is on the disk, or has failed."""
+        wait_for_all(
+            lambda bound_s: not self.writer or self.writer.wait(bound_s),
+            self.peers,
+            self.args.timeout_s,
+            self.disk_s,
+        )
 
     def global_batches(self) -> Iterator[Tensor]:
         """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
@@ -286,7 +308,7 @@ class Job:
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return this rank's part of the global batch's mean loss, as the task defines it."""
-        return self.data.task.loss_sum(output.float(), target) / self.args.global_batch_size
+        return self.data.task.loss_sum(in_float(output), target) / self.args.global_batch_size
 
     def _record(self, kind: str, **values: float) -> None:
         if self.record:
@@ -296,9 +318,26 @@ class Job:
                 self.stop.fail(error)
 
     def is_vote_due(self) -> bool:
-        """Return whether ranks vote in the current step: every vote_interval() steps, and before a checkpoint."""
-        done = self.position.step + 1
-        return done % vote_interval(self.peers.world_size) == 0 or self._is_saved_after(done)
+        """Return whether ranks vote in the current step: by vote_interval(), and before a checkpoint."""
+        return self.position.step >= self._next_vote or self._is_saved_after(self.position.step + 1)
+
+    def begin_vote(self) -> Callable[[], int]:
+        """Send this rank's vote; return a function that waits for the others' and returns GO, STOP or FAIL.
+
+        With the vote goes how long a step takes here: the slowest rank's decides when all vote again.
+        """
+        step, now = self.position.step, time.monotonic()
+        last_step, last_time = self._last_vote
+        step_ms = 1000 * (now - last_time) / (step - last_step) if step > last_step else MOST_MS
+        self._last_vote = step, now
+        finish_vote = self.peers.begin_vote(self.stop.vote * (MOST_MS + 1) + min(round(step_ms), MOST_MS))
+
+        def finish() -> int:
+            decision, slowest_ms = divmod(finish_vote(), MOST_MS + 1)
+            self._next_vote = step + vote_interval(self.peers.world_size, slowest_ms / 1000)
+            return decision
+
+        return finish
 
     def is_log_due(self) -> bool:
         """Return whether to log the step just done."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from recipes.common.data import EVAL_BATCH_SIZE, Batch, Data, Split
+from recipes.common.data import Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
@@ -122,14 +122,16 @@ def begin_run(
     places = gather_places(job)
 
     def open_record(check: ShardCheck | None = None) -> tuple[Record | None, Content | None]:
-        return (None, None) if peers.rank else open_run(job.args, job.recipe, places, check)
+        if peers.rank:
+            return None, None
+        return open_run(job.args, job.recipe, places, check if own_shards else None)
 
-    if own_shards:
+    def read_record() -> tuple[Record | None, Content | None]:
         from recipes.common.checkpoint.shard_files import share_checks
 
-        job.record, content = run_on_all_ranks(lambda: share_checks(open_record, peers), peers)
-    else:
-        job.record, content = run_on_all_ranks(open_record, peers)
+        return share_checks(open_record, peers, job.args.timeout_s, job.disk_s)
+
+    job.record, content = run_on_all_ranks(open_record if job.args.resume == "none" else read_record, peers)
     with peers.watch("checkpoint"):
         own = (job.record.folder, content is not None) if job.record else (job.folder, False)
         job.folder, resumes = peers.broadcast_object(own)
@@ -155,12 +157,23 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
-    # With --batchnorm-group, no layer depends on it (a pipeline groups its parts' layers, not those of job.model).
-    if not job.args.batchnorm_group and any(isinstance(module, _BatchNorm) for module in job.model.modules()):
-        from recipes.common.models.batchnorm import warning
+    warn_of_layers(job)
 
-        if text := warning(job.model, job.args, job.batch_parts):
-            job.say(text)
+
+def warn_of_layers(job: Job) -> None:
+    """Print a warning about layers that make losses depend on the number of processes."""
+    # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
+    texts = []
+    if not job.args.batchnorm_group and any(isinstance(module, _BatchNorm) for module in job.model.modules()):
+        from recipes.common.models import batchnorm
+
+        texts.append(batchnorm.warning(job.model, job.args, job.batch_parts))
+    if job.peers.world_size * len(job.devices) > 1:
+        from recipes.common.models import dropout
+
+        texts.append(dropout.warning(job.model))
+    for text in filter(None, texts):
+        job.say(text)
 
 
 def gather_places(job: Job) -> list[Place]:
@@ -193,7 +206,7 @@ def train_epochs(job: Job, technique: Technique) -> None:
                     if isinstance(error, UserError) and not error.on_one_rank:
                         save_checkpoint(job, technique)
                     elif not technique.gather_state:  # that needs all ranks, and the others may not have failed
-                        job.save()
+                        job.save()  # the process ends after it is written
                     raise
             is_best = result is not None and job.end_epoch(result)
             save_checkpoint(job, technique, is_best)
@@ -201,8 +214,9 @@ def train_epochs(job: Job, technique: Technique) -> None:
             if result is None:  # a stop signal has ended the epoch, or its evaluation
                 return
     except UserError:
-        if job.args.sharded_checkpoints:
-            job.wait_for_checkpoint()
+        if job.args.sharded_checkpoints and job.writer:
+            with job.peers.watch("checkpoint", computes=True):
+                job.writer.wait()  # ranks need each other for it
         raise
 
 
@@ -216,9 +230,8 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     shares = (take_share(in_groups(batch, args)).flatten() for batch in job.global_batches())
     for inputs, targets in technique.read_batches(job.data.train, shares, position.epoch):
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
-        finish_vote = peers.begin_vote(job.stop.vote) if job.is_vote_due() else None
-        for i in reversed(range(len(job.devices))):  # the first one last: its seed is also the CPU's
-            seed_step(args.seed, position.step, peers.rank + i, job.devices[i])
+        finish_vote = job.begin_vote() if job.is_vote_due() else None
+        seed_step(args.seed, position.step, peers.rank, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
         loss_sum = torch.zeros((), device=job.device)
         passes = args.accumulate_steps
@@ -281,16 +294,17 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     technique.module.eval()
     totals = new_totals(task, job.device)
     share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
-    batches = [batch for batch in share.split(EVAL_BATCH_SIZE) if len(batch)]
+    batches = [batch for batch in share.split(job.eval_batch_size) if len(batch)]
     # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
     # A rank with fewer batches runs blank samples, whose output does not count: not all models take empty batches.
     blanks = itertools.repeat((job.data.input.zeros(1, job.device), None), most - len(batches))
     read = technique.read_batches(job.data.test, batches, job.position.epoch)
+    every = vote_interval(peers.world_size, step_s=0.0)
     for number, (inputs, targets) in enumerate(itertools.chain(read, blanks)):
         # Vote: each rank sends 4 bytes, as in training: after a stop signal, an evaluation may take too long.
-        finish_vote = None if number % vote_interval(peers.world_size) else peers.begin_vote(job.stop.vote)
+        finish_vote = None if number % every else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
         if output is not None and targets is not None:
             try:
@@ -350,4 +364,7 @@ def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks."""
     sync_statistics(job, technique)
+    job.wait_for_checkpoint()  # the one before: they are written one at a time
     job.save(is_best, technique.gather_state() if technique.gather_state else None)
+    if not job.continues:
+        job.wait_for_checkpoint()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recipes.common.task import Task, has_own
+from recipes.common.task import Task, has_own, in_float
 
 
 def new_totals(task: Task, device: torch.device) -> Tensor:
@@ -21,7 +21,7 @@ def new_totals(task: Task, device: torch.device) -> Tensor:
 
 def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
     """Add a batch to the totals: its output and its target, whose first dimension counts samples."""
-    output = output.float()
+    output = in_float(output)
     evaluated = task.count(target)
     totals[0] += evaluated
     totals[1] += len(target) - evaluated

@@ -44,9 +44,11 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     """Return SGD with momentum or AdamW over the parameters."""
     make, settings = optimizer_class(args)
     parameters = list(parameters)
-    if any(p.is_cuda for p in parameters) and not any(hasattr(p, "device_mesh") for p in parameters):
+    can_fuse = all(p.is_floating_point() and not hasattr(p, "device_mesh") for p in parameters)
+    if can_fuse and any(p.is_cuda for p in parameters):
         # A fused kernel updates all parameters and reads the loss scaler's result on the GPU: the host need not
-        # wait. SGD has none for shards (DTensor, with a mesh). A pipeline's other stages stay on the CPU.
+        # wait. There is none for complex numbers, and SGD has none for shards (DTensor, with a mesh). A pipeline's
+        # other stages stay on the CPU.
         settings["fused"] = True
     return make(parameter_groups(args, parameters), **settings)
 

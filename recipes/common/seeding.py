@@ -8,7 +8,10 @@ same numbers as an uninterrupted one.
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from recipes.common.options import Options
@@ -36,12 +39,22 @@ def permutation(size: int, seed: int, epoch: int, block: int = 1) -> torch.Tenso
     return order[order < size]
 
 
-def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
-    """Seed the generators that dropout and the like use: differently on each rank, alike if a step is repeated."""
-    value = mix(seed, step, rank)
+def seed_all(value: int) -> None:
+    """Seed what draws on the CPU: torch, numpy and Python's random, which a user's model may use."""
     torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    np.random.seed(value % 2**32)
+    random.seed(value)
+
+
+def seed_step(seed: int, step: int, rank: int, devices: Iterable[torch.device]) -> None:
+    """Seed the generators that dropout and the like use: differently on each rank, alike if a step is repeated.
+
+    `devices` are this rank's. The i-th of them draws what the only device of rank + i would.
+    """
+    for number, device in enumerate(devices):
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(mix(seed, step, rank + number))
+    seed_all(mix(seed, step, rank))
 
 
 def choose_kernels(args: Options) -> None:

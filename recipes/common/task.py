@@ -33,7 +33,7 @@ class Task:
         """Return the loss, summed over the samples of a batch: a differentiable scalar.
 
         Args:
-            output: what the model returns, float32; the first dimension counts samples.
+            output: what the model returns, float32 or complex; the first dimension counts samples.
             target: the targets of the same samples.
         """
         raise NotImplementedError
@@ -53,6 +53,11 @@ class Task:
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """Return text made by the trained model, to print on rank 0 at a run's end ("": print nothing)."""
         return ""
+
+
+def in_float(output: Tensor) -> Tensor:
+    """Return a model's output as a loss gets it: in float32, or as it is if it is complex."""
+    return output if output.is_complex() else output.float()
 
 
 def has_own(task: Task, method: str) -> bool:

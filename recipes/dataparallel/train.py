@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)
     # DataParallel: the job and its checkpoints hold the plain model, so any recipe can resume from them.
     job = Job(args, "dataparallel", data, alone, model, optimizer, scaler, stop, devices)
+    job.eval_batch_size *= len(devices)  # a pass is spread over them
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return its loss."""

@@ -47,7 +47,7 @@ def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, in
     """Return a replica's samples per pass in training and in evaluation, both multiples of the microbatches."""
     count, share = args.num_microbatches, math.ceil(len(data.test) / world.replicas)
     per_pass = args.global_batch_size // world.replicas // args.accumulate_steps
-    return per_pass, count * math.ceil(min(EVAL_BATCH_SIZE, share) / count)
+    return per_pass, count * math.ceil(min(EVAL_BATCH_SIZE, share, per_pass) / count)
 
 
 class RankPipeline:
@@ -62,7 +62,7 @@ class RankPipeline:
     ) -> None:
         self.args, self.world = args, world
         self.places = [f"stage {number % world.stages}" for number in range(len(parts))]
-        self.numbers = range(world.stage, len(parts), world.stages)
+        self.numbers, self.devices = range(world.stage, len(parts), world.stages), [world.device]
         self.modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
         self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in self.modules]
         self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
@@ -147,7 +147,7 @@ class InProcessPipeline:
         self.world, self.loss, first = world, loss, world.device.index
         # Pipeline: part i is on this process's i-th device; on a CPU, which has no index, all are on the same one.
         devices = [world.device if first is None else torch.device("cuda", first + i) for i in range(len(parts))]
-        self.places = [str(device) for device in devices]
+        self.places, self.devices = [str(device) for device in devices], devices
         self.modules = [PartModule(model, part, args, device) for part, device in zip(parts, devices, strict=True)]
         self.split = SplitModel(self.modules, args.num_microbatches)
         self.ddp = wrap(self.split, world)

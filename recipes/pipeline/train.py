@@ -160,13 +160,15 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     # Pipeline: the optimizer holds all parameters, but steps only those with a gradient here: the stage's own.
     optimizer = build_optimizer(args, model.parameters())
     scaler = build_scaler(args, world.device)
-    job = Job(args, "pipeline", data, world, model, optimizer, scaler, stop, batch_parts=pieces)
+    _, eval_batch_size = batch_sizes(args, data, grid)
+    settings = args, "pipeline", data, world, model, optimizer, scaler, stop
+    job = Job(*settings, pipeline.devices, batch_parts=pieces, eval_batch_size=eval_batch_size)
     if args.deterministic and grid.replicas > 1:
         settle_buckets(pipeline, model, args, data, grid)
     technique = Technique(
         forward_backward,
         model,
-        predict=partial(predict, pipeline, batch_sizes(args, data, grid)[1], grid),
+        predict=partial(predict, pipeline, eval_batch_size, grid),
         update=partial(update, partition.stages_of(model, parts, grid.stages), grid),
         shard=lambda indices: shard(indices, grid.replica, grid.replicas),
         read_batches=partial(grid.read_batches, data.target),

@@ -278,7 +278,7 @@ def step(
     exchange_s, sent = add_up(exchanges)
     exposed_s = end_s - compute.forward_s - compute.backward_s
     vote_s = 2 * (cluster.ranks - 1) * control_alpha_s
-    vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks)
+    vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks, end_s)
     done_s = end_s + vote_wait_s + compute.optimizer_s
     total_s = max(done_s, input_s)
     limit = "compute" if exposed_s < 0.05 * total_s else "exchange"

@@ -151,7 +151,8 @@ class Session:
                 path.write_text(json.dumps(run.joint_batches()))
                 replay = self.run(1, SAME_REPLAY=str(path))
             self.runs.append(run)
-            self.findings += [(size, found) for found in compare.compare(run, first, replay, rounding)]
+            differences = compare.compare(run, first, replay, rounding, is_divided=bool(args.global_batch))
+            self.findings += [(size, found) for found in differences]
             self.largest = max(self.largest, compare.largest_difference(run, replay or first))
         if args.resume == "auto":
             self.examine_resume()

@@ -44,6 +44,10 @@ CAUSES = {
         "pass DataLoader a DistributedSampler in place of shuffle=True",
         f"{SAMPLER}: “load a subset of the original dataset that is exclusive to it”",
     ),
+    "batch-not-divided": Cause(
+        "a step has another number of samples than at one process",
+        "give DataLoader the batch of one process, {local_batch} samples, which is GLOBAL_BATCH / processes",
+    ),
     "dropped-samples": Cause(
         "some samples of the data set are never drawn",
         "shuffle with set_epoch, so that the tail differs by epoch, or keep it (drop_last=False)",

@@ -291,8 +291,8 @@ def needs_replay(run: Run, first: Run) -> bool:
     return sizes[0] == sizes[1] and other_samples(run, first) is not None  # else each rank has its own data set
 
 
-def check_shards(run: Run, first: Run) -> Finding | None:
-    """Return what is wrong with the division of samples over ranks, or None."""
+def check_shards(run: Run, first: Run, is_divided: bool) -> Finding | None:
+    """Return what is wrong with the division of samples over ranks, or None; `is_divided`: as in compare()."""
     i = other_samples(run, first)
     if i is None:
         return None
@@ -302,6 +302,8 @@ def check_shards(run: Run, first: Run) -> Finding | None:
         if own[0] == first.rows(i):
             return Finding("redundant", f"{where}: on each rank those of one process")
         return Finding("not-sharded", f"{where}: the same {len(own[0])} on all ranks")
+    if is_divided and (batch := other_batch(run, first)):
+        return Finding("batch-not-divided", batch)
     drawn, expected = ({row for i in range(len(one.steps)) for row in one.rows(i)} for one in (run, first))
     if drawn < expected and not is_cut(first):
         lost = len(expected) - len(drawn)
@@ -309,11 +311,16 @@ def check_shards(run: Run, first: Run) -> Finding | None:
     return None
 
 
+def other_batch(run: Run, first: Run) -> str:
+    """Return how many samples a step has, if one process has another number, else ""."""
+    own, whole = run.rows(0).total(), first.rows(0).total()
+    return f"step 1, samples: {own}, and {whole} at 1 process" if own != whole else ""
+
+
 def name_samples(run: Run, first: Run) -> Finding:
     """Return how the samples of a run differ from those of one process."""
-    own, whole = run.rows(0).total(), first.rows(0).total()
-    if own != whole:
-        return Finding("other-batch", f"step 1, samples: {own}, and {whole} at 1 process")
+    if batch := other_batch(run, first):
+        return Finding("other-batch", batch)
     i = other_samples(run, first) or 0
     return Finding("other-order", f"step {i + 1}, samples: not those of 1 process")
 
@@ -418,7 +425,9 @@ def explain_evaluation(run: Run, first: Run) -> str:
     return "mean-of-means" if len({len(lines[0]["rows"]) for lines in by_rank if lines}) > 1 else "unknown"
 
 
-def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> list[Finding]:
+def compare(
+    run: Run, first: Run, replay: Run | None, rounding: Rounding, is_divided: bool = False
+) -> list[Finding]:
     """Return all differences between a run of several processes and one process.
 
     Args:
@@ -426,6 +435,7 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
         first: the run of one process.
         replay: a run of one process with the batches of `run`, if its own batches were different.
         rounding: the effect of rounding at one process.
+        is_divided: whether a step is to have as many samples at every number of processes (GLOBAL_BATCH).
     """
     if failure := run.failure():
         return [failure]
@@ -438,7 +448,7 @@ def compare(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> lis
         findings.append(Finding("other-steps", f"{', '.join(map(str, counts))} optimizer steps by rank"))
     if not rounding.is_controlled or any(record["moved"] for record in run.steps[0]):
         return [*findings, Finding("uncontrolled", "step 1, random numbers")]
-    shards = check_shards(run, first)
+    shards = check_shards(run, first, is_divided)
     findings += filter(None, [shards])
     cause = shards.cause if shards else ""
     if apart or cause == "not-sharded":

@@ -1,14 +1,18 @@
 """A rank that does not answer, or does not come, is named within the bound, with the stacks of the others."""
 
+import functools
 import re
 import signal
 import time
 
 import pytest
 
+from recipes.common import job as jobs
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
+from recipes.common.record import resume
 from recipes.common.watch.bounds import HANG_STATUS
 from tests.conftest import slow
-from tests.support import Interrupt, Ranks, local, train, words_for
+from tests.support import Interrupt, Ranks, local, newest_checkpoint, train, words_for
 
 TIMEOUT_S = 4
 WORDS = ("--timeout-s", str(TIMEOUT_S), "--epochs", "1000", "--device", "cpu")
@@ -116,3 +120,41 @@ def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     assert all(int(step_ms) >= int(work_ms) >= 50 for *_, step_ms, work_ms in said)
     assert "is slow" not in "".join(outcome.outputs[1:])
     assert outcome.outputs[0].splitlines()[-1].startswith(f"result recipe={recipe} world_size=3 ")
+
+
+def slow_disk(bytes_per_s):
+    """Make reads and writes of checkpoints take twice --timeout-s, on disks that are known to be that slow."""
+    jobs.SLOWEST = bytes_per_s
+    write, read = CheckpointFolder.write, resume.read_newest
+
+    def write_late(*args):
+        time.sleep(2 * TIMEOUT_S)
+        return write(*args)
+
+    def read_late(*args):
+        time.sleep(2 * TIMEOUT_S)
+        return read(*args)
+
+    CheckpointFolder.write, resume.read_newest = write_late, read_late
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv"), [("ddp", []), *slow(("horovod", []), ("fsdp", ["--sharded-checkpoints"]))]
+)
+def test_ranks_wait_for_a_large_checkpoint(tmp_path, recipe, argv):
+    """Written or read at 10 kB/s, LeNet's may take 26 s longer than --timeout-s."""
+    argv = words_for(tmp_path, "run", *WORDS, *argv, "--resume", "auto")
+    for step in (2, 4):
+        words, setup = [*argv, "--max-steps", str(step)], functools.partial(slow_disk, 1e4)
+        outcome = Ranks(recipe, words, 2, tmp_path / str(step), setup=setup).wait()
+        assert outcome.statuses == [0, 0], outcome.text
+    assert "resumed from" in outcome.outputs[0]
+    assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_write_that_takes_too_long_for_its_size_is_named(tmp_path):
+    words = words_for(tmp_path, "run", *WORDS, "--max-steps", "2")
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=functools.partial(slow_disk, 1e9)).wait()
+    assert outcome.statuses == [HANG_STATUS] * 2, outcome.text
+    assert re.search(r'error: rank 0 .*waited [45] s in "checkpoint"', outcome.text), outcome.text

@@ -303,8 +303,8 @@ def note_held(folder):
         (folder / f"sums{os.environ['RANK']}").write_text(str(allocated(pending)))
         finish(self)
 
-    def noting_begin(self, content, is_best=False):
-        begin(self, content, is_best)
+    def noting_begin(self, content, is_best=False, copies=True):
+        begin(self, content, is_best, copies)
         gathered = {name: value for name, value in content.items() if name != "parts"}
         held = [x for x in tree_leaves([gathered, self._copy]) if isinstance(x, torch.Tensor)]
         (folder / f"host{os.environ['RANK']}").write_text(str(allocated(held)))

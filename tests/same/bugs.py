@@ -88,6 +88,10 @@ BUGS = {
         "unused-parameters",
         {WRAPPED: f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"},
     ),
+    "batch not divided": Bug(
+        "batch-not-divided",
+        {"args.batch_size // args.accumulate, sampler": "args.batch_size * world_size, sampler"},
+    ),
     "dropped samples": Bug(
         "dropped-samples",
         {"Points(48,": "Points(49,", SAMPLER: SAMPLER.replace(")", ", shuffle=False, drop_last=True)")},

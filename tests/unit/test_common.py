@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -16,25 +17,29 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
+from torchvision.ops import StochasticDepth
 
 from recipes.common import loop, metrics
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.data import Data, TensorSplit
 from recipes.common.data.workers import WorkerError
 from recipes.common.errors import UserError, nearest
-from recipes.common.job import Job
+from recipes.common.job import MOST_MS, Job
 from recipes.common.loop import begin_run
+from recipes.common.models import dropout
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
-from recipes.common.process.signals import FAIL, GO, STOP, Stop
+from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.facts import versions
 from recipes.common.record.record import open_run
 from recipes.common.restore import restore
 from recipes.common.seeding import mix, permutation, seed_step
-from recipes.common.task import SKIPPED, Classification
+from recipes.common.task import SKIPPED, Classification, in_float
 from recipes.common.world.agreement import shard
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, describe, shorten
@@ -100,11 +105,35 @@ class TestSeeding:
 
     def test_a_step_draws_the_same_again_and_ranks_differ(self):
         def draw(*place):
-            seed_step(*place, CPU)
-            return torch.rand(4).tolist()
+            seed_step(*place, [CPU])
+            return [*torch.rand(2).tolist(), np.random.rand(), random.random()]
 
         assert draw(0, 5, 1) == draw(0, 5, 1)
         assert len({tuple(draw(seed, step, rank)) for seed in (0, 1) for step in (5, 6) for rank in (0, 1)}) == 8
+
+
+def test_a_model_that_draws_numbers_has_a_warning():
+    drawing = (
+        *(nn.Dropout(0.1), nn.Dropout2d(), nn.MultiheadAttention(4, 2, dropout=0.1)),
+        *(nn.LSTM(2, 2, num_layers=2, dropout=0.1), StochasticDepth(0.1, "row")),
+    )
+    for layer in drawing:
+        said = dropout.warning(nn.Sequential(nn.Linear(2, 2), layer))
+        assert said.startswith("warning: dropout draws other numbers on each rank")
+    still = (
+        nn.Dropout(0.0),
+        nn.MultiheadAttention(4, 2),
+        nn.LSTM(2, 2),
+        nn.Linear(2, 2),
+        StochasticDepth(0.0, "row"),
+    )
+    assert [dropout.warning(nn.Sequential(layer)) for layer in still] == [""] * 5
+
+
+def test_a_complex_output_keeps_its_imaginary_part():
+    output = torch.tensor([1 + 2j])
+    assert in_float(output) is output
+    assert in_float(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 class TestShares:
@@ -131,10 +160,13 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize(("is_shard", "fused"), [(False, True), (True, None)])
-def test_one_kernel_steps_whole_parameters_alone(is_shard, fused):
-    """Fused SGD has no implementation for DTensor."""
-    parameter = OnGPU(torch.zeros(2)).requires_grad_()
+@pytest.mark.parametrize(
+    ("dtype", "is_shard", "fused"),
+    [(torch.float32, False, True), (torch.float32, True, None), (torch.complex64, False, None)],
+)
+def test_one_kernel_steps_whole_real_parameters_alone(dtype, is_shard, fused):
+    """Fused SGD has no implementation for DTensor, and none for complex numbers."""
+    parameter = OnGPU(torch.zeros(2, dtype=dtype)).requires_grad_()
     if is_shard:
         parameter.device_mesh = object()
     elsewhere = torch.nn.Parameter(torch.zeros(2))  # like another stage of a pipeline
@@ -146,7 +178,7 @@ class TestJob:
         args = options(["--global-batch-size", "30", *argv])
         model = torch.nn.Linear(1, 1)
         optimizer = build_optimizer(args, model.parameters())
-        stop = SimpleNamespace(error=None)
+        stop = SimpleNamespace(error=None, vote=GO)
         return Job(args, "single", tiny_data(), Peers(CPU), model, optimizer, build_scaler(args, CPU), stop)
 
     def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
@@ -237,14 +269,15 @@ class TestJob:
         [
             (1, range(6)),
             (64, range(6)),
-            (65, [1, 2, 3, 5]),
-            (128, [1, 2, 3, 5]),
-            (192, [2, 3, 5]),
-            (4096, [2, 3, 5]),
+            (65, [0, 1, 2, 3, 5]),
+            (4096, [0, 1, 2, 3, 5]),
         ],
     )
     def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
-        """Epochs end after steps 3 and 6, and every fourth step writes a checkpoint: all vote before these."""
+        """Epochs end after steps 3 and 6, and every fourth step writes a checkpoint: all vote before these.
+
+        In the first two steps, they do not know yet how long a step takes.
+        """
         job = self.job("--epochs", "2", "--checkpoint-every", "4")
         job.peers.world_size = world_size
         seen = []
@@ -252,7 +285,22 @@ class TestJob:
             job.position.step, job.position.epoch = step, step // 3
             if job.is_vote_due():
                 seen.append(step)
+                assert job.begin_vote()() == GO
         assert seen == list(voting)
+
+    def test_ranks_with_long_steps_vote_more_often(self):
+        assert [vote_interval(1024, step_s) for step_s in (0.05, 0.5, 1.0, 8.0)] == [16, 10, 5, 1]
+        assert vote_interval(64, 0.05) == 1
+        job = self.job()
+        job.peers.world_size = 1024
+        # The slowest rank's step takes a second.
+        job.peers.begin_vote = lambda vote: lambda: max(vote, STOP * (MOST_MS + 1) + 1000)
+        job.position.step = 3
+        assert job.begin_vote()() == STOP
+        job.position.step = 7
+        assert not job.is_vote_due()
+        job.position.step = 8
+        assert job.is_vote_due()
 
     @pytest.mark.parametrize(
         ("step", "epoch", "complete"), [(0, 0, False), (11, 3, False), (12, 3, False), (12, 4, True)]

@@ -181,11 +181,15 @@ def resume(folder, monkeypatch, lacking=None):
         checked.append((here.rank, path.name, [entry["name"] for entry in entries]))
         check_shards(path, entries)
 
+    def look_on_rank_0(check):
+        here.rank = 0  # in a thread of its own
+        return read_newest(folder, True, check)
+
     def work(rank):
         here.rank = rank
-        look = (lambda check: read_newest(folder, True, check)) if rank == 0 else (lambda check: None)
+        look = look_on_rank_0 if rank == 0 else (lambda check: None)
         try:
-            return share_checks(look, Together(rank, barrier, values))
+            return share_checks(look, Together(rank, barrier, values), 60.0, 0.0)
         except UserError as error:
             return error
 

@@ -144,7 +144,8 @@ class TestText:
         ],
     )
     def test_a_model_for_other_data_is_refused(self, folder, data, model, message):
-        args = options(["--data", data, "--data-dir", str(folder), "--seq-len", "16", "--model", model])
+        length = ["--seq-len", "16"] if data == "text" else []
+        args = options(["--data", data, "--data-dir", str(folder), *length, "--model", model])
         with pytest.raises(UserError) as caught:
             build_model(args, load_data(args, CPU, print))
         assert message in str(caught.value)

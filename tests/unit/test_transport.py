@@ -113,7 +113,8 @@ def job(monkeypatch):
 
     monkeypatch.setattr(loop, "open_run", open_run)
     transport.log_nccl()
-    return SimpleNamespace(args=None, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
+    args = SimpleNamespace(resume="none")
+    return SimpleNamespace(args=args, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
 
 
 @pytest.mark.parametrize("is_known", [False, True])

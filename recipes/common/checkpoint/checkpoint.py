@@ -8,7 +8,6 @@ can resume from it (reading.py). The state of the random generators is the pair 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import math
@@ -19,7 +18,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -203,7 +202,7 @@ class CheckpointFolder:
 
 
 class CheckpointWriter:
-    """Write checkpoints while training continues: take a copy at once, and write it in a thread, one at a time.
+    """Write checkpoints in a thread, one at a time; from a copy, so that training can continue.
 
     `write` is a folder's write(). `stalls_s` are the seconds for which each checkpoint has held up training.
     """
@@ -217,45 +216,42 @@ class CheckpointWriter:
         self._copy: Any = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, content: dict[str, Any], is_best: bool = False) -> None:
-        """Take a copy of the content, and write it in a thread; if that fails, on_error gets the error."""
-        with self._stall():
-            # The memory of the last copy is used again: its pages are there already.
-            self._copy = copy_tree(content, self._copy)
-            what = (self._copy, is_best)
-            self._thread = threading.Thread(target=self._write_aside, args=what, name=CHECKPOINT_THREAD)
-            self._thread.start()
+    def begin(self, content: dict[str, Any], is_best: bool = False, copies: bool = True) -> None:
+        """Write the content in a thread; if that fails, on_error gets the error.
 
-    def write(self, content: dict[str, Any], is_best: bool = False) -> None:
-        """Write the content before training continues; if that fails, on_error gets the error."""
-        with self._stall():
-            self._try_to_write(content, is_best)
-
-    def wait(self) -> None:
-        """Wait until the write that was begun is on the disk, or has failed."""
-        if self._thread:
-            self._thread.join()
-            self._thread = None
-
-    @contextlib.contextmanager
-    def _stall(self) -> Iterator[None]:
-        """Wait for the previous checkpoint, and record for how long training is held up in all."""
+        What is written is a copy; with copies=False, it is the content itself, which has to stay as it is.
+        """
         started = time.perf_counter()
-        self.wait()
-        yield
+        self.wait()  # one at a time
+        if copies:
+            # The memory of the last copy is used again: its pages are there already.
+            content = self._copy = copy_tree(content, self._copy)
+        self._thread = threading.Thread(target=self._write_aside, args=(content, is_best), name=CHECKPOINT_THREAD)
+        self._thread.start()
         self.stalls_s.append(time.perf_counter() - started)
 
-    def _try_to_write(self, content: dict[str, Any], is_best: bool) -> None:
+    def wait(self, bound_s: float | None = None) -> bool:
+        """Wait for at most so long; return whether the write that was begun is on the disk, or has failed."""
+        if not self._thread:
+            return True
+        started = time.perf_counter()
+        self._thread.join(bound_s)
+        self.stalls_s[-1] += time.perf_counter() - started
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        return True
+
+    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self.newest = self._write(content, is_best)
         except UserError as error:
             self.on_error(error)
-
-    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
-        try:
-            self._try_to_write(content, is_best)
         except RuntimeError as error:  # a lost connection; if it is the gradients', the main thread reports more
             self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
+        except Exception as error:  # such as pickle's
+            what = f"{type(error).__name__}: {reason_of(error)}"
+            self.on_error(UserError(f"cannot write a checkpoint: {what}; fix this, then add --resume auto"))
 
 
 def copy_tree(value: Any, old: Any = None) -> Any:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,47 +114,79 @@ def _read_piece(
             target[row - first : row - first + count].copy_(kept)
 
 
-def share_checks(action: Callable[[ShardCheck], T], peers: Peers) -> T:
+def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: float, allowed_s: float) -> T:
     """Return action(check), where check() shares out the shard files over all ranks; call it on all ranks.
 
-    Rank 0's action calls check(). The other ranks help, then call their own action, which must not call it.
+    Rank 0's action reads a checkpoint, in a thread, and may call check(). Until it is done, the other ranks help;
+    then they call their own action, which must not call it. Rank 0 may be busy for `allowed_s` seconds, and
+    then for --timeout-s, `timeout_s`, as in wait_for_all().
     """
-
-    def lacks(path: Path, files: list[dict[str, Any]]) -> str:
-        return min({entry["name"] for entry in files} - names_in(path.parent), default="")
-
-    def check_share(path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
-        try:
-            if peers.rank and (lost := lacks(path, files)):  # rank 0 has checked that
-                raise UserError(f"no {lost} in {path.parent} on {socket.gethostname()}; let all ranks share it")
-            check_shards(path, files[peers.rank :: peers.world_size])
-        except (BadCheckpointError, UserError, OSError, LookupError) as error:
-            return str(error), not isinstance(error, BadCheckpointError)
-        return "", False
+    if peers.rank:
+        help_rank_0(peers)
+        return action(check_shards)
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def check(path: Path, files: list[dict[str, Any]]) -> None:
-        if lost := lacks(path, files):
+        if lost := _missing(path, files):
             raise BadCheckpointError(f"its shard file {lost} is missing")
-        # Sharding: rank 0 sends the names of the files, and each rank what is wrong with its share of them.
-        with peers.watch("checkpoint", computes=True):
-            peers.broadcast_object((str(path), files))
-            told = peers.gather_objects(check_share(path, files))
-        for text, is_unread in sorted(told, key=lambda pair: not pair[1]):  # an unread file proves nothing
+        told: Future[list[tuple[str, bool]]] = Future()
+        tasks.put((path, files, told))
+        for text, is_unread in sorted(told.result(), key=lambda pair: not pair[1]):  # unread proves nothing
             if text:
                 raise UserError(text) if is_unread else BadCheckpointError(text)
 
-    if peers.rank == 0:
+    done = ThreadPoolExecutor(1).submit(action, check)
+    done.add_done_callback(lambda _: tasks.put(None))
+    end = time.monotonic() + allowed_s
+    goes_on = True
+    while goes_on:
         try:
-            return action(check)
-        finally:
-            with peers.watch("checkpoint", computes=True):
-                peers.broadcast_object(None)
-    while True:
+            task = tasks.get(timeout=timeout_s / 4 if time.monotonic() < end else None)
+        except queue.Empty:
+            task = ()  # busy
         with peers.watch("checkpoint", computes=True):
-            task: tuple[str, list[dict[str, Any]]] | None = peers.broadcast_object(None)
-            if not task:
-                return action(check)
-            peers.gather_objects(check_share(Path(task[0]), task[1]))
+            goes_on = _pass_on(task, peers)
+    return done.result()
+
+
+def help_rank_0(peers: Peers) -> None:
+    """Check this rank's share of the files that rank 0 names, until its action is done."""
+    task: tuple[()] | tuple[str, list[dict[str, Any]]] | None = ()
+    while task is not None:
+        with peers.watch("checkpoint", computes=True):
+            if task := peers.broadcast_object(None):
+                peers.gather_objects(_check_share(Path(task[0]), task[1], peers))
+
+
+def _pass_on(task: Any, peers: Peers) -> bool:
+    """Pass on what rank 0's action asks for: () is nothing yet, None its end; return whether it goes on."""
+    if not task:
+        peers.broadcast_object(task)
+        return task is not None
+    path, files, told = task
+    try:
+        # Sharding: rank 0 sends the names of the files, and each rank what is wrong with its share of them.
+        peers.broadcast_object((str(path), files))
+        told.set_result(peers.gather_objects(_check_share(path, files, peers)))
+    except BaseException as error:  # otherwise the action would wait for ever
+        told.set_exception(error)
+        raise
+    return True
+
+
+def _missing(path: Path, files: list[dict[str, Any]]) -> str:
+    return min({entry["name"] for entry in files} - names_in(path.parent), default="")
+
+
+def _check_share(path: Path, files: list[dict[str, Any]], peers: Peers) -> tuple[str, bool]:
+    """Return what is wrong with this rank's share of the files, or "", and whether they could not be read."""
+    try:
+        if peers.rank and (lost := _missing(path, files)):  # rank 0 has checked that
+            raise UserError(f"no {lost} in {path.parent} on {socket.gethostname()}; let all ranks share it")
+        check_shards(path, files[peers.rank :: peers.world_size])
+    except (BadCheckpointError, UserError, OSError, LookupError) as error:
+        return str(error), not isinstance(error, BadCheckpointError)
+    return "", False
 
 
 class ShardedFolder:

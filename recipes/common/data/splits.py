@@ -14,7 +14,7 @@ from torch import Tensor
 from recipes.common.task import Task
 
 EVAL_BATCH_SIZE = 256
-"""Samples of one evaluation batch; it bounds memory and changes no result."""
+"""Most samples of a pass of an evaluation; if a pass of training has fewer, it has as many: they fit in memory."""
 
 CACHED = 2**18
 """Values that are normalised at a time on a CPU: as float32 they are 1 MB, which stays in its cache."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference
+from recipes.common.seeding import seed_all
 
 
 class LeNet(nn.Module):
@@ -84,7 +85,7 @@ def build_model(args: Options, data: Data) -> nn.Module:
 
 def make_model(args: Options, data: Data) -> nn.Module:
     """Return --model, built by its name or by the user's function; raises UserError as build_model() does."""
-    torch.manual_seed(args.seed)
+    seed_all(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
     if is_reference(args.model):
         from recipes.common.models.own import build_own_model

@@ -13,6 +13,7 @@ from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.options import Options
+from recipes.common.task import in_float
 from recipes.common.user_code import add_derived, call, load, name_of
 
 
@@ -48,7 +49,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
-    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else output.float()
+    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
     loss = call(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:

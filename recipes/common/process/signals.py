@@ -9,6 +9,9 @@ from recipes.common.errors import UserError
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
+VOTE_S = 5.0
+"""Longest time between two votes, unless a step is longer: schedulers give a job a minute or two to stop."""
+
 GO, STOP, FAIL = 0, 1, 2
 """A rank's vote. All ranks do what the largest vote says."""
 
@@ -43,10 +46,11 @@ class Stop:
         return STOP if self.signal else GO
 
 
-def vote_interval(world_size: int) -> int:
+def vote_interval(world_size: int, step_s: float) -> int:
     """Return the number of steps from one vote to the next.
 
-    Gloo sends a vote around a ring of all ranks: with thousands, that takes longer than a step. Up to 64 ranks
-    vote in each step, so that a signal takes effect at once; beyond that, the cost of votes per step is constant.
+    Gloo sends a vote around a ring of all ranks: with thousands, that takes longer than a short step. Up to 64
+    ranks vote in each step, so that a signal takes effect at once; beyond that, the cost of votes per step is
+    constant, but if steps are long, a signal waits for at most about VOTE_S.
     """
-    return -(-world_size // 64)
+    return max(1, min(-(-world_size // 64), int(VOTE_S / max(step_s, 1e-3))))

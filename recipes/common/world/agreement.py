@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,6 +58,27 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
         error = caught
     raise_on_all_ranks(error, peers)
     return cast(T, result)
+
+
+SLOWEST = 10e6
+"""Bytes per second that any disk for checkpoints reads and writes."""
+
+
+def wait_for_all(wait: Callable[[float | None], bool], peers: Peers, timeout_s: float, allowed_s: float) -> None:
+    """Wait until wait() returns true on all ranks; call it on all ranks.
+
+    Args:
+        peers: the ranks.
+        wait: waits at most so many seconds (None: without bound) for this rank's work; returns whether it is done.
+        timeout_s: how long a rank may be silent: while its work goes on, it tells the others so.
+        allowed_s: how long it may do so. After that, they wait for it as for any other rank.
+    """
+    end = time.monotonic() + allowed_s
+    is_done = False
+    while not is_done:
+        own = wait(timeout_s / 4 if time.monotonic() < end else None)
+        with peers.watch("checkpoint"):
+            is_done = all(peers.gather_objects(own))
 
 
 MAY_DIFFER = frozenset({"config", "data_dir", "cache_dir", "runs_dir", "workers", "node_rank"})

@@ -103,9 +103,13 @@ class World(Peers):
 
         return finish_vote
 
-    def with_own_group(self, args: Options) -> World:
-        """Return a World of the same ranks with its own connections, for another thread; call it on all ranks."""
-        group = dist.new_group(backend="gloo", timeout=bound_of_waits(args))
+    def with_own_group(self, args: Options, allowed_s: float) -> World:
+        """Return a World of the same ranks with its own connections, for another thread; call it on all ranks.
+
+        A rank may wait there for `allowed_s` seconds longer than for --timeout-s.
+        """
+        timeout = bound_of_waits(args) + timedelta(seconds=allowed_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
         return replace(self, control=cast(dist.ProcessGroup, group))
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:

@@ -115,8 +115,10 @@ def main() -> None:
     begin_s: list[float] = []
     for i in range(2 * own_args.saves + 2):
         content = pack(args, Position(step=i + 1), model.state_dict(), optimizer.state_dict(), {})
-        save, stalls_s = (writer.begin, begin_s) if i % 2 else (writer.write, write_s)
-        save(content)
+        stalls_s = begin_s if i % 2 else write_s
+        writer.begin(content, copies=stalls_s is begin_s)
+        if stalls_s is write_s:
+            writer.wait()
         if i > 1:  # the first save of each kind allocates memory that later ones reuse
             stalls_s.append(writer.stalls_s[-1])
             train(2 * max(write_s))
