@@ -10,6 +10,7 @@ package: it creates .venv for the targets that use it.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options, read_number
+from recipes.common.options import Options, plain_name, read_number
 from scripts.launch.command import ROOT, check_recipe
 from scripts.launch.command import command as refusing
 
@@ -45,6 +46,12 @@ VARIABLES = re.findall(
 
 WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
 """Targets whose ARGS take the options of a recipe."""
+
+PASSED_ON = re.compile(
+    r"(APT|AWS|CUDA|DOCKER|FABRIC|FI|GLOO|GOMP|HF|HOROVOD|KMP|MASTER|MKL|NCCL|OMP|OMPI|PYTHON|PYTORCH|RDZV|RESUME|"
+    r"TORCH|TORCHINDUCTOR|UCX|USE)(_|$)"
+)
+"""Variables that launchers, torch and its libraries read; make passes on those that are typed."""
 
 USED: set[str] = set()
 """The variables that the target reads."""
@@ -120,6 +127,11 @@ def run() -> Command:
     if value("WITH") not in ("", "docker"):
         raise UserError(f"WITH: unknown {value('WITH')!r}; WITH=docker runs in containers")
     own, name = flags("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS"), flags("NAME")
+    if name and not value("SCRIPT"):
+        try:
+            plain_name(value("NAME"))
+        except argparse.ArgumentTypeError as error:
+            raise UserError(f"NAME {error}; --runs-dir in ARGS chooses the folder") from None
     options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
     if value("WITH"):  # runs on the host's Python
         return module("docker.compose", options, packages="")
@@ -269,8 +281,11 @@ def check_used(target: str) -> None:
             )
         if hint := nearest(name, USED, cutoff=0.8):
             raise UserError(f"{name} is no variable of make {target}{hint}")
-        if name in VARIABLES:
-            raise UserError(f"{name} is no variable of make {target} (it has {', '.join(sorted(USED))})")
+        if name in VARIABLES or (options and not PASSED_ON.match(name)):
+            fix = (
+                "" if name in VARIABLES else f"; as an environment variable, it comes before make: {name}=... make"
+            )
+            raise UserError(f"{name} is no variable of make {target} (it has {', '.join(sorted(USED))}){fix}")
 
 
 @refusing

@@ -190,6 +190,9 @@ def check_by_slurm(options: dict[str, Any]) -> None:
     shown = subprocess.run(test, capture_output=True, text=True, timeout=60)
     if shown.returncode:
         lines = [re.sub(r"^(sbatch: )?(error: )?", "", line) for line in shown.stderr.splitlines()]
+        if any("configuration source" in line for line in lines):
+            other = "submit from a login node, or use --local (make: LOCAL=1)"
+            raise UserError(f"no Slurm is configured on this machine; {remedy(other)}")
         raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {remedy('see sinfo')}")
 
 

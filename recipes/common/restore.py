@@ -16,6 +16,7 @@ from recipes.common.optim import places_of
 
 def restore(job: Job, content: dict[str, Any]) -> None:
     """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit."""
+    check_shapes(job, content["model"])
     try:
         job.model.load_state_dict(content["model"])
         load_optimizer_state(job.optimizer, content["optimizer"])
@@ -29,6 +30,20 @@ def restore(job: Job, content: dict[str, Any]) -> None:
         job.say(text)
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
+
+
+def check_shapes(job: Job, state: dict[str, Any]) -> None:
+    """Raise UserError, with the first tensor that differs, if the tensors are not those of the model."""
+    own = job.model.state_dict()
+    shapes, saved = ({n: tuple(v.shape) for n, v in d.items() if isinstance(v, Tensor)} for d in (own, state))
+    wrong = [name for name in {**saved, **shapes} if shapes.get(name) != saved.get(name)]
+    if not wrong:
+        return
+    there, here = (f"{d[wrong[0]]}" if wrong[0] in d else "missing" for d in (saved, shapes))
+    what = f"{wrong[0]} is {there} there, and {here} in --model {job.args.model}"
+    count = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
+    fix = "use the model that it is of, or start a new run without --resume"
+    raise UserError(f"the checkpoint does not fit this run: {what}{count}; {fix}")
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -327,6 +327,16 @@ def refused_by(*argv, **env):
     return result.errors[0]
 
 
+@pytest.mark.parametrize("recipe", ["single", "dataparallel"])
+def test_two_processes_of_a_recipe_of_one_are_refused(tmp_path, recipe):
+    """Each would train by itself, with its own run."""
+    said = refused_by(
+        *(sys.executable, "-m", f"recipes.{recipe}.train", *words_for(tmp_path, "a")), WORLD_SIZE="2", RANK="0"
+    )
+    assert said.startswith("error: 2 processes were started, and this recipe is one; start one, without torchrun")
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

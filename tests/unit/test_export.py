@@ -54,6 +54,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
     assert refusal(tmp_path / "empty").startswith(f"error: RUN {tmp_path / 'empty'}: no checkpoints in ")
     assert refusal(run / "checkpoints" / "cut.pt").startswith("error: RUN ")
     assert "No such file or directory" in refusal(run, tmp_path / "no" / "out.pt")
+    for path in (run / "checkpoints").glob("step-*"):
+        path.unlink()
+    assert refusal(run).endswith(f", only best.pt, cut.pt; give {run / 'checkpoints' / 'best.pt'}")
+    (tmp_path / "empty" / "c.pt").write_text("of a script")
+    assert refusal(tmp_path / "empty").endswith(", only c.pt; give another run or checkpoint")
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path):

@@ -70,8 +70,8 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
         ("run", "RECIPE=ddp", "scripts.launch.local ddp --"),
         (
             "run",
-            "RECIPE=ddp NODES=2 NPROC_PER_NODE=4 NAME=--list ARGS='--epochs 3'",
-            "scripts.launch.local ddp --nodes=2 --nproc-per-node=4 -- --name=--list --epochs 3",
+            "RECIPE=ddp NODES=2 NPROC_PER_NODE=4 NAME=mine ARGS='--epochs 3'",
+            "scripts.launch.local ddp --nodes=2 --nproc-per-node=4 -- --name=mine --epochs 3",
         ),
         (
             "run",
@@ -243,6 +243,9 @@ def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys,
         ("run", "RECIPE=ddp nodes=2", "nodes is no variable of make run; did you mean 'NODES'?"),
         ("run", "RECIPE=ddp GPUS=8", "GPUS is no variable of make run (it has ARGS, MAX_RESTARTS, MIN_NODES, N"),
         ("submit", "RECIPE=ddp WITH=docker", "WITH is no variable of make submit (it has ACCOUNT, "),
+        ("run", "RECIPE=ddp BATCH_SIZE=8", "BATCH_SIZE is no variable of make run (it has ARGS, MAX_RESTARTS, "),
+        ("compare", "RECIPES=ddp WORLD_SIZE=2", "WORLD_SIZE is no variable of make compare (it has ARGS, NODES, "),
+        ("run", "SCRIPT=train.py BATCH_SIZE=8", ""),
         ("run", "RECIPE=ddp FABRIC=tcp", ""),
         ("plan", "RECIPE=ddp MODEL=resnet50", ""),
         ("drill", "SEED=3", ""),
@@ -259,6 +262,14 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
     with pytest.raises(make.UserError) if error else contextlib.nullcontext() as caught:
         make.check_used(target)
     assert not error or str(caught.value).startswith(error)
+
+
+def test_a_folder_as_a_name_is_refused_before_anything_is_installed(monkeypatch):
+    monkeypatch.setenv("RECIPE", "ddp")
+    for name in ("/tmp/mine", "--list"):
+        monkeypatch.setenv("NAME", name)
+        with pytest.raises(make.UserError, match=r"^NAME expects at most 100 .*; --runs-dir in ARGS chooses"):
+            make.run()
 
 
 def test_the_list_of_variables_is_complete():

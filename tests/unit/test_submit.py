@@ -195,14 +195,20 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     expected = f"; for the cluster of make slurm-up: source {state}/activate\n"
     assert submit.main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: Slurm refuses the job: Could not establish a configuration source; ")
-    assert error.endswith(expected)
+    assert error == f"error: no Slurm is configured on this machine{expected}"
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert submit.main(words) == 2
     assert capsys.readouterr().err == f"error: there is no sbatch in PATH{expected}"
     monkeypatch.setenv("PATH", f"{state}/bin")
     assert submit.main(words) == 2
     assert capsys.readouterr().err.startswith("error: there is no sbatch in PATH; use --local")
+    (state / "activate").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    assert submit.main(words) == 2
+    said = (
+        "error: no Slurm is configured on this machine; submit from a login node, or use --local (make: LOCAL=1)\n"
+    )
+    assert capsys.readouterr().err == said
 
 
 def test_a_name_that_is_taken_is_refused_before_the_queue(tmp_path, capsys):

@@ -43,8 +43,9 @@ def read_newest(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest good checkpoint of a folder, or None if there has never been one.
 
-    Bad ones are skipped with a warning. With `set_aside`, those that are newer than the good one are renamed to
-    *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
+    Bad ones are skipped with a warning. With `set_aside`, for a run that goes on, those that are newer than the
+    good one are renamed to *.bad, so that they never count among the newest again. `check`: as for
+    read_checkpoint().
 
     Raises:
         UserError: there are checkpoints, and none of them is good; or one cannot be read.
@@ -67,8 +68,12 @@ def read_newest(
         return None
     none = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
     only = f"no good checkpoint in {folder.folder}, only {', '.join(others[:3])}"
-    best = f"try --resume {folder.folder / 'best.pt'} under another --name, or " if "best.pt" in names else ""
-    remedy = f"{best}begin again from step 0 with --overwrite and --resume none"
+    best = folder.folder / "best.pt" if "best.pt" in names else None
+    if set_aside:
+        other = f"try --resume {best} under another --name, or " if best else ""
+        remedy = f"{other}begin again from step 0 with --overwrite and --resume none"
+    else:
+        remedy = f"give {best}" if best else "give another run or checkpoint"
     raise UserError(f"{none if paths else only}; {remedy}")
 
 
