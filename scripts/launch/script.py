@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import os
 import resource
 import signal
@@ -91,8 +92,8 @@ def make_run_dir(script: Path, name: str) -> Path:
     """Make the folder of a run and return it: NAME, or the script's name with the next free number.
 
     Raises:
-        UserError: the name contains folders, the folder cannot be made, or it holds a run that is not to be
-            resumed.
+        UserError: the name contains folders, the folder cannot be made, it holds a run that is not to be resumed,
+            or another job of this machine runs there.
     """
     if name and (Path(name).name != name or name in (".", "..")):
         raise UserError(f"NAME: expected a name without folders, got {name!r}")
@@ -100,6 +101,13 @@ def make_run_dir(script: Path, name: str) -> Path:
         return next_folder(script.stem, runs_dir())
     run_dir = runs_dir() / name
     make_folder(run_dir)
+    handle = os.open(run_dir, os.O_RDONLY)  # open until this process ends, and locked
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another job runs in {run_dir}; wait for its end, or choose another NAME") from None
+    except OSError:  # a file system without locks
+        pass
     if read_resume() == "none" and any(run_dir.iterdir()):
         raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
     return run_dir
