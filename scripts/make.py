@@ -86,8 +86,8 @@ def recipe() -> str:
 
 
 def choices(name: str) -> list[str]:
-    """Return the items of a variable such as RECIPES="single ddp"; raises UserError for options among them."""
-    items = value(name).split()
+    """Return the items of RECIPES="single ddp", or "single,ddp"; raises UserError for options among them."""
+    items = value(name).replace(",", " ").split()
     for item in items:
         if item.startswith("-"):
             raise UserError(f"{name}: expected names separated by spaces, got {item!r}")

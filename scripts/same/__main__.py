@@ -138,10 +138,16 @@ class Session:
         first = self.run(1)
         if failure := first.failure():
             raise UserError(f"SCRIPT {args.script} fails at 1 process, {failure.what}; fix it, or ARGS")
+        stays = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
         if not any("loss" in name or args.loss for name in first.series):
             hint = "print `loss 2.3` in a line, or give LOSS='(regular expression)'"
+            hint += "" if first.steps else f"; {stays}"
             raise UserError(f"SCRIPT {args.script} prints no loss that can be read; {hint}")
-        rounding = Rounding(first, self.run(1, SAME_CONTROL="1"))
+        control = self.run(1, SAME_CONTROL="1")
+        if first.steps and not control.steps:
+            what = f"does {len(first.steps)} steps, and none when it is started again"
+            raise UserError(f"SCRIPT {args.script} {what}; {stays}")
+        rounding = Rounding(first, control)
         self.measured = max(rounding.gradient, default=0.0)
         self.runs.append(first)
         for size in args.sizes[1:]:

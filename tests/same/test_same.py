@@ -120,6 +120,25 @@ def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
         assert lines[0].startswith(f"error: {error}")
 
 
+def test_a_script_that_goes_on_from_the_run_before_is_refused(capsys, tmp_path):
+    argv = [
+        str(RIGHT),
+        *GLOBAL_BATCH,
+        "--world-sizes",
+        "1 2",
+        *LOCAL_BATCH,
+        "--checkpoint",
+        str(tmp_path / "c.pt"),
+    ]
+    fix = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
+    for what in (
+        "does 12 steps, and none when it is started again",
+        "prints no loss that can be read; print `loss 2.3` in a line, or give LOSS='(regular expression)'",
+    ):
+        assert main(argv) == 2
+        assert capsys.readouterr().err == f"error: SCRIPT {RIGHT} {what}; {fix}\n"
+
+
 @pytest.mark.parametrize("launcher", ["", sys.executable])
 def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
