@@ -112,6 +112,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
             "RECIPES='single ddp' NODES=2 ARGS='--epochs 1'",
             "scripts.bench.compare single ddp --nodes=2 -- --epochs 1",
         ),
+        ("compare", "RECIPES=single,ddp", "scripts.bench.compare single ddp --"),
         (
             "same",
             "SCRIPT='my train.py' GLOBAL_BATCH=48 RESUME=auto ARGS='-b {local_batch}'",
