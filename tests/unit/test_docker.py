@@ -1,7 +1,10 @@
 """What of docker/ can be checked without an engine: shared layers, what an image holds, each node's part."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,23 @@ def test_images_share_their_first_layers():
     assert "COPY requirements/${LOCK} /tmp/run.txt\n" in part
     for image in {image_of(path.parent.name) for path in ROOT.glob("recipes/*/train.py")}:
         assert f'CMD ["{image}"]\n' in stage(f"FROM base AS {image}")
+
+
+def test_the_images_user_can_read_a_checkout_that_was_made_under_umask_077(tmp_path):
+    """COPY keeps the modes of the checkout."""
+    prepare, _ = re.findall(r"^RUN (.*)", stage("FROM ${RECIPE}"), re.MULTILINE)
+    for name in ("recipes", "scripts", "slurm"):
+        (tmp_path / name).mkdir(mode=0o700)
+        (tmp_path / name / "train.py").touch(mode=0o600)
+    (tmp_path / "scripts/launch.sh").touch(mode=0o700)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-c", prepare], cwd=tmp_path, env={"PATH": path}, check=True, timeout=30)
+    assert all(found.stat().st_mode & 0o044 == 0o044 for found in tmp_path.rglob("*"))
+    folders = [*tmp_path.glob("*/"), tmp_path / "scripts/launch.sh"]
+    assert all(found.stat().st_mode & 0o011 == 0o011 for found in folders)
+    assert not (tmp_path / "slurm/train.py").stat().st_mode & 0o111
+    is_started = r"USER 10001:10001\n# .*\nRUN scripts/launch.sh probe --help >/dev/null\n\Z"
+    assert re.search(is_started, DOCKERFILE), "the build fails if the user cannot start a recipe"
 
 
 def test_images_hold_what_nccl_loads_for_rdma():
@@ -257,8 +277,7 @@ def test_an_image_is_pinned_and_ends_as_an_ordinary_user():
     assert external == ["${BASE_IMAGE}", "${BUILD_IMAGE}", "${RECIPE}"]
     assert "ARG RECIPE=ddp\n" in DOCKERFILE, "by default the last stage builds on one of this file"
     final = STAGES[-1]
-    assert "USER 10001:10001\n" in final
-    assert final.index("USER ") > final.rindex("RUN ")
+    assert re.findall("^USER .*", final, re.MULTILINE) == ["USER 10001:10001"]
     assert "org.opencontainers.image.revision" in final
     assert "ARG RECIPE\n" in final, "the label's name needs it"
     assert 'ENTRYPOINT ["scripts/launch.sh"]\n' in STAGES[0]
