@@ -444,13 +444,13 @@ lost_nodes() {
     if ((${#lost[@]} < ${#asked[@]})); then echo "${lost[*]}"; fi
 }
 
-# Print a line for each broken GPU, with its node; all nodes are asked at once, for 30 s. A slow nvidia-smi is no fault.
+# Print a line for each fault of a GPU or memory, with its node; all nodes are asked at once, for 30 s.
 broken_nodes() {
     local node
     while read -r node; do
         timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
             "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
-            sed -n "s/^error: \([^ ]*: GPU \)/$node: \1/p" &
+            sed -n "s/^error: /$node: /p" &
     done <<<"$nodes"
     wait
 }
@@ -469,13 +469,13 @@ leave_out() {
         if [[ -n $old ]]; then scontrol show hostnames "$old"; fi
     } | sort -u | comm -13 - <(echo "$usable") | wc -l)
     if (($(wc -l <<<"$all") > limit)); then
-        echo "error: job $job: broken GPU on $new, and a job may exclude at most $limit nodes (MAX_EXCLUDED);" \
+        echo "error: job $job: fault on $new, and a job may exclude at most $limit nodes (MAX_EXCLUDED);" \
             "have those in $list repaired; $go_on" >&2
     elif ((others < NNODES)); then
-        echo "error: job $job: broken GPU on $new, and partition $SLURM_JOB_PARTITION has $others other working nodes for" \
+        echo "error: job $job: fault on $new, and partition $SLURM_JOB_PARTITION has $others other working nodes for" \
             "$NNODES; have it repaired; $go_on" >&2
     else
-        requeue "broken GPU on $new, excluded from now on" "${old:+$old,}$new"
+        requeue "fault on $new, excluded from now on" "${old:+$old,}$new"
     fi
 }
 

@@ -4,26 +4,33 @@
     python -m scripts.doctor.gpus --since-s 600
 
 Success: it prints nothing and exits with status 0. Each fault is a line that begins with `error:`, and the status
-is 1; a GPU that only needs watching is a `warning:`. It ends within 10 s, needs neither torch nor other nodes, and
-writes nothing. slurm/job.sh calls it when a job has failed (docs/slurm-admin.md).
+is 1; a GPU that only needs watching is a `warning:`, and so is an nvidia-smi that is slow or sees no GPU. It ends
+within 10 s, needs neither torch nor other nodes, and writes nothing. slurm/job.sh calls it when a job has failed
+(docs/slurm-admin.md).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 from recipes.common.options import positive_float
 from scripts.doctor import floors, kernel_log, node
 from scripts.doctor.network import call_within
-from scripts.doctor.rules import Case, broken_gpus, node_errors
+from scripts.doctor.rules import Case, Findings, broken_gpus, node_errors
 from scripts.launch.command import CommandParser, command, parse
 
 NVIDIA_SMI_S = 7.0
 """nvidia-smi hangs if a GPU's firmware does not answer; without persistence mode it always takes seconds."""
+
+
+NO_FAULT = re.compile(r"did not end within|no answer within|No devices were found")
+"""Complaints about nvidia-smi on healthy nodes: it is slow, or the caller's job has no GPUs."""
 
 
 class Alone(Case):
@@ -52,11 +59,17 @@ def examine(since_s: float) -> Case:
     return Alone(1, facts={0: facts})
 
 
+def nvidia_smi_errors(case: Case) -> Findings:
+    """Report an nvidia-smi that failed; what healthy nodes show, too, is a warning."""
+    for finding in node_errors(case):
+        yield replace(finding, severity="warning") if NO_FAULT.search(finding.what) else finding
+
+
 @command
 def main(argv: Sequence[str]) -> int:
     """Return the exit status."""
     case = examine(parse_args(argv).since_s)
-    findings = [finding for rule in (node_errors, broken_gpus, floors.kernel_log) for finding in rule(case)]
+    findings = [finding for rule in (nvidia_smi_errors, broken_gpus, floors.kernel_log) for finding in rule(case)]
     for finding in findings:
         print(finding, flush=True)
     return int(any(finding.severity == "error" for finding in findings))

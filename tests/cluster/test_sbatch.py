@@ -447,7 +447,7 @@ class TestYourOwn:
         finally:
             cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
         assert (job.field("Restarts"), job.field("ExcNodeList"), job.field("NodeList")) == ("1", "n2", "n[1,3]")
-        assert f"job {job.number}: broken GPU on n2, excluded from now on; it is requeued" in job.text
+        assert f"job {job.number}: fault on n2, excluded from now on; it is requeued" in job.text
         assert "Xid 79 once: fallen off the bus" in (job.run / "slurm/excluded.txt").read_text()
 
     @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch"])

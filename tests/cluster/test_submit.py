@@ -152,7 +152,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(cluster, submit, tmp_p
         cluster.script("on", "n2", "rm", "-f", "/dev/shm/kmsg")
     assert done.status == 0, done.stdout + done.stderr
     job = job_id(command)
-    assert f"job {job}: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
+    assert f"job {job}: fault on n2, excluded from now on; it is requeued" in done.stdout
     assert f"job {job}: requeued, start 2" in done.stdout
     shown = cluster.run("scontrol", "show", "job", job)
     assert (" ExcNodeList=n2\n" in shown, " NodeList=n[1,3]\n" in shown) == (True, True), shown

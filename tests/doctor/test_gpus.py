@@ -61,7 +61,8 @@ def test_a_node_that_works_has_no_line(check, smi):
             for smi in ("ecc", "ecc, throttle renamed", "ecc alone")
         ),
         ({"smi": "one is gone"}, 1, ": gpus: nvidia-smi listed 2 GPUs, and 1 a moment later; see nvidia-smi"),
-        ({"smi": "no table"}, 1, ": gpus: nvidia-smi says No devices were found; see nvidia-smi and dmesg there"),
+        ({"smi": "no table"}, 0, ": gpus: nvidia-smi says No devices were found; see nvidia-smi and dmesg there"),
+        ({"smi": "hangs"}, 0, ": gpus: nvidia-smi did not end within 4 s; see nvidia-smi and dmesg there"),
         ({"smi": "lost"}, 1, ": GPU 0 ([GPU is lost]): nvidia-smi says GPU is lost; see dmesg; restart the node"),
         (
             {"smi": "off the bus"},
@@ -77,6 +78,7 @@ def test_a_node_that_works_has_no_line(check, smi):
     ],
 )
 def test_a_broken_gpu_is_a_line_with_its_remedy(check, planted, status, said):
+    """A slow driver and GPUs that a job may not use are warnings: status 1 in a prolog drains the node."""
     found, text = check(**planted)
     assert (found, len(text.splitlines())) == (status, 1)
     assert text.startswith("error: " if status else "warning: ")
@@ -92,12 +94,6 @@ def test_what_was_before_does_not_count(check):
 def test_a_hung_driver_that_also_floods_the_log_fits_in_the_promised_10_s():
     """Both limits are reached then, one after the other; Python's start takes the rest."""
     assert kernel_log.READ_S + gpus.NVIDIA_SMI_S <= 9
-
-
-def test_a_driver_that_hangs_is_a_fault_within_its_bound(check):
-    status, text = check(smi="hangs")
-    assert status == 1
-    assert "gpus: nvidia-smi did not end within 4 s; see nvidia-smi and dmesg there" in text
 
 
 def test_bad_usage_is_one_line(check):

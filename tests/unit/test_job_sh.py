@@ -640,7 +640,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and .*"
     assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
-    assert "job 7: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
+    assert "job 7: fault on n2, excluded from now on; it is requeued" in done.stdout
     assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
     _, calls = fault(excluded="n[3-4]", partition="n1-alloc n2-alloc n3-idle n4-idle n5-idle")
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
@@ -667,23 +667,23 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
         ({"status": 2}, "error: job 7 ended with status 2"),
         (
             {"partition": "n1-alloc n2-alloc"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
+            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"partition": "n1-alloc n2-alloc n3-down* n4-drain n5-drng"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
+            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"excluded": "n[3-4]"},
-            "error: job 7: broken GPU on n2, and partition main has 1 other working nodes for 2; have",
+            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
         ),
         (
             {"MAX_EXCLUDED": "0"},
-            "error: job 7: broken GPU on n2, and a job may exclude at most 0 nodes (MAX_EXCLUDED); have",
+            "error: job 7: fault on n2, and a job may exclude at most 0 nodes (MAX_EXCLUDED); have",
         ),
         (
             {"SLURM_RESTART_COUNT": "10"},
-            "error: job 7: broken GPU on n2, excluded from now on, and it has started 11",
+            "error: job 7: fault on n2, excluded from now on, and it has started 11",
         ),
     ],
 )
@@ -700,7 +700,7 @@ def test_a_submitted_job_goes_on_without_such_a_node_within_the_same_bounds(faul
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"], done.stderr
     line = "job 7: n2: .*: GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and .*"
     assert re.search(f"^{line}$", done.stdout, re.MULTILINE)
-    assert "job 7: broken GPU on n2, excluded from now on; it is requeued" in done.stdout
+    assert "job 7: fault on n2, excluded from now on; it is requeued" in done.stdout
     assert re.fullmatch(line + "\n", (tmp_path / "logs/excluded.txt").read_text())
     for changed, said in (
         ({"MAX_EXCLUDED": "0"}, "and a job may exclude at most 0 nodes (MAX_EXCLUDED); have"),
@@ -727,12 +727,20 @@ def test_a_list_of_nodes_that_slurm_does_not_take_is_printed(fault):
     assert "error: job 7: Slurm did not take ExcNodeList=n2; it may get these nodes again" in done.stderr
 
 
-def test_an_nvidia_smi_that_is_slow_excludes_no_node(fault, tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
+@pytest.mark.parametrize(
+    ("smi", "is_fault"),
+    [
+        ("exec sleep 5", False),
+        ("echo No devices were found; exit 6", False),  # what a job without GPUs may see
+        ("echo Unable to determine the device handle for GPU0; exit 15", True),
+    ],
+)
+def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi, is_fault):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     done, calls = fault(xid=31)
-    assert calls == []
-    assert "ended with status 1" in done.stderr
+    assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"] * is_fault
+    assert ("ended with status 1" in done.stderr) is not is_fault
 
 
 @pytest.mark.parametrize(
