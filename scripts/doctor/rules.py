@@ -281,16 +281,18 @@ def clocks(case: Case) -> Findings:
 
 def limits(case: Case) -> Findings:
     """Report limits that are too low: open files, and locked memory on nodes with RDMA devices."""
+    # By default, a Slurm job has the limits of the shell that submitted it, whatever slurmd's are.
+    where = "of slurmd or containerd, with sbatch --propagate=NONE"
     for rank, found in case.each("limits"):
         files, locked = found["open_files"], found["locked_bytes"]
         if 0 <= files < OPEN_FILES:
             what = f"a process may open {files} files only"
-            fix = f"ulimit -n 65536 (limits.conf, LimitNOFILE= of slurmd or containerd); at least {OPEN_FILES}"
+            fix = f"ulimit -n 65536 (limits.conf, LimitNOFILE= {where}); at least {OPEN_FILES}"
             yield case.error(rank, what, fix)
         rdma = case.fact(rank, "rdma")
         if rdma and 0 <= locked < LOCKED_BYTES:
             what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"
-            fix = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd or containerd)"
+            fix = f"ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity {where})"
             yield case.error(rank, what, fix)
 
 

@@ -146,8 +146,11 @@ FAULTS = {
         lambda case: case.clocks.update({1: (-7.0, 0.1)}),
         "its clock is 7.0 s behind most other nodes; start",
     ),
-    "limits": (set_in("limits", open_files=256), "may open 256 files only; ulimit -n 65536"),
-    "limits, locked": (set_in("limits", locked_bytes=65536), "64 KiB of memory, too little for mlx5_0; ulimit"),
+    "limits": (set_in("limits", open_files=256), "sbatch --propagate=NONE); at least 1024"),
+    "limits, locked": (
+        set_in("limits", locked_bytes=65536),
+        "sbatch --propagate=NONE)",
+    ),
     "disks": (set_in("disk", shm_bytes=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
     "disks, tmp": (set_in("disk", tmp_free_bytes=2**20), "/tmp, for temporary files, has 1 MiB free; make room"),
     "disks, readonly": (
