@@ -11,11 +11,17 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.meeting import MissingNodeError
 from scripts.launch.command import command
+
+ROUTES = Path("/proc/net/route")
+VIRTUAL = ("docker", "virbr", "veth", "br-", "cni", "flannel")
+"""How the names of interfaces begin that lead to containers or virtual machines of this host."""
 
 
 def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -64,6 +70,13 @@ def interface_addresses(*families: int) -> dict[str, list[str]]:
     }
 
 
+def by_preference(names: Iterable[str]) -> list[str]:
+    """Return interfaces in this order: of the default route, other ones, virtual ones."""
+    routes = [line.split() for line in ROUTES.read_text().splitlines()[1:]] if ROUTES.exists() else []
+    of_default = {route[0] for route in routes if route[1:2] == route[7:8] == ["00000000"]}  # target and mask
+    return sorted(names, key=lambda name: (name not in of_default, name.startswith(VIRTUAL)))
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address is one that only this machine reaches."""
     return address.startswith("127.") or address == "::1"
@@ -73,7 +86,8 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     """Return the name of the interface by which this machine reaches the host.
 
     On the host itself, its own name may resolve to 127.0.1.1 (Debian's default) or ::1, which others cannot
-    reach. The result is then the first interface that is up, has an address and is not a loopback.
+    reach. The result is then an interface that is up, has an address and is not a loopback: that of the default
+    route, else one that is not virtual.
 
     Raises:
         UserError: the name is unknown, or no route leads to the host.
@@ -89,7 +103,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
             name for name, own in interfaces.items() if name in up and own and not any(map(is_loopback, own))
         ]
         if others:
-            return others[0]
+            return by_preference(others)[0]
     return next((name for name, addresses in interfaces.items() if local in addresses), "lo")
 
 

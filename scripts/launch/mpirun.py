@@ -37,7 +37,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.echo import Echo, try_port
-from scripts.launch.interface import interface_addresses
+from scripts.launch.interface import by_preference, interface_addresses
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:
@@ -121,10 +121,8 @@ def own_addresses() -> list[str]:
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    virtual = ("docker", "virbr", "veth", "br-", "cni", "flannel")
     found = {name: entries for name, entries in interface_addresses(socket.AF_INET).items() if name in up}
-    names = sorted(found, key=lambda name: name.startswith(virtual))
-    return [address for name in names for address in found[name] if not address.startswith("127.")]
+    return [address for name in by_preference(found) for address in found[name] if not address.startswith("127.")]
 
 
 def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:

@@ -343,6 +343,27 @@ def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach
     assert [interface_to(host) for host in ("localhost", "::1")] == ["lo", "lo"]
 
 
+@pytest.mark.parametrize(
+    ("route", "expected"),
+    [
+        ("eth1\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n", "eth1"),
+        ("eth0\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n", "eth0"),
+        ("ppp0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n", "eth0"),  # it has no address
+    ],
+    ids=["default route", "no default route", "default route elsewhere"],
+)
+def test_an_interface_of_the_default_route_or_one_that_is_not_virtual_is_preferred(
+    monkeypatch, tmp_path, route, expected
+):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
+    found = {"docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]}
+    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    (tmp_path / "route").write_text(f"Iface\tDestination\tGateway\tFlags\n{route}")
+    monkeypatch.setattr(interface, "ROUTES", tmp_path / "route", raising=False)
+    assert interface_to("node-a") == expected
+
+
 def test_no_such_host():
     with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
         interface_to("no-such-host.invalid")
