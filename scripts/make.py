@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -288,11 +289,19 @@ def check_used(target: str) -> None:
             raise UserError(f"{name} is no variable of make {target} (it has {', '.join(sorted(USED))}){fix}")
 
 
+def drop_name_of_wsl() -> None:
+    """Remove a NAME that nobody typed: WSL 2 sets it to the host's name in every shell."""
+    is_the_hosts = os.environ.get("NAME", "").lower() == socket.gethostname().lower()
+    if is_the_hosts and os.environ.get("WSL_DISTRO_NAME") and "NAME" not in typed():
+        del os.environ["NAME"]
+
+
 @refusing
 def main(argv: list[str]) -> None:
     """Install what a target needs, then become its command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
     os.chdir(ROOT)
+    drop_name_of_wsl()
     if value("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
         raise UserError("SCRIPT is for make run, submit, k8s and same; unset it")
     command = TARGETS[argv[0]]()

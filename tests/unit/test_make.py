@@ -7,9 +7,11 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -167,6 +169,28 @@ def test_args_are_words_as_a_shell_quotes_them_and_nothing_is_expanded(monkeypat
 
 
 @pytest.mark.parametrize(
+    ("name", "distribution", "typed", "is_kept"),
+    [
+        ("PC", "Ubuntu", "", False),
+        ("pc", "Ubuntu", " -- NAME=pc", True),
+        ("mine", "Ubuntu", "", True),
+        ("pc", "", "", True),
+    ],
+)
+def test_the_name_that_wsl_exports_is_no_name_of_a_run(monkeypatch, name, distribution, typed, is_kept):
+    """NAME is the host's name in every shell of WSL 2: the second run would be refused, as its name exists."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "pc")
+    variables = {"NAME": name, "WSL_DISTRO_NAME": distribution, "MAKEFLAGS": typed, "RECIPE": "ddp"}
+    for variable, text in variables.items():
+        monkeypatch.setenv(variable, text)
+    execv = Mock()
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(make, "prepare", Mock())
+    make.main(["run"])
+    assert execv.call_args[0][1] == [*RUN, "ddp", "--", *[f"--name={name}"] * is_kept]
+
+
+@pytest.mark.parametrize(
     ("target", "variables", "packages", "needs_horovod"),
     [
         ("run", {"RECIPE": "horovod", "MIN_NODES": "1"}, "run", False),  # the launcher refuses it
@@ -275,7 +299,14 @@ def test_a_folder_as_a_name_is_refused_before_anything_is_installed(monkeypatch)
 
 def test_the_list_of_variables_is_complete():
     names = set(re.findall(r'"([A-Z][A-Z_]+)"', (ROOT / "scripts/make.py").read_text()))
-    assert names - set(make.VARIABLES) == {"FABRIC", "MAKEFLAGS", "MAKE_LINE", "PYTHON", "RESUME"}
+    assert names - set(make.VARIABLES) == {
+        "FABRIC",
+        "MAKEFLAGS",
+        "MAKE_LINE",
+        "PYTHON",
+        "RESUME",
+        "WSL_DISTRO_NAME",
+    }
 
 
 def test_installation_comes_before_the_command(monkeypatch):
