@@ -196,8 +196,10 @@ stage() {
     echo "staged $from on $NNODES nodes in $((SECONDS - begin)) s: $to"
 }
 
-# Print the job's share of the head node; warn if it is less than half of the GPUs or cores.
+# show_share [submit]: print the job's share of the head node; warn if it is less than half of the GPUs or cores.
 show_share() {
+    local command=sbatch gpus_flag=--gpus-per-node cores_flag=--cpus-per-task tasks=${SLURM_NTASKS_PER_NODE:-1}
+    if [[ ${1:-} == submit ]]; then command="make submit" gpus_flag=GPUS cores_flag=CPUS; fi
     local node=${SLURMD_NODENAME:-$(hostname -s)} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
     local node_cores node_memory node_gpus gres
     read -r node_cores node_memory gres \
@@ -210,14 +212,15 @@ show_share() {
     echo "$node gives this job $gpus of $node_gpus GPUs, $cores of $node_cores cores," \
         "$((memory / 1024)) of $((node_memory / 1024)) GB of memory"
     if ((2 * gpus < node_gpus)); then
-        unused="$((node_gpus - gpus)) of $node_gpus GPUs" flags=" --gpus-per-node=$node_gpus"
+        unused="$((node_gpus - gpus)) of $node_gpus GPUs" flags=" $gpus_flag=$node_gpus"
+        if [[ ${1:-} == submit ]]; then tasks=$node_gpus; fi # a process for each GPU
     fi
     if ((2 * cores < node_cores)); then
         unused+="${unused:+ and }$((node_cores - cores)) of $node_cores cores"
-        flags+=" --cpus-per-task=$((node_cores / ${SLURM_NTASKS_PER_NODE:-1}))"
+        flags+=" $cores_flag=$((node_cores / tasks))"
     fi
     if [[ -n $unused ]]; then
-        echo "warning: this job does not use $unused of a node; to use them: sbatch$flags"
+        echo "warning: this job does not use $unused of a node; to use them: $command$flags"
     fi
 }
 
@@ -381,13 +384,14 @@ begin_submitted() {
     local run_dirs=("${@:5}")
     identify_job
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
-    srun=(srun) container=() started=$logs/$job.started
+    srun=(srun) container=() gpus=${SLURM_GPUS_ON_NODE:-0} started=$logs/$job.started
     # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
     export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
     trap : TERM # the ranks get it, too, and write a checkpoint
+    show_share submit
 }
 
 # end_submitted STATUS: end_job for a job of make submit, whose srun ended with this status. slurm/submit.py prints errors.

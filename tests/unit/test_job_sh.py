@@ -287,6 +287,29 @@ def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(sub
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize(
+    ("cores", "sees", "said"),
+    [
+        ("8", "96 515000 gpu:h100:8", "88 of 96 cores of a node; to use them: make submit CPUS=12"),
+        ("64", "96 515000 gpu:h100:8", ""),
+        (
+            "8",
+            "128 515000 gpu:h100:32",
+            "24 of 32 GPUs and 120 of 128 cores of a node; to use them: make submit GPUS=32 CPUS=4",
+        ),
+    ],
+)
+def test_a_submitted_job_warns_about_cores_that_it_does_not_use(submitted, tmp_path, cores, sees, said):
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\necho '{sees}'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    share = {"SLURM_CPUS_ON_NODE": cores, "SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "8"}
+    done = submitted("0", 0, **share)
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == bool(said)
+    assert not said or warnings[0].endswith(said)
+
+
 def test_a_script_gets_its_own_options_alone(script, tmp_path):
     then = 'printf "%s\\n" "${options[@]}" "${rank[@]}" $RUN_DIR $RESUME $WORKDIR'
     for restarts, resume in (("0", "none"), ("1", "auto")):
