@@ -62,6 +62,16 @@ identify_job() {
     cores=${cores%(*}
 }
 
+# Set rank_cores, the cores of a rank that is a task of its own; srun refuses 0 with an error of its own.
+share_cores() {
+    local tasks=${SLURM_NTASKS_PER_NODE:-1} needed
+    rank_cores=$((cores / NPROC_PER_NODE))
+    if ((rank_cores == 0)); then
+        needed=$(((NPROC_PER_NODE + tasks - 1) / tasks))
+        refuse "a node gives this job $cores cores for $NPROC_PER_NODE ranks; sbatch --cpus-per-task=$needed, or NPROC_PER_NODE=$cores"
+    fi
+}
+
 # begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
 begin_job() {
     recipe=$1

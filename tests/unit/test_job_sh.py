@@ -592,6 +592,14 @@ def test_all_nodes_are_asked_for_the_cores_of_the_smallest(file):
     assert " --cpus-per-task=32 " in file("ddp-srun.sbatch", NPROC_PER_NODE="2", **nodes)[1]
 
 
+@pytest.mark.parametrize("name", ["ddp-srun.sbatch", "horovod.sbatch"])
+def test_fewer_cores_than_ranks_are_refused_where_each_rank_is_a_task(file, name):
+    """srun's own error is: Invalid numeric value "0" for --cpus-per-task."""
+    said = "error: a node gives this job 4 cores for 6 ranks; sbatch --cpus-per-task=6, or NPROC_PER_NODE=4$"
+    with pytest.raises(AssertionError, match=f"(?m)^{said}"):
+        file(name, plugins="pmix", NPROC_PER_NODE="6", SLURM_CPUS_ON_NODE="4")
+
+
 def test_each_doctor_has_a_secret_of_its_own(file, tmp_path):
     seen = file("doctor.sbatch")[1] + file("doctor.sbatch")[1]
     assert len(set(re.findall("^[0-9a-f]{32}(?= )", seen, re.MULTILINE))) == 2
