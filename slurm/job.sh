@@ -21,6 +21,9 @@
 #   MAX_RESTARTS      how often ranks restart after a failure, and a node's agent after its loss (10)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ ! -e $root/scripts/launch.sh ]]; then # the folder slurm is a link
+    root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+fi
 if [[ -n ${SCRIPT:-} ]]; then
     SCRIPT=$(realpath -ms "$SCRIPT") WORKDIR=$(realpath -ms "${WORKDIR:-.}")
     RUNS_DIR=$(realpath -ms "${RUNS_DIR:-$root/runs}")
