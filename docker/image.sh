@@ -14,7 +14,7 @@
 # What goes in is listed in .dockerignore.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 refuse() {
     echo "error: $1" >&2

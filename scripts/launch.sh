@@ -20,7 +20,7 @@ if [[ -n ${SCRIPT:-} ]]; then # paths begin at the caller's folder
     RUN_DIR=${RUN_DIR:+$(realpath -ms "$RUN_DIR")}
     export SCRIPT WORKDIR RUN_DIR
 fi
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if (($# == 0)); then
     echo "usage: scripts/launch.sh RECIPE [OPTIONS]" >&2
     exit 2

@@ -7,7 +7,7 @@
 # known vulnerability is named with the version that fixes it: `make lock` takes the newest versions.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 uv=(.venv/bin/uv tool run --quiet --from pip-audit==2.10.1 pip-audit)
 
 status=0

@@ -2,7 +2,7 @@
 # Check formatting, names, types, shell scripts and YAML with the tools of .venv.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PATH=$PWD/.venv/bin:$PATH
 
 ruff format --check .

@@ -8,7 +8,7 @@
 # PyTorch's own index. No such lock is kept, or has been made or run by any test.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../../requirements"
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../../requirements"
 if [[ -n ${TORCH_INDEX:-} ]]; then
     cuda=${TORCH_INDEX##*/}
     if [[ ! $cuda =~ ^cu12[0-9]$ || ! ${TORCH:-} =~ ^torch==[0-9.]+\ torchvision==[0-9.]+$ ]]; then

@@ -6,7 +6,7 @@
 # For programs that need no package: .venv may not exist yet. PYTHON names another interpreter.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 pythons=(.venv/bin/python python3 python3.14 python3.13 python3.12 python3.11)
 if [[ -n ${PYTHON:-} ]]; then pythons=("$PYTHON"); fi
 for python in "${pythons[@]}"; do

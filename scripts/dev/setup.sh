@@ -8,7 +8,7 @@
 # Prints large downloads and the end; all that pip says is in .venv/setup.log. PYTHON names the Python to make it with.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
     echo "usage: scripts/dev/setup.sh run|dev|bench" >&2

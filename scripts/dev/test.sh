@@ -9,7 +9,7 @@
 # quarter longer.
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 tier=${1:-}
 case $tier in
 quick) chosen=(-m "not slow") ;;

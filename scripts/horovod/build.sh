@@ -13,7 +13,7 @@ set -euo pipefail
 VERSION=0.28.1
 SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # horovod-0.28.1.tar.gz on PyPI
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$(dirname "$here")")
 python=${PYTHON:-$root/.venv/bin/python}
 patch_file=$here/horovod-$VERSION.patch

@@ -634,6 +634,18 @@ def test_the_folder_of_sbatch_files_may_be_a_link(tmp_path):
     assert root_of(tmp_path / "checkout/slurm/job.sh") == kept, "nodes may know the repository by this name only"
 
 
+def test_an_exported_cdpath_leads_no_script_to_another_folder(tmp_path):
+    (tmp_path / "scripts/dev").mkdir(parents=True)
+    env = {**os.environ, "CDPATH": str(tmp_path), "PYTHON": sys.executable}
+    command = ["scripts/dev/python.sh", "-c", "import os; print(os.getcwd())"]
+    shown = subprocess.run(["bash", *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+    assert shown.stdout == f"{ROOT}\n", shown.stderr
+    files = [ROOT / ".ci/run", ROOT / "slurm/job.sh", *ROOT.glob("docker/*.sh"), *ROOT.glob("scripts/**/*.sh")]
+    lines = [line for path in files for line in path.read_text().splitlines() if 'cd "$(dirname "${BASH' in line]
+    assert len(lines) > 9
+    assert [line for line in lines if "CDPATH='' cd " not in line] == []
+
+
 def test_a_file_that_sbatch_reads_from_a_pipe_cannot_find_the_others(file):
     with pytest.raises(AssertionError, match="error: submit this file by its path: sbatch slurm/"):
         file("ddp.sbatch", command="(null)")
