@@ -212,6 +212,13 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
         assert "secret" not in line
 
 
+def test_a_sites_file_may_have_the_line_ends_of_windows(tmp_path):
+    site = tmp_path / "site.env"
+    site.write_bytes(b"# ours\r\n\r\nNCCL_DEBUG=WARN\r\nFABRIC=tcp\r\n")
+    status, line, variables = source("auto", tmp_path, SITE_ENV=str(site))
+    assert (status, variables["NCCL_DEBUG"], "fabric tcp (FABRIC)" in line) == (0, "WARN", True), line
+
+
 def test_a_sites_other_variables_are_printed_by_name(tmp_path):
     """The line is in each node's log, and the address of a proxy may have a password."""
     site = tmp_path / "site.env"
