@@ -109,6 +109,27 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
     ]
 
 
+def check_repeated(model: nn.Module, parts: Sequence[Part], args: Options, has_devices: bool) -> None:
+    """Raise UserError if a layer that occurs in several parts cannot.
+
+    Gradients of its parameters are summed, but each part would have its own buffers. `has_devices`: whether one
+    process has the parts on several devices, of which a layer can be on one.
+    """
+    named = dict(layers(model))
+    places: dict[nn.Module, tuple[int, str]] = {}
+    for number, name in ((number, name) for number, part in enumerate(parts) for name in part.names):
+        for module in named[name].modules():
+            place = places.setdefault(module, (number, name))
+            if place[0] == number:
+                continue
+            what = f"--model {args.model}: {place[1]} and {name} are one layer in two parts"
+            if any(True for _ in module.buffers()):
+                fix = "make two layers, or use another recipe"
+                raise UserError(f"{what}, whose buffers, such as running statistics, would differ; {fix}")
+            if has_devices and any(True for _ in module.parameters()):
+                raise UserError(f"{what}, on two devices; make two layers, or drop --split in-process")
+
+
 def measure(
     sequence: Sequence[nn.Module], args: Options, sample: Tensor, timed: bool
 ) -> tuple[list[float], list[Tensor]]:

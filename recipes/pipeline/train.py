@@ -25,7 +25,7 @@ from recipes.common.models.batchnorm import check_groups, check_parts, group_bat
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import parse
+from recipes.common.options import is_reference, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -45,6 +45,16 @@ def options(argv: Sequence[str] | None = None) -> PipelineOptions:
     return parse(PipelineOptions, "pipeline", __doc__, argv)
 
 
+def build_sequence(args: PipelineOptions, data: Data) -> nn.Module:
+    """Return --model on the CPU; raises UserError as build_model(), or if it is more than a sequence of layers."""
+    model = build_model(args, data)
+    if is_reference(args.model):
+        from recipes.common.models.own import check_sequence
+
+        check_sequence(model, args, data)
+    return model
+
+
 def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
     """Cut the model into parts, the same on every rank; call it on all ranks."""
     count = args.stages * (PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else 1)
@@ -53,7 +63,12 @@ def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: G
 
     def cut() -> list[Part]:
         is_first = world.rank == 0
-        return partition.plan_parts(model, count, args.balance, args, sample.to(world.device)) if is_first else []
+        if not is_first:
+            return []
+        parts = partition.plan_parts(model, count, args.balance, args, sample.to(world.device))
+        has_devices = args.split == "in-process" and world.device.type == "cuda"
+        partition.check_repeated(model, parts, args, has_devices)
+        return parts
 
     # Pipeline: two ranks never measure the same times, so rank 0 plans the parts for all and broadcasts their
     # names and output shapes, some hundred bytes.
@@ -135,7 +150,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
         lambda: partition.check_microbatches(args, args.num_microbatches, grid.replicas, len(data.train)), world
     )
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
-    model = run_on_all_ranks(lambda: build_model(args, data), world)
+    model = run_on_all_ranks(lambda: build_sequence(args, data), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
     pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
     run_on_all_ranks(lambda: check_parts(model, args, pieces, data.input), world)

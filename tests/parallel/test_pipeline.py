@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from tests.conftest import slow
 from tests.support import (
@@ -68,6 +69,27 @@ def test_every_step_equals_single(single, tmp_path, world_size, stages, options)
 def test_a_transformer_equals_single_with_adamw_and_a_clipped_gradient(tmp_path):
     expected = train("single", tmp_path, 1, *VIT)
     run = train("pipeline", tmp_path, 4, *VIT, "--balance", "cost")
+    assert_equal(run, expected)
+
+
+class Residual(nn.Sequential):
+    """A sequence whose forward() does more."""
+
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
+def repeating(data):
+    """Return a model that applies layers again, with and without parameters, in other stages too."""
+    act, linear = nn.Tanh(), nn.Linear(32, 32)
+    residual = Residual(nn.Linear(32, 32), act)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), act, linear, act, residual, linear, nn.Linear(32, 10))
+
+
+def test_a_model_whose_layers_occur_again_equals_single(tmp_path):
+    argv = ("--model", "tests.parallel.test_pipeline:repeating", "--max-steps", "6", "--lr", "0.5")
+    expected = train("single", tmp_path, 1, *argv)
+    run = train("pipeline", tmp_path, 4, *argv, "--clip-grad-norm", "100", "--balance", "parameters")
     assert_equal(run, expected)
 
 

@@ -10,6 +10,7 @@ from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
+from recipes.common.models.own import check_sequence
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
 from recipes.common.restore import load_optimizer_state
@@ -17,6 +18,7 @@ from recipes.pipeline.partition import (
     Part,
     PartModule,
     balanced_cuts,
+    check_repeated,
     merge_states,
     own_state,
     plan_parts,
@@ -175,3 +177,45 @@ def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
     own.conv1, own.fc = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 10)
     with pytest.raises(UserError, match="a ResNet is no plain sequence of layers"):
         layers(own)
+
+
+class Residual(torch.nn.Sequential):
+    """A sequence whose forward() does more."""
+
+    def forward(self, inputs):
+        return inputs + super().forward(inputs)
+
+
+def test_a_layer_that_occurs_again_is_applied_again():
+    act = torch.nn.Tanh()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act)
+    assert [name for name, _ in layers(model)] == ["0", "1", "2", "3"]
+    assert layers(model)[3][1] is act
+
+
+def test_a_sequence_with_its_own_forward_is_one_layer():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Residual(torch.nn.Linear(2, 2), torch.nn.Tanh()))
+    assert [name for name, _ in layers(model)] == ["0", "1"]
+    with pytest.raises(UserError, match="a Residual is no plain sequence of layers and cannot be split"):
+        layers(Residual(torch.nn.Linear(2, 2)))
+
+
+def test_a_sequence_with_a_hook_is_refused():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.Dropout())
+    check_sequence(model, options("mine:net"), data_of(1, 8))
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(UserError, match="do not return what it does; remove its hooks, or use a recipe that does"):
+        check_sequence(model, options("mine:net"), data_of(1, 8))
+
+
+def test_a_layer_with_statistics_or_on_two_devices_cannot_be_in_two_parts():
+    args, linear, norm = options("mine:net"), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    for again, has_devices, message in (
+        (norm, False, "--model mine:net: 1 and 3 are one layer in two parts, whose buffers, .*; make two layers"),
+        (linear, True, "--model mine:net: 1 and 3 are one layer in two parts, on two devices; make two layers"),
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), again, torch.nn.Linear(2, 2), again)
+        one, two = (plan_parts(model, count, "parameters", args, torch.zeros(1, 2)) for count in (1, 2))
+        check_repeated(model, one, args, has_devices)
+        with pytest.raises(UserError, match=message):
+            check_repeated(model, two, args, has_devices)

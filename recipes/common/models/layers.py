@@ -18,7 +18,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises UserError if the model's forward() is more than a sequence of its parts.
     """
     family = type(model).__name__
-    is_sequence = isinstance(model, nn.Sequential) or getattr(model, "is_sequence", False)
+    is_sequence = is_sequential(model) or getattr(model, "is_sequence", False)
     # A class of the user's may have the same name, and another forward().
     is_torchvisions = type(model).__module__.startswith("torchvision.models.")
     flattened_before = FLATTENED_BEFORE.get(family) if is_torchvisions else None
@@ -29,9 +29,16 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "own that applies its children in order and has is_sequence = True"
         )
     sequence: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children() leaves out a module that occurs again
+        if child is None:
+            continue
         if name == flattened_before:
             sequence.append(("flatten", nn.Flatten()))
-        inner = layers(child) if isinstance(child, nn.Sequential) else [("", child)]
+        inner = layers(child) if is_sequential(child) else [("", child)]
         sequence += [(f"{name}.{path}".removesuffix("."), module) for path, module in inner]
     return sequence
+
+
+def is_sequential(module: nn.Module) -> bool:
+    """Return whether a module applies its children in order: an nn.Sequential without a forward() of its own."""
+    return getattr(module.forward, "__func__", None) is nn.Sequential.forward

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
-from recipes.common.models.layers import layers
+from recipes.common.models.layers import is_sequential, layers
 from recipes.common.options import Options
 from recipes.common.task import in_float
 from recipes.common.user_code import add_derived, call, load, name_of
@@ -79,7 +79,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         if not isinstance(error.__cause__, ArithmeticError | ValueError):
             raise
     if getattr(model, "is_sequence", False):
-        check_sequence(model, [module for _, module in layers(model)], args, data)
+        check_sequence(model, args, data)
     model.train()
 
 
@@ -99,19 +99,29 @@ def check_state(model: nn.Module, args: Options) -> None:
 
 
 @torch.no_grad()
-def check_sequence(model: nn.Module, sequence: Sequence[nn.Module], args: Options, data: Data) -> None:
-    """Check a model that sets is_sequence.
+def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
+    """Check that a model is the sequence of layers that a pipeline makes of it.
 
-    Raises UserError if its children, applied one after another, do not return what the model returns.
+    Raises UserError if it has more than its layers, or they, applied one after another, return something else.
     """
+    sequence = [module for _, module in layers(model)]
     inputs, _ = _two_samples(data)
     inputs = inputs.to(next(model.parameters()).device)
-    expected = model.eval()(inputs)
-    output = inputs
-    for module in sequence:
-        output = call(f"--model {args.model}, child by child", module, output)
+    model.eval()
+
+    def run(modules: Sequence[nn.Module], what: str) -> Tensor:
+        output = inputs
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # for layers that draw numbers
+            for module in modules:
+                output = call(f"--model {args.model}{what}", module, output)
+        return output
+
+    expected, output = run([model], ""), run(sequence, ", child by child")
     if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
         fix = "remove is_sequence = True, or apply the children in order"
+        if is_sequential(model):
+            fix = "remove its hooks, or use a recipe that does not split it"
         raise UserError(f"--model {args.model}: its children one after another do not return what it does; {fix}")
     model.train()
 
