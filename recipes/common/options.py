@@ -328,7 +328,9 @@ class Options(TrainingOptions):
         "batch-norm statistics over each G samples of the global batch, the same at every number of processes",
         "G",
     )
-    channels_last: bool = switch("NHWC memory layout, the faster one for convolutions", default=True)
+    channels_last: bool = switch(
+        "NHWC memory layout, the faster one for convolutions; off by default for a model of your own", default=True
+    )
     compile: bool = switch("torch.compile the model")
     compile_mode: str = choice(
         "torch.compile's mode; reduce-overhead records CUDA graphs, which speed up small models",
@@ -423,6 +425,9 @@ def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[st
         from recipes.common.config_file import words_of_config  # importing PyYAML takes 20 ms
 
         words = [*words_of_config(config, parser.flags()), *words]
+        found = parser.parse_words(words)
+    if is_reference(getattr(found, "model", "")):
+        parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
         found = parser.parse_words(words)
     if getattr(found, "data", None) == "text":
         parser.set_defaults(**TEXT_DEFAULTS, epochs=None)

@@ -182,6 +182,32 @@ class Untrue(nn.Module):
     def forward(self, inputs):
         return self.two(self.one(inputs)) + 1
 
+class Views(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.one, self.two, self.linear = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3), nn.Linear(32, 4)
+    def forward(self, inputs):
+        return self.linear(self.two(self.one(inputs)).view(len(inputs), -1))
+
+class ViewGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.clone()
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.view(-1).view(gradient.shape)
+
+class ViewsGradient(Views):
+    def forward(self, inputs):
+        return self.linear(self.two(ViewGradient.apply(self.one(inputs))).flatten(1))
+
+def volumes():
+    x = torch.zeros(4, 1, 4, 4, 4)
+    return {"train": (x, torch.arange(4)), "test": (x, torch.arange(4)), "target": "class", "num_classes": 4}
+
+def conv3d(data):
+    return nn.Sequential(nn.Conv3d(1, 2, 3), nn.Flatten(), nn.Linear(16, 4))
+
 NUMBER = 3
 nothing = lambda *args: None
 wrong_shape = lambda data: nn.Flatten(0)
@@ -471,6 +497,22 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
         load(*argv)
     assert message.format(folder=tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_your_own_keeps_its_layout_unless_channels_last_is_given():
+    for name in ("mine:Views", "mine:ViewsGradient"):
+        argv = ("--data", "mine:images", "--model", name)
+        assert load(*argv)[1].two.weight.is_contiguous()
+        assert not options(argv).channels_last
+        with pytest.raises(UserError) as caught:
+            load(*argv, "--channels-last")
+        assert re.fullmatch(
+            rf"--channels-last: --model {name} fails in this layout: RuntimeError: view size is not .* \(\S+, line "
+            r"\d+\); use reshape\(\) in place of view\(\), or drop --channels-last",
+            str(caught.value),
+        )
+    _, model = load("--data", "mine:volumes", "--model", "mine:conv3d", "--channels-last")
+    assert model[0].weight.is_contiguous()
 
 
 def test_two_samples_prove_nothing_against_a_quotient():

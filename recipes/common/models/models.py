@@ -80,7 +80,16 @@ def build_model(args: Options, data: Data) -> nn.Module:
         from recipes.common.models.own import check_fit
 
         check_fit(model, args, data)
-    return model.to(memory_format=torch.channels_last) if args.channels_last else model
+    if args.channels_last:
+        # Module.to() would also convert the weights of 3-D convolutions, which have no such layout.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.ndim == 4:
+                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        if is_reference(args.model):
+            from recipes.common.models.own import check_channels_last
+
+            check_channels_last(model, args, data)
+    return model
 
 
 def make_model(args: Options, data: Data) -> nn.Module:

@@ -14,7 +14,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.layers import is_sequential, layers
 from recipes.common.options import Options
 from recipes.common.task import in_float
-from recipes.common.user_code import add_derived, call, load, name_of
+from recipes.common.user_code import add_derived, call, load, name_of, refusal
 
 
 def build_own_model(args: Options, data: Data) -> nn.Module:
@@ -96,6 +96,18 @@ def check_state(model: nn.Module, args: Options) -> None:
             what = f"no checkpoint gives back {name}, {name_of(value)}"
             fix = "let get_extra_state() return tensors, numbers, texts, or lists and dicts of them"
             raise UserError(f"--model {args.model}: {what}; {fix}") from error
+
+
+def check_channels_last(model: nn.Module, args: Options, data: Data) -> None:
+    """Raise UserError if a model that fits does not run, forward or backward, in the layout of --channels-last."""
+    inputs, targets = _two_samples(data)
+    try:
+        data.task.loss_sum(in_float(model.eval()(inputs)), targets).backward()
+    except Exception as error:
+        fix = "use reshape() in place of view(), or drop --channels-last"
+        raise refusal(f"--channels-last: --model {args.model} fails in this layout", error, fix) from error
+    model.zero_grad()
+    model.train()
 
 
 @torch.no_grad()
