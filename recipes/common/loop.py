@@ -91,7 +91,7 @@ def load_data_and_model(
     """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
-    model = run_on_all_ranks(lambda: build_model(args, data), peers)
+    model = run_on_all_ranks(lambda: build_model(args, data, peers.device), peers)
     if args.batchnorm_group:
         from recipes.common.models.batchnorm import set_groups
 

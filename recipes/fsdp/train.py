@@ -106,7 +106,7 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
         cause = error.__cause__ or error  # of an error in the user's code
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        return build_model(contiguous, data), reason
+        return build_model(contiguous, data, world.device), reason
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -45,13 +45,13 @@ def options(argv: Sequence[str] | None = None) -> PipelineOptions:
     return parse(PipelineOptions, "pipeline", __doc__, argv)
 
 
-def build_sequence(args: PipelineOptions, data: Data) -> nn.Module:
+def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> nn.Module:
     """Return --model on the CPU; raises UserError as build_model(), or if it is more than a sequence of layers."""
-    model = build_model(args, data)
+    model = build_model(args, data, device)
     if is_reference(args.model):
-        from recipes.common.models.own import check_sequence
+        from recipes.common.models.own import check_on, check_sequence
 
-        check_sequence(model, args, data)
+        check_on(device, check_sequence, model, args, data)
     return model
 
 
@@ -150,7 +150,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
         lambda: partition.check_microbatches(args, args.num_microbatches, grid.replicas, len(data.train)), world
     )
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
-    model = run_on_all_ranks(lambda: build_sequence(args, data), world)
+    model = run_on_all_ranks(lambda: build_sequence(args, data, world.device), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
     pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
     run_on_all_ranks(lambda: check_parts(model, args, pieces, data.input), world)

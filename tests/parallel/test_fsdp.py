@@ -461,7 +461,7 @@ HERE = "tests.parallel.test_fsdp"
 def test_what_a_user_brings_is_built_in_shards_too(argv):
     args = options(argv)
     data = load_data(args, torch.device("cpu"), print)
-    model, shards = build(args, data, SimpleNamespace(rank=1, world_size=2))
+    model, shards = build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
     assert all(parameter.is_meta for parameter in model.parameters())
     whole = dict(build_model(args, data).named_parameters())
     assert shards.keys() == whole.keys()
@@ -471,7 +471,11 @@ def test_what_a_user_brings_is_built_in_shards_too(argv):
 def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever():
     args = options(["--model", f"{HERE}:Scaled", *DOCS])
     with pytest.raises(UserError, match=f"--model {HERE}:Scaled on 2 samples, .* failed"):
-        build(args, load_data(args, torch.device("cpu"), print), SimpleNamespace(rank=1, world_size=2))
+        build(
+            args,
+            load_data(args, torch.device("cpu"), print),
+            SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")),
+        )
 
 
 def test_blocks_by_name_are_sharded(tmp_path):

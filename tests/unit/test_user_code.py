@@ -13,6 +13,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
+from recipes.common.models.own import check_on
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
@@ -513,6 +514,41 @@ def test_a_model_of_your_own_keeps_its_layout_unless_channels_last_is_given():
         )
     _, model = load("--data", "mine:volumes", "--model", "mine:conv3d", "--channels-last")
     assert model[0].weight.is_contiguous()
+
+
+class Moves(nn.Linear):
+    """Notes where it is moved."""
+
+    place = "cpu"
+
+    def to(self, device):
+        self.place = device.type
+
+    def cpu(self):
+        self.place = "cpu"
+
+
+def test_a_model_that_does_not_run_on_the_cpu_is_checked_on_its_device():
+    def check(model, args, data):
+        places.append(model.place)
+        if model.place != needs:
+            raise UserError(f"does not run on {model.place}")
+
+    for device, needs, expected in (
+        ("cpu", "cpu", ["cpu"]),
+        ("cuda", "cpu", ["cpu"]),
+        ("cuda", "cuda", ["cpu", "cuda"]),
+        ("cpu", "cuda", ["cpu"]),
+        ("cuda", "tpu", ["cpu", "cuda"]),
+    ):
+        places, model = [], Moves(1, 1)
+        if needs == expected[-1]:
+            check_on(torch.device(device), check, model, options([]), None)
+            assert model.place == "cpu"
+        else:
+            with pytest.raises(UserError, match=f"does not run on {device}"):
+                check_on(torch.device(device), check, model, options([]), None)
+        assert places == expected
 
 
 def test_two_samples_prove_nothing_against_a_quotient():

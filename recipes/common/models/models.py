@@ -12,6 +12,8 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference
 from recipes.common.seeding import seed_all
 
+CPU = torch.device("cpu")
+
 
 class LeNet(nn.Module):
     """LeNet-5 with ReLU and max pooling, for square images of 8 pixels and more.
@@ -69,26 +71,28 @@ GPTS = {
 }
 
 
-def build_model(args: Options, data: Data) -> nn.Module:
+def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Module:
     """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
+
+    `device` is where it will run.
 
     Raises UserError if torchvision does not have the name (with the nearest one), the model does not accept the
     data, or the user's code does not fit together.
     """
     model = make_model(args, data)
     if args.has_own_code:
-        from recipes.common.models.own import check_fit
+        from recipes.common.models.own import check_fit, check_on
 
-        check_fit(model, args, data)
+        check_on(device, check_fit, model, args, data)
     if args.channels_last:
         # Module.to() would also convert the weights of 3-D convolutions, which have no such layout.
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.ndim == 4:
                 tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
         if is_reference(args.model):
-            from recipes.common.models.own import check_channels_last
+            from recipes.common.models.own import check_channels_last, check_on
 
-            check_channels_last(model, args, data)
+            check_on(device, check_channels_last, model, args, data)
     return model
 
 

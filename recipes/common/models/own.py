@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
 from recipes.common.models.layers import is_sequential, layers
+from recipes.common.optim import autocast
 from recipes.common.options import Options
 from recipes.common.task import in_float
 from recipes.common.user_code import add_derived, call, load, name_of, refusal
@@ -32,6 +34,29 @@ def build_own_model(args: Options, data: Data) -> nn.Module:
     return model
 
 
+Check = Callable[[nn.Module, Options, Data], None]
+"""Raises UserError if a model does not pass: (model, options, data)."""
+
+
+def check_on(device: torch.device, check: Check, model: nn.Module, args: Options, data: Data) -> None:
+    """Run a check on the CPU and, if the model does not pass there, on the device where it will run.
+
+    So a model that needs a GPU passes, as for some attention kernels, and so does one that is too large for a GPU
+    as a whole. The model is on the CPU afterwards. Raises the UserError of the device.
+    """
+    try:
+        check(model, args, data)
+    except UserError:
+        if device.type == "cpu":
+            raise
+    else:
+        return
+    call(f"--model {args.model}: moving it to {device}", model.to, device)
+    with autocast(args, device):  # such kernels may accept half precision only
+        check(model, args, data)
+    model.cpu()
+
+
 def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     """Run two samples through the model and the task, to find code that does not fit before training.
 
@@ -43,13 +68,14 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     inputs, targets = _two_samples(data)
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    own = inputs.to("meta") if is_meta else inputs
+    own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
     output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
     output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
+    targets = targets.to(output.device)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
     loss = call(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -100,7 +126,7 @@ def check_state(model: nn.Module, args: Options) -> None:
 
 def check_channels_last(model: nn.Module, args: Options, data: Data) -> None:
     """Raise UserError if a model that fits does not run, forward or backward, in the layout of --channels-last."""
-    inputs, targets = _two_samples(data)
+    inputs, targets = (tensor.to(_device_of(model)) for tensor in _two_samples(data))
     try:
         data.task.loss_sum(in_float(model.eval()(inputs)), targets).backward()
     except Exception as error:
@@ -118,7 +144,7 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
     """
     sequence = [module for _, module in layers(model)]
     inputs, _ = _two_samples(data)
-    inputs = inputs.to(next(model.parameters()).device)
+    inputs = inputs.to(_device_of(model))
     model.eval()
 
     def run(modules: Sequence[nn.Module], what: str) -> Tensor:
@@ -136,6 +162,10 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
             fix = "remove its hooks, or use a recipe that does not split it"
         raise UserError(f"--model {args.model}: its children one after another do not return what it does; {fix}")
     model.train()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
 
 
 def _two_samples(data: Data) -> Batch:
