@@ -32,12 +32,13 @@ from recipes.common.models.models import build_model, make_model
 from recipes.common.models.own import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
+from recipes.common.parallel.buckets import FIX_MISSING, missing_gradients
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.world import World, connected_world
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
@@ -161,6 +162,38 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     return fully_shard(model, mp_policy=policy, **settings)
 
 
+@dataclass
+class SameGradients:
+    """Checks that the same parameters get a gradient on all ranks: FSDP would sum those of different ones."""
+
+    model: nn.Module
+    job: Job
+    expected: list[str] | None = None
+    """Names of the parameters without a gradient in the first step."""
+
+    def __call__(self) -> None:
+        """Compare this step's parameters with the other ranks' if it is the first, else with the first step's.
+
+        Call it on all ranks after a step's last pass. Raises UserError on all ranks after the first step; after a
+        later one, the error becomes this rank's vote.
+        """
+        missing = missing_gradients(self.model)
+        if self.expected is None:
+            self.expected = missing
+            # FSDP: each rank sends the names of its parameters without a gradient, once.
+            with self.job.peers.watch("gradients"):
+                gathered = self.job.peers.gather_objects(missing)
+            different = [name for names in gathered for name in set(names) ^ set(missing)]
+            raise_on_all_ranks(self.error(min(different)) if different else None, self.job.peers)
+        elif missing != self.expected:
+            self.job.stop.fail(self.error(min(set(missing) ^ set(self.expected))))
+
+    def error(self, name: str) -> UserError:
+        """Return the error about a parameter that has a gradient on some ranks only."""
+        what = f"the parameter {name} got a gradient on some ranks or in some steps only"
+        return UserError(f"{what}, and FSDP sums by position; {FIX_MISSING}")
+
+
 def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data = load_checked_data(args, "fsdp", world, stop)
@@ -177,6 +210,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
+    check_gradients = SameGradients(model, job)
+
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
         # FSDP: gradients are exchanged only in the last of the accumulated passes; until then each rank keeps
@@ -186,6 +221,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             loss = job.loss(model(inputs), targets)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
+        if is_last:
+            check_gradients()
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:

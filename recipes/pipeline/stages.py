@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import EVAL_BATCH_SIZE, Data
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
@@ -108,6 +108,8 @@ class RankPipeline:
         # Pipeline: the first stage takes the inputs, activations and their gradients cross between neighbours (a
         # microbatch's output_shape each way), and the last stage takes the targets.
         self.schedule.step(*self.given(inputs), target=targets, losses=losses)
+        for module in self.modules if exchange and self.world.replicas > 1 else ():
+            check_complete(module)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
 
     def output(self, inputs: Tensor) -> Tensor | None:
@@ -158,6 +160,8 @@ class InProcessPipeline:
         with contextlib.nullcontext() if exchange else self.ddp.no_sync():
             loss = self.loss(self.ddp(inputs), targets)
             loss.backward()
+        if exchange:
+            check_complete(self.split)
         return loss.detach().to(self.world.device)
 
     def output(self, inputs: Tensor) -> Tensor | None:

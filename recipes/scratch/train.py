@@ -158,6 +158,10 @@ def train_batch(
     if is_last:
         # Scratch: once backward is done, all gradients travel as one flat buffer, a second copy of the model's
         # size. DDP sends buckets of them while backward still runs, and its gradients are views of the buckets.
+        # A parameter that this rank did not use may have a gradient on another one: it adds zeros.
+        for parameter in job.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
         buffer = torch.cat([gradient.flatten() for gradient in gradients])
         with world.watch("gradients"):

@@ -62,6 +62,26 @@ class BrokenModel(nn.Sequential):
 def broken_line(data):
     return BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
 
+class Branches(nn.Module):
+    "From step FROM, the first half of a batch (rank 0 of two) goes through one layer, the other half not."
+    def __init__(self, data):
+        super().__init__()
+        self.seldom, self.other, self.head, self.step = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3), 0
+    def forward(self, x):
+        size, rank = len(x), os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") == "2" else None
+        self.step += self.training
+        first = {"0": size, "1": 0, None: size // 2}[rank]
+        if not self.training or self.step < int(os.environ.get("FROM", 1)):
+            return self.head(self.seldom(x) + self.other(x))
+        parts = [self.seldom(x[:first])] * (first > 0) + [self.other(x[first:])] * (first < size)
+        return self.head(torch.cat(parts))
+
+class Unused(nn.Sequential):
+    def __init__(self, data):
+        super().__init__(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 3))
+    def forward(self, inputs):
+        return self[1](self[0](inputs))
+
 """
 
 
@@ -189,6 +209,45 @@ def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, folder, tmp_p
     outcome = Ranks(recipe, [*words, "--resume", "auto"], 2, tmp_path / "out", setup=setup).wait()
     assert outcome.statuses == [0, 0], outcome.text
     assert largest_difference(weights(tmp_path / recipe), weights(run(recipe, 2, *VALUES))) == 0
+
+
+BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
+UNUSED = (*BRANCHES, "--model", "mine:Unused")
+
+
+@pytest.mark.parametrize(("recipe", "argv"), [("scratch", BRANCHES), ("scratch", UNUSED), ("fsdp", UNUSED)])
+def test_parameters_without_a_gradient_on_a_rank_leave_the_curve_as_it_is(run, recipe, argv):
+    path, single = run(recipe, 2, *argv), run("single", 1, *argv)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+
+
+MISSING = [
+    (
+        "fsdp",
+        BRANCHES,
+        "1",
+        r"the parameter other\.bias got a gradient on some ranks or in some steps only, and FSDP",
+    ),
+    (
+        "fsdp",
+        BRANCHES,
+        "2",
+        r"the parameter other\.bias got a gradient on some ranks or in some steps only, and FSDP",
+    ),
+    ("ddp", BRANCHES, "2", r"the parameter (seldom|other)\.weight got no gradient, and DDP needs all"),
+    ("ddp", (*UNUSED, "--deterministic"), "1", r"the parameter 2\.weight got no gradient, and DDP needs all"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "argv", "begin", "message"), MISSING, ids=lambda value: str(value)[:8])
+def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, recipe, argv, begin, message):
+    setup = functools.partial(import_from, folder)
+    words = words_for(tmp_path, recipe, "--device", "cpu", *argv)
+    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup, FROM=begin).wait(60)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "Traceback" not in outcome.text
+    fix = r"set requires_grad to False if it is never used, or use RECIPE=horovod"
+    assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Data
+from recipes.common.errors import UserError
 
 KEYWORDS = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
@@ -27,4 +28,28 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     """
     ddp.eval()
     ddp(data.input.zeros(1, device)).sum().backward()
+    check_complete(ddp)
     ddp.zero_grad()
+
+
+FIX_MISSING = "set requires_grad to False if it is never used, or use RECIPE=horovod if ranks use different ones"
+"""What to do about a parameter without a gradient."""
+
+
+def missing_gradients(module: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters that have no gradient."""
+    return [
+        name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+
+
+def check_complete(ddp: nn.Module) -> None:
+    """Raise UserError if a parameter got no gradient in a step's passes, perhaps on this rank only.
+
+    DDP then exchanges only a part of the gradients, and the next forward pass fails; other ranks may wait already.
+    """
+    if missing := missing_gradients(ddp):
+        name = missing[0].removeprefix("module.")
+        raise UserError(
+            f"the parameter {name} got no gradient, and DDP needs all; {FIX_MISSING}", on_one_rank=True
+        )
