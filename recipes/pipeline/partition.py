@@ -137,6 +137,8 @@ def measure(
 
     A copy of one layer at a time runs on the device, so the model does not change and need not fit there as a
     whole. The outputs are on the meta device: they have only a shape and a dtype.
+
+    Raises UserError if a layer does not return a tensor.
     """
     fastest, outputs = [], []
     for module in sequence:
@@ -149,6 +151,10 @@ def measure(
             begin = time.perf_counter()
             with torch.set_grad_enabled(timed), autocast(args, sample.device):
                 output = layer(given)
+            if not isinstance(output, Tensor):
+                what = f"--model {args.model}: its layer {type(module).__name__} returns a {type(output).__name__}"
+                fix = "make one module of it and of the layer that follows it"
+                raise UserError(f"{what}, and a pipeline sends one tensor from a layer to the next; {fix}")
             if timed and output.requires_grad:  # false for a frozen layer on tokens
                 output.float().sum().backward()
             _synchronize(sample.device)

@@ -179,6 +179,22 @@ def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
         layers(own)
 
 
+class Last(torch.nn.Module):
+    """The output of an LSTM at the last position."""
+
+    def forward(self, outputs):
+        return outputs[0][:, -1]
+
+
+def test_a_layer_that_returns_a_tuple_is_refused():
+    model = torch.nn.Sequential(torch.nn.LSTM(2, 4, batch_first=True), Last(), torch.nn.Linear(4, 2))
+    message = (
+        "--model mine:net: its layer LSTM returns a tuple, and a pipeline sends one tensor .*; make one module"
+    )
+    with pytest.raises(UserError, match=message):
+        plan_parts(model, 2, "parameters", options("mine:net"), torch.zeros(1, 3, 2))
+
+
 class Residual(torch.nn.Sequential):
     """A sequence whose forward() does more."""
 
