@@ -32,7 +32,7 @@ from recipes.common.models.models import build_model, make_model
 from recipes.common.models.own import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
-from recipes.common.parallel.buckets import FIX_MISSING, missing_gradients
+from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import exit_status
@@ -166,7 +166,7 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
 class SameGradients:
     """Checks that the same parameters get a gradient on all ranks: FSDP would sum those of different ones."""
 
-    model: nn.Module
+    parameters: Named
     job: Job
     expected: list[str] | None = None
     """Names of the parameters without a gradient in the first step."""
@@ -177,7 +177,7 @@ class SameGradients:
         Call it on all ranks after a step's last pass. Raises UserError on all ranks after the first step; after a
         later one, the error becomes this rank's vote.
         """
-        missing = missing_gradients(self.model)
+        missing = missing_gradients(self.parameters)
         if self.expected is None:
             self.expected = missing
             # FSDP: each rank sends the names of its parameters without a gradient, once.
@@ -210,7 +210,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
-    check_gradients = SameGradients(model, job)
+    check_gradients = SameGradients(trained(model), job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     """
     ddp.eval()
     ddp(data.input.zeros(1, device)).sum().backward()
-    check_complete(ddp)
+    check_complete(trained(ddp))
     ddp.zero_grad()
 
 
@@ -36,20 +37,26 @@ FIX_MISSING = "set requires_grad to False if it is never used, or use RECIPE=hor
 """What to do about a parameter without a gradient."""
 
 
-def missing_gradients(module: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters that have no gradient."""
-    return [
-        name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None
-    ]
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
 
 
-def check_complete(ddp: nn.Module) -> None:
-    """Raise UserError if a parameter got no gradient in a step's passes, perhaps on this rank only.
+def trained(module: nn.Module) -> Named:
+    """Return the parameters that training changes."""
+    named = ((name.removeprefix("module."), parameter) for name, parameter in module.named_parameters())
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def missing_gradients(parameters: Named) -> list[str]:
+    """Return the names of those that have no gradient."""
+    return [name for name, parameter in parameters if parameter.grad is None]
+
+
+def check_complete(parameters: Named) -> None:
+    """Raise UserError if one of DDP's parameters got no gradient in a step's passes, perhaps on this rank only.
 
     DDP then exchanges only a part of the gradients, and the next forward pass fails; other ranks may wait already.
     """
-    if missing := missing_gradients(ddp):
-        name = missing[0].removeprefix("module.")
-        raise UserError(
-            f"the parameter {name} got no gradient, and DDP needs all; {FIX_MISSING}", on_one_rank=True
-        )
+    if missing := missing_gradients(parameters):
+        what = f"the parameter {missing[0]} got no gradient, and DDP needs all"
+        raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
