@@ -71,14 +71,20 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
-    ddp = DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
-        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
-        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
-    )
+    try:
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
+            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+            # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
+            bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
+        )
+    except RuntimeError as error:
+        if "Invalid scalar type" not in str(error):
+            raise
+        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over gloo"
+        raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
     if args.deterministic:
         settle_buckets(ddp, data, world.device)
     if args.grad_compression != "none":

@@ -16,7 +16,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options, choice, one_of, option, positive_int
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.watch.bounds import bound_of_waits
-from recipes.common.world.world import World
+from recipes.common.world.world import World, broadcast_bytes
 
 PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """With interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
@@ -106,7 +106,7 @@ class Grid(World):
         for buffer in (buffer for module in modules for buffer in module.buffers()):
             # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
             with self.watch("evaluation"):
-                dist.broadcast(buffer, group=self.mesh.get_group("dp"), group_src=0)
+                broadcast_bytes(buffer, self.mesh.get_group("dp"))
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Overwrite a tensor of this stage with its sum over the replicas."""

@@ -76,6 +76,12 @@ class Branches(nn.Module):
         parts = [self.seldom(x[:first])] * (first > 0) + [self.other(x[first:])] * (first < size)
         return self.head(torch.cat(parts))
 
+class Buffered(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+        for dtype in (torch.int16, torch.float8_e4m3fn):
+            self.register_buffer(str(dtype)[6:], torch.full((2, 2), 1 + int(os.environ.get("RANK", "0"))).to(dtype))
+
 class Unused(nn.Sequential):
     def __init__(self, data):
         super().__init__(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 3))
@@ -248,6 +254,22 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
     assert "Traceback" not in outcome.text
     fix = r"set requires_grad to False if it is never used, or use RECIPE=horovod"
     assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
+
+
+BUFFERED = ("--data", "mine:spirals", "--model", "mine:Buffered", "--max-steps", "2")
+
+
+def test_buffers_that_gloo_has_no_type_for_are_those_of_the_first_rank(run, folder, tmp_path):
+    kept = newest_checkpoint(run("scratch", 2, *BUFFERED))["model"]
+    assert all(kept[name].float().eq(1).all() for name in ("int16", "float8_e4m3fn"))
+    words = words_for(tmp_path, "ddp", "--device", "cpu", *BUFFERED)
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=setup).wait(60)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert re.findall("error: .*", outcome.text) == [
+        "error: --model mine:Buffered: DDP cannot send its int16 or float8 buffers over gloo; "
+        "use another dtype, or RECIPE=fsdp"
+    ]
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):

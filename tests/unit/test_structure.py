@@ -292,7 +292,7 @@ def test_no_six_lines_stand_in_two_recipes():
 
 WAITS = ("all_reduce", "broadcast", "gather_object", "gather_objects", "broadcast_object", "barrier", "item")
 WAITS += ("averages", "wrap", "build", "broadcast_parameters", "allreduce", "synchronize", "get_params")
-WAITS += ("sum_tensor", "broadcast_tensor", "finish_vote")
+WAITS += ("sum_tensor", "broadcast_tensor", "broadcast_bytes", "finish_vote")
 """Calls that wait for other ranks, or that read from a GPU what NCCL has yet to deliver."""
 WATCHED_BY_CALLERS = ("wrap", "__init__", "get_params", "all_reduce")
 WATCHED_BY_CALLERS += ("build_shards", "_synchronize")  # these wait only for this rank's own work
@@ -301,6 +301,7 @@ WATCHED_BY_CALLERS += (
     "gather_objects",
     "broadcast_object",
     "broadcast_tensor",
+    "broadcast_bytes",
     "sum_tensor",
     "barrier",
 )

@@ -82,9 +82,8 @@ class World(Peers):
         return box[0]
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor, on the CPU or this rank's device, with rank 0's; call it on all ranks."""
-        # World: rank 0 sends the tensor's bytes to all others.
-        dist.broadcast(tensor, src=0, group=self._group_of(tensor))
+        """Overwrite a tensor, on the CPU or this rank's device, with rank 0's; call it on all ranks."""
+        broadcast_bytes(tensor, self._group_of(tensor))
 
     def sum_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the sum of the ranks' tensors; call it on all ranks."""
@@ -115,6 +114,15 @@ class World(Peers):
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group for a tensor: the default one (NCCL) for a GPU's, `control` for the CPU's."""
         return None if tensor.is_cuda else self.control
+
+
+def broadcast_bytes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Overwrite a tensor of any dtype with that of the group's first rank; call it on all ranks of the group."""
+    flat = tensor.detach().contiguous().flatten()
+    # World: the first rank sends the tensor's bytes to all others. Gloo knows neither int16 nor float8.
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 @contextlib.contextmanager
