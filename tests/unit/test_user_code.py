@@ -202,6 +202,17 @@ class ViewsGradient(Views):
     def forward(self, inputs):
         return self.linear(self.two(ViewGradient.apply(self.one(inputs))).flatten(1))
 
+class Tokens(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(1), nn.Linear(2, 3)
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs.view(-1, 1)).view(-1, 2))
+
+class Norm(Tokens):
+    def forward(self, inputs):
+        return self.linear(self.norm(inputs[:, None])[:, 0])
+
 def volumes():
     x = torch.zeros(4, 1, 4, 4, 4)
     return {"train": (x, torch.arange(4)), "test": (x, torch.arange(4)), "target": "class", "num_classes": 4}
@@ -439,6 +450,10 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             (*FIT, "classification"),
             "--task classification does not go with --data mine:data, whose targets are values",
         ),
+        (
+            ("--data", "mine:classes", "--model", "mine:Tokens", "--batchnorm-group", "2"),
+            "--batchnorm-group 2: batch norm of --model mine:Tokens gets 4 rows for 2 samples; give it a row per sample",
+        ),
         ((*FIT, "mine:Mean"), "the sum of each one"),
         ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
         (
@@ -564,6 +579,12 @@ def test_what_a_model_keeps_beside_tensors_and_a_checkpoint_gives_back_is_taken(
 
 def test_what_is_built_into_python_has_no_digest():
     assert user_code.digests(options(["--model", "time:sleep"])) == {"time": "no file"}
+
+
+def test_batch_norm_whose_rows_are_samples_takes_groups():
+    for argv in (("mine:Norm", "--batchnorm-group", "2"), ("mine:Tokens",)):
+        _, model = load("--data", "mine:classes", "--model", *argv)
+        assert not model.norm._forward_pre_hooks
 
 
 def test_a_change_of_the_code_changes_its_digest(tmp_path):

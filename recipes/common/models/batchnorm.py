@@ -7,6 +7,7 @@ Hoffer et al. 2017, https://arxiv.org/abs/1705.08741.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -111,6 +112,28 @@ def check_groups(model: nn.Module, args: Options) -> None:
         raise UserError(
             f"--batchnorm-group {args.batchnorm_group}: --model {args.model} has no batch norm; drop it"
         )
+
+
+@contextlib.contextmanager
+def checked_rows(model: nn.Module, args: Options, count: int) -> Iterator[None]:
+    """With --batchnorm-group, check in a forward pass of `count` samples that each row of batch norm is a sample.
+
+    Raises UserError in the pass, as in one that flattens (B, T, C) to (B * T, C).
+    """
+
+    def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(inputs[0]) != count:
+            what = f"batch norm of --model {args.model} gets {len(inputs[0])} rows for {count} samples"
+            fix = "give it a row per sample, such as (B, C, T), or drop the option"
+            raise UserError(f"--batchnorm-group {args.batchnorm_group}: {what}; {fix}")
+
+    layers = plain_layers(model) if args.batchnorm_group else ()
+    hooks = [layer.register_forward_pre_hook(check) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Tensor], None]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
+from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
@@ -69,7 +70,8 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
-    output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
+    with checked_rows(model, args, count):
+        output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
