@@ -16,11 +16,11 @@ from recipes.common.optim import places_of
 
 def restore(job: Job, content: dict[str, Any]) -> None:
     """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit."""
-    check_shapes(job, content["model"])
     try:
         job.model.load_state_dict(content["model"])
         load_optimizer_state(job.optimizer, content["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
+        check_shapes(job, content["model"])
         reason = " ".join(str(error).split())
         raise UserError(f"the checkpoint does not fit this run: {reason[:200]}") from None
     if content["scaler"]:

@@ -98,6 +98,7 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
 
 def make_model(args: Options, data: Data) -> nn.Module:
     """Return --model, built by its name or by the user's function; raises UserError as build_model() does."""
+    torch.manual_seed(args.seed)  # GPUs, too
     seed_all(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
     if is_reference(args.model):
