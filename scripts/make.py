@@ -49,8 +49,9 @@ WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
 """Targets whose ARGS take the options of a recipe."""
 
 PASSED_ON = re.compile(
-    r"(APT|AWS|CUDA|DOCKER|FABRIC|FI|GLOO|GOMP|HF|HOROVOD|KMP|MASTER|MKL|NCCL|OMP|OMPI|PYTHON|PYTORCH|RDZV|RESUME|"
-    r"TORCH|TORCHINDUCTOR|UCX|USE)(_|$)"
+    r"(APT|AWS|CONTAINER|CUDA|DATA|DOCKER|FABRIC|FI|GLOO|GOMP|HF|HOROVOD|IMAGE|KMP|KUBECONFIG|KUBECTL|LD|MASTER|MAX|"
+    r"MKL|NCCL|OMP|OMPI|PYTHON|PYTORCH|RDZV|REGISTRY|RESUME|RUNS|SBATCH|SITE|SLURM|STAGE|START|TAG|TORCH|"
+    r"TORCHINDUCTOR|UCX|USE)(_|$)"
 )
 """Variables that launchers, torch and its libraries read; make passes on those that are typed."""
 
