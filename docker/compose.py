@@ -95,6 +95,7 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
 def take_script(name: str, options: list[str]) -> Job:
     """Return the job of a script; its folder and its WORKDIR have the same paths in the containers."""
     own = script.job_environment(name)
+    script.claim(Path(own["RUN_DIR"]))
     run = Path(own["RUN_DIR"])
     folders = dict.fromkeys((own["WORKDIR"], str(Path(own["SCRIPT"]).parent)))
     if "/tmp" in folders:

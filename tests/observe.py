@@ -65,7 +65,7 @@ def compute_in_double() -> None:
     """Make ddp compute in float64, where rounding hides nothing; losses are logged in float32."""
     build_model, batches = loop.build_model, data.TensorSplit.batches
     changes: list[tuple[Any, str, Any]] = [
-        (loop, "build_model", lambda args, data: build_model(args, data).double()),
+        (loop, "build_model", lambda *args: build_model(*args).double()),
         (data.TensorSplit, "batches", lambda *args: ((x.double(), targets) for x, targets in batches(*args))),
         (Job, "loss", lambda job, *batch: job.data.task.loss_sum(*batch) / job.args.global_batch_size),
     ]

@@ -39,7 +39,7 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean 'X'?" for the closest known word, or an empty string."""
     by_lower_case = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)

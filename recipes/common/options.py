@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
-        raise UserError(f"unknown option {word}{nearest(word, self.flags())}; --help lists all")
+        raise UserError(f"unknown option {word}{nearest(word, self.flags(), cutoff=0.6)}; --help lists all")
 
 
 class HelpFormatter(argparse.HelpFormatter):

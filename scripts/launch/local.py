@@ -345,6 +345,7 @@ def main(argv: list[str]) -> int:
     processes = processes_per_node(args, shares)
     if script.is_set():
         os.environ |= script.job_environment(args.name)
+        script.claim(Path(os.environ["RUN_DIR"]))
         print(
             f"{os.environ['SCRIPT']}: {args.nodes} nodes x {processes}, RUN_DIR {os.environ['RUN_DIR']}",
             flush=True,

@@ -92,8 +92,8 @@ def make_run_dir(script: Path, name: str) -> Path:
     """Make the folder of a run and return it: NAME, or the script's name with the next free number.
 
     Raises:
-        UserError: the name contains folders, the folder cannot be made, it holds a run that is not to be resumed,
-            or another job of this machine runs there.
+        UserError: the name contains folders, the folder cannot be made, or it holds a run that is not to be
+            resumed.
     """
     if name and (Path(name).name != name or name in (".", "..")):
         raise UserError(f"NAME: expected a name without folders, got {name!r}")
@@ -101,16 +101,20 @@ def make_run_dir(script: Path, name: str) -> Path:
         return next_folder(script.stem, runs_dir())
     run_dir = runs_dir() / name
     make_folder(run_dir)
-    handle = os.open(run_dir, os.O_RDONLY)  # open until this process ends, and locked
+    if read_resume() == "none" and any(run_dir.iterdir()):
+        raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
+    return run_dir
+
+
+def claim(run_dir: Path) -> None:
+    """Lock a run's folder until this process ends; raises UserError if another job of this machine has it."""
+    handle = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another job runs in {run_dir}; wait for its end, or choose another NAME") from None
     except OSError:  # a file system without locks
-        pass
-    if read_resume() == "none" and any(run_dir.iterdir()):
-        raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
-    return run_dir
+        os.close(handle)
 
 
 def job_environment(name: str) -> dict[str, str]:

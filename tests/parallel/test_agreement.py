@@ -107,7 +107,10 @@ def test_other_options_on_a_rank(tmp_path, recipe):
 @pytest.mark.parametrize("own", [{0: "imagefolder", 1: "digits"}, {0: "digits", 1: "imagefolder"}])
 def test_another_data_set_on_a_rank(images, tmp_path, own):
     """The two kinds of data are loaded with different collectives, so the options are compared first."""
-    words = {rank: [*IMAGES[2:], "--data", data, "--data-dir", str(images)] for rank, data in own.items()}
+    words = {
+        rank: [*IMAGES[4:], *IMAGES[2:4] * (data == "imagefolder"), "--data", data, "--data-dir", str(images)]
+        for rank, data in own.items()
+    }
     line = refused("ddp", tmp_path, own_argv=words)
     assert line.startswith(f"error: rank 1: --data is {own[1]} on ")
     assert f", and {own[0]} on rank 0; " in line

@@ -34,7 +34,7 @@ ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
-    """The 360 test images make two evaluation batches."""
+    """The 360 test images make six batches of 64, as in training."""
     if recipe == "horovod":
         need_horovod()
     words = words_for(
@@ -45,4 +45,4 @@ def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     ).wait()
     assert outcome.statuses == [0], outcome.text
     passes = [(tmp_path / name).stat().st_size / BLOCKS.get(recipe, 1) for name in ("train", "eval")]
-    assert passes == [STEPS, 2]
+    assert passes == [STEPS, 6]

@@ -392,7 +392,7 @@ def is_set_up():
         (("RECIPE=dpd",), "did you mean"),
         (("RECIPE=ddp", "NODES=0"), "NODES"),
         (("RECIPE=ddp", "NODES=2", "NPROC_PER_NODE=abc"), "NPROC_PER_NODE"),
-        (("RECIPE=single", "NAME=../x"), "--name"),
+        (("RECIPE=single", "NAME=../x"), "error: NAME expects "),
         (("RECIPE=single", "ARGS=--epoch 3"), "unknown option --epoch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -17,10 +17,11 @@ def test_a_step_is_the_same_at_two_ranks_and_at_1024(words):
     gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
     assert many["step_kinds"] == [["allreduce", gradients // (2 if words else 1), 1]]
     assert few["step_kinds"] == many["step_kinds"]
-    # Votes, 4 bytes, go around all ranks: 1,024 ranks vote once in 16 steps, and before the last checkpoint. In
-    # the last evaluation, a rank has five batches with two ranks, and one with 1,024: a vote in the first of 16.
-    assert few["votes"] == rehearsal.STEPS + 5
-    assert many["votes"] == rehearsal.STEPS // 16 + 1 + 1
+    # Votes, 4 bytes, go around all ranks. In the last evaluation, a rank has 576 passes of two images with two
+    # ranks, and two with 1,024: a vote in the first of 16. 1,024 ranks vote in their first two steps, before they
+    # know how long one takes, and before the last checkpoint; in others only if a step takes over 0.3 s.
+    assert few["votes"] == rehearsal.STEPS + 576
+    assert 2 + 1 + 1 <= many["votes"] <= rehearsal.STEPS + 1
     assert few["other_collectives"] == many["other_collectives"]
     # Ranks gather data from all others only during setup, at the end of an epoch and at the end of the run.
     assert many["other_bytes"] < few["other_bytes"] + 1024 * 1024

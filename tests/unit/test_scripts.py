@@ -428,17 +428,16 @@ def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, n
         script.make_run_dir(tmp_path / "train.py", name)
 
 
-def test_two_scripts_at_once_in_one_folder_are_refused(monkeypatch, tmp_path):
+def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):
     """The lock ends with the process that has it."""
-    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
     (tmp_path / "mine").mkdir()
     command = ("flock", str(tmp_path / "mine"), "sh", "-c", "echo begun; exec sleep 60")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as other:
         assert other.stdout.readline() == "begun\n"
         with pytest.raises(UserError, match=f"^another job runs in {tmp_path}/mine; wait for its end, or choose"):
-            script.make_run_dir(tmp_path / "train.py", "mine")
+            script.claim(tmp_path / "mine")
         os.killpg(other.pid, signal.SIGKILL)
-    assert script.make_run_dir(tmp_path / "train.py", "mine") == tmp_path / "mine"
+    script.claim(tmp_path / "mine")
 
 
 @pytest.mark.slow
