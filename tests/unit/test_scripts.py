@@ -1,6 +1,7 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
 import errno
+import fcntl
 import os
 import re
 import signal
@@ -429,15 +430,16 @@ def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, n
 
 
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):
-    """The lock ends with the process that has it."""
-    (tmp_path / "mine").mkdir()
-    command = ("flock", str(tmp_path / "mine"), "sh", "-c", "echo begun; exec sleep 60")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as other:
-        assert other.stdout.readline() == "begun\n"
-        with pytest.raises(UserError, match=f"^another job runs in {tmp_path}/mine; wait for its end, or choose"):
-            script.claim(tmp_path / "mine")
-        os.killpg(other.pid, signal.SIGKILL)
-    script.claim(tmp_path / "mine")
+    """A lock belongs to who has opened the folder, and ends with that process."""
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    words = f"^another job runs in {tmp_path}; wait for its end, or choose another NAME$"
+    with pytest.raises(UserError, match=words):
+        script.claim(tmp_path)
+    os.close(other)
+    script.claim(tmp_path)
+    with pytest.raises(UserError, match=words):
+        script.claim(tmp_path)
 
 
 @pytest.mark.slow
