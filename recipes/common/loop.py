@@ -206,7 +206,9 @@ def train_epochs(job: Job, technique: Technique) -> None:
                     if isinstance(error, UserError) and not error.on_one_rank:
                         save_checkpoint(job, technique)
                     elif not technique.gather_state:  # that needs all ranks, and the others may not have failed
-                        job.save()  # the process ends after it is written
+                        job.save()
+                        if job.writer:
+                            job.writer.wait()  # this rank ends alone, and its launcher may not wait
                     raise
             is_best = result is not None and job.end_epoch(result)
             save_checkpoint(job, technique, is_best)
