@@ -7,8 +7,9 @@ after as little computing as can be.
 A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of
 two, of the same round: forward, before which there is no gradient, then its bytes on the link, then the update of
 all weights; and the steps on free links, which are the work of the cores, the network's included. scratch
-exchanges after backward: all its computing is before or after its bytes. Four nodes share too few cores for times
-to mean anything: there, only bytes count.
+exchanges after backward: all its computing is before or after its bytes. When a gradient is sent is up to
+Horovod, so its steps have another goal: a bare loop with Horovod on the same links. Four nodes share too few cores
+for times to mean anything: there, only bytes count.
 
 Bytes are measured once, they do not vary by round: the difference of two runs that differ in --max-steps alone,
 read from the counters of each node's interface before and after. What a run sends once (the meeting, the first
@@ -90,6 +91,7 @@ class Measured:
     step_s: list[float] = field(default_factory=list)  # by round, the median over the steps on narrow links
     free_s: list[float] = field(default_factory=list)  # the same on links without a limit
     alone_s: list[float] = field(default_factory=list)  # beside no exchange: forward and update, or all computing
+    bare_s: list[float] = field(default_factory=list)  # of a bare loop with Horovod, on narrow links
 
     def bytes_figure(self) -> Figure:
         """Return the bytes of the node that sends most, over the ring limit; PowerSGD's over that of fp32."""
@@ -121,7 +123,16 @@ class Measured:
         peer = f"the longer of {alone} with the wire, and the cores' work"
         limits = [max(alone_s + wire_s, free_s) for alone_s, free_s in zip(self.alone_s, self.free_s, strict=True)]
         values = ratio({"step": self.step_s, "limit": limits}, "step", "limit")
-        return Figure(name, *values, "<= 1.15", peer, note, is_limit=True)
+        goal = "" if self.bare_s else "<= 1.15"
+        return Figure(name, *values, goal, peer, note, is_limit=True)
+
+    def bare_figure(self) -> Figure:
+        """Return a step's time over that of a bare loop with Horovod."""
+        step_ms, bare_ms = 1e3 * median(self.step_s), 1e3 * median(self.bare_s)
+        values = ratio({"step": self.step_s, "bare": self.bare_s}, "step", "bare")
+        name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes: time"
+        peer = "bare forward + backward + step with Horovod"
+        return Figure(name, *values, "<= 1.05", peer, f"{step_ms:.0f} ms against {bare_ms:.0f} ms", is_limit=True)
 
 
 def workload(nodes: int) -> list[str]:
@@ -148,6 +159,18 @@ def count_bytes(variant: Variant, net: Network, nodes: int, folder: Path) -> lis
     return [(more - few) / COUNTED for few, more in zip(*totals, strict=True)]
 
 
+def narrow_links(net: Network, nodes: int) -> None:
+    """Limit the links of all nodes to RATE."""
+    for node in range(nodes):
+        net.narrow(node, RATE, burst="256kb")
+
+
+def restore_links(net: Network, nodes: int) -> None:
+    """Undo narrow_links()."""
+    for node in range(nodes):
+        net.restore(node)
+
+
 def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tuple[float, float]:
     """Return the median seconds of a step on narrow links and on free ones, from one run."""
 
@@ -160,12 +183,10 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
     command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
     with programs.running(command, lambda: last_free in speeds(), {}):
         free = [speed for step, speed in speeds().items() if step > variant.warm]
-        for node in range(nodes):
-            net.narrow(node, RATE, burst="256kb")
+        narrow_links(net, nodes)
         mixed = max(speeds()) + LOG_EVERY
     narrow = [speed for step, speed in speeds().items() if step > mixed]
-    for node in range(nodes):
-        net.restore(node)
+    restore_links(net, nodes)
     shutil.rmtree(folder / "run")
     if len(narrow) < 2:
         raise RuntimeError(f"{variant.name}: its steps ended before the links were narrow; raise NARROW")
@@ -177,6 +198,15 @@ def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
     """Return the seconds of a step without backward, or of all its computing, on all nodes at once."""
     flags = [*["--without-backward"] * overlaps, "--steps", "20"]
     return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
+
+
+def time_bare(variant: Variant, net: Network, nodes: int) -> float:
+    """Return the mean seconds of a step of a bare loop with Horovod, on narrow links."""
+    narrow_links(net, nodes)
+    flags = ["--horovod", variant.options[-1], "--steps", str(NARROW)]
+    step_ms = bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes))
+    restore_links(net, nodes)
+    return step_ms / 1e3
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
@@ -197,10 +227,13 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
                 one.step_s.append(step_s)
                 one.free_s.append(free_s)
                 one.alone_s.append(alone_s[one.variant.overlaps])
+                if one.variant.recipe == "horovod":
+                    one.bare_s.append(time_bare(one.variant, net, one.nodes))
                 print(f"  {one.variant.name}: {1e3 * step_s:.0f} ms, {1e3 * free_s:.0f} on free links", flush=True)
     missing = [variant for variant in VARIANTS if variant not in variants]
     return [
         *(one.bytes_figure() for one in found),
         *(one.time_figure() for one in timed),
+        *(one.bare_figure() for one in timed if one.bare_s),
         *(unmeasured(f"bytes sent, {one.name}", "horovod is not installed", BYTES_GOAL) for one in missing),
     ]

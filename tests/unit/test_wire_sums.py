@@ -46,6 +46,11 @@ def test_figures_by_hand():
     seen.alone_s = [0.05, 0.06, 0.07]  # of scratch, all computing
     assert seen.time_figure().low == pytest.approx(0.65 / (wire_s + 0.07))
     assert seen.time_figure().note.endswith("of which computing 60 ms")
+    horovod = Measured(Variant("horovod-fp16", "horovod"), 2, [], [0.3, 0.4, 0.5], [1.0] * 3, [0.0] * 3, [0.4] * 3)
+    # Horovod chooses when to send a gradient, so the goal is a bare loop with Horovod.
+    assert not horovod.time_figure().goal
+    figure = horovod.bare_figure()
+    assert (figure.values, figure.note) == (pytest.approx((1.0, 0.75, 1.25)), "400 ms against 400 ms")
     halves = Variant("ddp-fp16", "ddp", bytes_per_parameter=2)
     figure = Measured(halves, 4, [limit / 2]).bytes_figure()
     assert (figure.measured, figure.peer, figure.is_limit) == (1.0, "ring limit, 16 bits", True)

@@ -2,18 +2,22 @@
 
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 
-Options after -- are those of the recipe that it is compared with. Under torchrun it trains with plain DDP; with
---alone, each process computes by itself. --without-backward leaves out what can run beside an exchange. --tf32
-lets a GPU multiply float32 matrices in TF32.
+Options after -- are those of the recipe that it is compared with. Under torchrun it trains with plain DDP, or
+with --horovod with plain Horovod; with --alone, each process computes by itself. --without-backward leaves out
+what can run beside an exchange. --tf32 lets a GPU multiply float32 matrices in TF32.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,33 +29,60 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, optimizer_class
 from recipes.common.options import Parser
 from recipes.ddp.train import options
+from scripts.launch.agent import read_node
 from scripts.launch.command import parse
+from scripts.launch.horovod import environment, rendezvous
 
 READY = 16
 """Number of batches that are prepared and used in turn; fewer if the data set has fewer."""
 
 
+@contextlib.contextmanager
+def horovod() -> Iterator[Any]:
+    """Connect this process, a node's only one, with the others by Horovod; the block gets horovod.torch."""
+    node = read_node()
+    os.environ.update(environment(node, 0))
+    with rendezvous(node):
+        import horovod.torch as hvd
+
+        hvd.init()
+        yield hvd
+        hvd.barrier()
+        hvd.shutdown()
+
+
 def main() -> None:
-    """Print the mean milliseconds of a step."""
+    """Time steps with the options of the command line."""
     parser = Parser("python -m scripts.bench.contenders.bare_step", (__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--horovod", choices=("none", "fp16"), help="the compression of gradients")
     parser.add_argument("--without-backward", action="store_true")
     own_args = parse(parser, sys.argv[1:])
+    with horovod() if own_args.horovod else contextlib.nullcontext() as hvd:
+        measure(own_args, hvd)
+
+
+def measure(own_args: argparse.Namespace, hvd: Any) -> None:
+    """Print the mean milliseconds of a step; hvd is horovod.torch, or None to train without it."""
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
     args = options(own_args.options)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
+    if world_size > 1 and not hvd:
         dist.init_process_group("gloo")
     data = load_data(args, device, on_bad_image=print)
     model = build_model(args, data).to(device)
-    is_ddp = world_size > 1 and not own_args.alone
+    is_ddp = world_size > 1 and not own_args.alone and not hvd
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True) if is_ddp else model
     make, settings = optimizer_class(args)
     optimizer = make(model.parameters(), **settings)
+    if hvd:
+        model.to(memory_format=torch.contiguous_format)  # as Horovod needs it
+        compression = getattr(hvd.Compression, own_args.horovod)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     size = args.global_batch_size // world_size
     indices = torch.arange(min(READY, len(data.train) // size) * size)
     ready = itertools.cycle(list(data.train.batches(indices.split(size), 0)))
@@ -74,7 +105,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps({"step_ms": 1000 * seconds / steps}), flush=True)
-    if world_size > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
