@@ -40,8 +40,8 @@ CAUSES = {
         f"{SAMPLER}: “Otherwise, the same ordering will be always used.”",
     ),
     "not-sharded": Cause(
-        "all ranks draw the same samples",
-        "pass DataLoader a DistributedSampler in place of shuffle=True",
+        "ranks draw the same samples",
+        "pass DataLoader a DistributedSampler, its seed equal on all ranks, in place of shuffle=True",
         f"{SAMPLER}: “load a subset of the original dataset that is exclusive to it”",
     ),
     "batch-not-divided": Cause(

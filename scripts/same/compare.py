@@ -256,6 +256,26 @@ def check_seeds(run: Run) -> Finding | None:
     return None
 
 
+def check_overlap(run: Run, first: Run) -> Finding | None:
+    """Return a finding if ranks draw the same samples in an epoch; its last batch may be padded."""
+    rows = [{row for record in own for row in record["rows"]} for own in zip(*run.steps, strict=True)]
+    is_redundant = all(record["rows"] == run.steps[0][0]["rows"] for record in run.steps[0])
+    if is_redundant or not has_one_data_set(run, first) or not any(rows[0] & own for own in rows[1:]):
+        return None
+    drawn = [epochs_of(run, rank) for rank in range(run.world_size)]
+    if any(max(epoch.values(), default=0) > 1 for epoch in chain(*drawn, epochs_of(first, 0))):
+        return None  # with replacement
+    for number, epoch in enumerate(zip(*drawn, strict=False), 1):
+        if shared := sum(count > 1 for count in sum(epoch, Counter()).values()):
+            return Finding("not-sharded", f"epoch {number}, samples: ranks share {shared}")
+    return None
+
+
+def epochs_of(run: Run, rank: int) -> list[Counter[int]]:
+    """Return how often a rank draws each sample in each epoch, without the epoch's last batch."""
+    return [Counter(chain(*batches[:-1])) for batches in run.batches(rank).values()]
+
+
 def check_order(run: Run, first: Run) -> Finding | None:
     """Return a finding if an epoch repeats an order and the sampler repeats an epoch, or one process does not."""
     epoch = repeated_epoch(run)
@@ -287,8 +307,13 @@ def needs_replay(run: Run, first: Run) -> bool:
     """Return whether one process has to, and can, be run again with the batches of this run."""
     if run.failure() or not is_replicated(run, first) or not run.batches(0):
         return False
+    return has_one_data_set(run, first) and other_samples(run, first) is not None
+
+
+def has_one_data_set(run: Run, first: Run) -> bool:
+    """Return whether ranks load from data sets as large as those of one process, not from their own parts."""
     sizes = [{event["size"] for event in one.of("batch")[0]} for one in (run, first)]
-    return sizes[0] == sizes[1] and other_samples(run, first) is not None  # else each rank has its own data set
+    return sizes[0] == sizes[1]
 
 
 def check_shards(run: Run, first: Run, is_divided: bool) -> Finding | None:
@@ -442,10 +467,13 @@ def compare(
     if not is_replicated(run, first):
         return [Finding("not-replicated", "weights"), *check_printed(run, first, rounding, is_proven=False)]
     apart = list(check_ranks(run))
-    findings = [*apart, *filter(None, [check_order(run, first), check_seeds(run)])]
+    overlap = check_overlap(run, first)
+    findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run)])]
     counts = [len(records) for records in run.of("step")]
     if len(set(counts)) > 1:
         findings.append(Finding("other-steps", f"{', '.join(map(str, counts))} optimizer steps by rank"))
+    if overlap:
+        return findings
     if not rounding.is_controlled or any(record["moved"] for record in run.steps[0]):
         return [*findings, Finding("uncontrolled", "step 1, random numbers")]
     shards = check_shards(run, first, is_divided)

@@ -99,6 +99,8 @@ BUGS = {
     "not sharded": Bug(
         "not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")}
     ),
+    "sampler seeded by rank": Bug("not-sharded", {SAMPLER: SAMPLER.replace(")", ", seed=rank)")}),
+    "shuffled by each rank": Bug("not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True)  # ")}),
     "mean of unequal shares": Bug(
         "mean-of-means",
         {

@@ -286,3 +286,31 @@ def test_samples_of_other_content_are_not_called_dropped():
 def test_fewer_steps_are_named():
     run = record(2, GRADIENTS[:-1])
     assert ("other-steps", "3 optimizer steps, 4 at 1 process") in causes(run)
+
+
+def with_batches(run, *ranks):
+    """Return a run in which these indices, by rank, batch and sample, were drawn in one epoch of 12 samples."""
+    for records, lines, batches in zip(zip(*run.steps, strict=True), run.events, ranks, strict=True):
+        for record in records:
+            record.update(iteration=0, rows=["0", str(len(lines))])
+        lines[:0] = [{"event": "batch", "iteration": 0, "indices": indices, "size": 12} for indices in batches]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "is_found"),
+    [
+        ([[0, 1], [2, 3]], ([[0], [2], [4]], [[1], [3], [0]]), False),  # the last batch is padded
+        ([[0, 1], [2, 3]], ([[0], [2], [4]], [[1], [0], [3]]), True),
+        ([[0, 1], [0, 3], [4]], ([[0], [2], [4]], [[1], [0], [3]]), False),  # drawn with replacement
+    ],
+)
+def test_ranks_that_draw_the_same_samples_before_the_last_batch_are_not_sharded(one, two, is_found):
+    first = with_batches(record(1, GRADIENTS), one)
+    run = with_batches(record(2, GRADIENTS), *two)
+    for records in run.steps:
+        records[1]["rows"] = ["0", "1"]
+    found = compare(run, first, None, Rounding(first, first))
+    assert (
+        ("not-sharded", "epoch 1, samples: ranks share 1") in [(one.cause, one.what) for one in found]
+    ) == is_found
