@@ -128,7 +128,7 @@ CAUSES = {
         "save a checkpoint before the stop, and load it from {run_dir}; {resume} is auto then",
     ),
     "weights-not-resumed": Cause(
-        "the resumed run begins with weights that the run has at no step",
+        "the resumed run begins with weights that the run has at no step, or not on all ranks",
         "load the model's state_dict on all ranks before it is wrapped",
     ),
     "steps-not-resumed": Cause(

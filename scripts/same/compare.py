@@ -504,11 +504,16 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
         return failure
     if not resumed.steps:
         return Finding("weights-not-resumed", "the resumed run makes no optimizer step")
+    apart = spread(resumed.steps[0], "weights")
+    if apart > 1e-12 and spread(whole.steps[0], "weights") <= 1e-12:  # else ranks hold parts of the model
+        return Finding("weights-not-resumed", f"first resumed step, weights: differ between ranks by {apart:.1e}")
     begin = resumed.steps[0][0]["weights"]
-    apart = [difference(begin, records[0]["weights"]) for records in whole.steps]
-    start = int(np.argmin(apart))
-    if apart[start] > 1e-6:
-        return Finding("weights-not-resumed", f"first resumed step, weights: {apart[start]:.1e} from the nearest")
+    distances = [difference(begin, records[0]["weights"]) for records in whole.steps]
+    start = int(np.argmin(distances))
+    if distances[start] > 1e-6:
+        return Finding(
+            "weights-not-resumed", f"first resumed step, weights: {distances[start]:.1e} from the nearest"
+        )
     if start == 0:
         return Finding("starts-over", "first resumed step, weights: those of step 1")
     for i, (record, expected) in enumerate(pair_steps(resumed, whole, start)):

@@ -22,6 +22,7 @@ PADDED = """        indices = list(DistributedSampler(test, shuffle=False))
 """
 MEANS = "        total[0], total[1] = total[0] / total[1], 1\n"
 REDUCE = "    dist.all_reduce(total)\n"
+LOAD = '    model.load_state_dict(state["model"])\n'
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ BUGS = {
     "all epochs again after a resume": Bug(
         "steps-not-resumed", {"range(first_epoch, 3)": "range(first_epoch, first_epoch + 3)"}, RESUME
     ),
+    "checkpoint read on one rank": Bug("weights-not-resumed", {LOAD: f"    if rank == 0:\n    {LOAD}"}, RESUME),
     "checkpoint not read": Bug("starts-over", {"os.path.exists(args.checkpoint)": "False"}, RESUME),
 }
 
