@@ -374,7 +374,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
         os.execv(launcher[0], commands[0])
     statuses = [subprocess.run(command).returncode for command in commands]
     report(runs, statuses)
-    return max(statuses)
+    return max(status if status >= 0 else 128 - status for status in statuses)
 
 
 def describe(args: Namespace, runs: list[Run]) -> str:

@@ -9,11 +9,13 @@ table. It needs no packages.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from recipes.common.errors import UserError
 from scripts.launch.command import command, markdown
@@ -51,14 +53,26 @@ def words(point: dict[str, str]) -> list[str]:
     return [word for name, value in point.items() for word in (f"--{name}", value)]
 
 
+def read_result(run: Run, status: int) -> dict[str, Any]:
+    """Return a run's result.json, of a script only the numbers in it; nothing if the run failed or wrote none."""
+    path = run.folder / "result.json"
+    if status or not path.is_file():
+        return {}
+    if not run.script:
+        return dict(json.loads(path.read_text()))
+    with contextlib.suppress(ValueError, AttributeError):  # a script's file may be anything
+        return {name: x for name, x in json.loads(path.read_text()).items() if isinstance(x, int | float)}
+    return {}
+
+
 def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
     """Print the results of a sweep as a table, with the headline figure of each task, such as its accuracy."""
-    results = []
-    for run, status in zip(runs, statuses, strict=True):
-        path = run.folder / "result.json"
-        results.append(json.loads(path.read_text()) if status == 0 and path.is_file() else {})
-    headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
-    columns = ("world_size", *headlines, "samples_per_s")
+    results = [read_result(run, status) for run, status in zip(runs, statuses, strict=True)]
+    if runs[0].script:
+        columns = list(dict.fromkeys(itertools.chain(*results)))
+    else:
+        headlines = dict.fromkeys(result["headline"] for result in results if result) or ("test_accuracy",)
+        columns = ["world_size", *headlines, "samples_per_s"]
     rows = [["run", *runs[0].point, *columns]]
     for run, result in zip(runs, results, strict=True):
         shown = ["-" if result.get(name) is None else f"{result[name]:.4g}" for name in columns]

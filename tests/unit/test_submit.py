@@ -425,6 +425,33 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     assert "| test_accuracy |" in capsys.readouterr().out, "no run is complete: the default task's"
 
 
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ('{"val_loss": 0.5, "model": "net", "steps": 3}', {"val_loss": "0.5", "steps": "3"}),
+        ("[0.5]", {}),
+        ("{0.5", {}),
+        (None, {}),
+    ],
+)
+def test_the_table_of_a_scripts_sweep_has_the_numbers_of_its_result(tmp_path, capsys, text, columns):
+    run = Run("ddp", [], tmp_path, {"lr": "0.1"}, {"SCRIPT": "train.py"})
+    if text:
+        (tmp_path / "result.json").write_text(text)
+    report([run], [0])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["run", "lr", *columns]
+    assert rows[2] == [tmp_path.name, "0.1", *columns.values()]
+
+
+def test_a_local_sweep_whose_launcher_was_killed_has_failed(tmp_path, monkeypatch):
+    killed = iter([0, -9])
+    monkeypatch.setattr(submit.subprocess, "run", lambda _: argparse.Namespace(returncode=next(killed)))
+    args = submit.parse_args(["ddp", "--local", "--sweep", "lr=0.1,0.2"])
+    runs = [Run("ddp", [], tmp_path, point) for point in submit.grid_points(args.sweep)]
+    assert submit.train_here(args, tmp_path, runs) == 137
+
+
 def test_the_tenth_start_is_told_too(tmp_path, capsys):
     watched(tmp_path, restarts=9).look({"7": ("RUNNING", "None", 10)})
     assert "job 7: requeued, start 11" in capsys.readouterr().out
