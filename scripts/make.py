@@ -198,8 +198,9 @@ def export() -> Command:
 
 def compare() -> Command:
     """Return the command that compares recipes."""
-    own = [*choices("RECIPES"), *flags("NODES", "NPROC_PER_NODE"), "--", *args()]
-    return module("scripts.bench.compare", own, needs_horovod="horovod" in choices("RECIPES"))
+    recipes = [check_recipe(name) for name in choices("RECIPES")]
+    own = [*recipes, *flags("NODES", "NPROC_PER_NODE"), "--", *args()]
+    return module("scripts.bench.compare", own, needs_horovod="horovod" in recipes)
 
 
 def same() -> Command:

@@ -9,6 +9,7 @@ The others are compared with the first recipe. Set OMP_NUM_THREADS=1 to give eac
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -131,6 +132,20 @@ def notes_of(folder: Path, args: Namespace) -> list[str]:
     ]
 
 
+def check_options(recipes: Sequence[str], options: Sequence[str]) -> None:
+    """Raise UserError if a recipe refuses the options, or keeps no record to compare."""
+    for word in options:
+        if word.split("=")[0] in ("--name", "--runs-dir", "--resume"):
+            raise UserError(f"{word.split('=')[0]} is set by compare itself; leave it out of ARGS")
+    for recipe in recipes:
+        try:
+            args = importlib.import_module(f"recipes.{recipe}.train").options(list(options))
+        except UserError as error:
+            raise UserError(f"{recipe}: {error}") from None
+        if not hasattr(args, "runs_dir"):
+            raise UserError(f"{recipe} trains nothing; leave it out of RECIPES")
+
+
 @command
 def main(argv: list[str]) -> int:
     """Run the recipes, compare them and write the results.
@@ -146,9 +161,7 @@ def main(argv: list[str]) -> int:
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
-    for word in args.options:
-        if word.split("=")[0] in ("--name", "--runs-dir", "--resume"):
-            raise UserError(f"{word.split('=')[0]} is set by compare itself; leave it out of ARGS")
+    check_options(recipes, args.options)
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)

@@ -44,9 +44,19 @@ def test_table_and_picture_hold_every_run(runs, tmp_path):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("words", [[], ["singel"], ["single", "--nodes", "0"], ["single", "--", "--name", "x"]])
-def test_bad_input_is_refused_before_anything_runs(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "RECIPES is empty; "),
+        (["singel"], "RECIPE: invalid choice 'singel'; did you mean 'single'?"),
+        (["single", "--nodes", "0"], "NODES expects a whole number "),
+        (["single", "--", "--name", "x"], "--name is set by compare itself; leave it out of ARGS"),
+        (["ddp", "single", "--", "--zero"], "single: unknown option --zero"),
+        (["single", "probe"], "probe trains nothing; leave it out of RECIPES"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(words, error, capsys):
     before = set((ROOT / "runs").glob("*"))
     assert compare.main(words) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert capsys.readouterr().err.startswith(f"error: {error}")
     assert set((ROOT / "runs").glob("*")) == before

@@ -218,6 +218,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("run", {"RECIPE": "`reboot`"}, "RECIPE: invalid choice "),
         ("run", {"RECIPE": ""}, "RECIPE is missing (choose from apex, "),
         ("image", {"RECIPE": "../ddp"}, "RECIPE: invalid choice "),
+        ("compare", {"RECIPES": "single dpd"}, "RECIPE: invalid choice 'dpd'; did you mean 'ddp'?"),
         ("run", {"RECIPE": "ddp", "NODES": '2"; x'}, "NODES expects a whole number of at least 0, got '2\"; x'"),
         (
             "run",
