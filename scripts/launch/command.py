@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -33,14 +32,24 @@ NOT_ELASTIC = (*ONE_PROCESS, "probe", "spawn", "horovod")
 """Recipes that cannot continue after the loss of a node."""
 
 
+VARIABLES = (
+    *("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "GPUS", "NAME", "FABRIC", "TIME"),
+    *("GLOBAL_BATCH", "STOP_AFTER", "RESUME"),
+)
+FLAGS = {f"--{name.lower().replace('_', '-')}": name for name in VARIABLES}
+FLAGS |= {"--gpus-per-node": "GPUS", "--cpus-per-task": "CPUS"}
+"""The variable of make that sets a flag."""
+
+
 class CommandParser(Parser):
     """A parser whose errors name the variable of make that sets a flag: NODES for --nodes."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise a UserError with the message that argparse would print after its usage text."""
-        message = message.removeprefix("argument ")
-        names = "nodes|nproc-per-node|min-nodes|max-restarts|rounds|seed|gpus"
-        super().error(re.sub(f"^--({names}): ", lambda flag: flag[1].upper().replace("-", "_") + " ", message))
+        flag, colon, text = message.removeprefix("argument ").partition(": ")
+        if colon and flag in FLAGS:
+            message = FLAGS[flag] + (" " if text.startswith("expects ") else ": ") + text
+        super().error(message)
 
 
 count = whole_number(1, 1024)

@@ -651,7 +651,7 @@ def test_batches_beyond_what_is_known_are_warned_of(tmp_path, capsys):
 REFUSALS = {
     "ddq": "did you mean 'ddp'?",
     "pipeline": "RECIPE pipeline cannot be planned; one of single, ",
-    "ddp --fabric ib-40": "--fabric: invalid choice 'ib-40'; did you mean 'ib-400'?",
+    "ddp --fabric ib-40": "FABRIC: invalid choice 'ib-40'; did you mean 'ib-400'?",
     "ddp --model resnet5": "did you mean 'resnet50'?",
     "ddp --gbits 3": "unknown option --gbits; did you mean '--gbit'?",
     "ddp --grad-compresion fp16": "did you mean '--grad-compression'?",
