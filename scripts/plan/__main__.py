@@ -211,18 +211,25 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
 
 def plan_row(
     nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: model.Compute
-) -> Row | None:
-    """Return the figures of one number of nodes; None if the replicas, the batch or the data do not fit it."""
+) -> Row:
+    """Return the figures of one number of nodes; raises UserError if it does not fit the batch or data."""
     cluster, method = cluster_of(args, nodes), method_of(args, options)
     ranks, shards = cluster.ranks, method.shards(cluster.ranks)
     parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
-    if ranks % method.tensor_parallel or ranks % method.replicas or (shards % args.gpus and args.gpus % shards):
-        return None
+    fix = "change it, NODES or GPUS"
+    leaves_ranks = f"does not divide {ranks} ranks; {fix}"
+    uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; {fix}"
+    refuse(
+        (ranks % method.tensor_parallel, f"--tensor-parallel {method.tensor_parallel} {leaves_ranks}"),
+        (ranks % method.replicas, f"--replicas {method.replicas} {leaves_ranks}"),
+        (shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"),
+    )
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
     try:
         check_batch(replace(options, global_batch_size=global_batch), parts, kind.num_samples)
-    except UserError:
-        return None
+    except UserError as error:
+        given = "" if args.is_fixed_batch else f"--local-batch-size {args.local_batch_size} on {parts} ranks: "
+        raise UserError(f"{given}{error}") from None
     group = options.batchnorm_group or 1
     local = group * math.ceil(global_batch / group / parts)  # all ranks wait for the largest share
     # Each rank runs the optimizer on its own part of the state.
@@ -359,10 +366,14 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)
     counts = sorted({2**i for i in range(args.nodes.bit_length())} | {args.nodes})
-    found = {nodes: plan_row(nodes, args, options, kind, workload, compute) for nodes in counts}
-    rows = [row for row in found.values() if row]
-    no_row = "the global batch leaves ranks or passes without a sample, or is larger than the data, on one node"
-    refuse((not rows, no_row))
+    rows, left_out = [], {}
+    for nodes in counts:
+        try:
+            rows.append(plan_row(nodes, args, options, kind, workload, compute))
+        except UserError as error:
+            left_out[nodes] = error
+    if not rows:
+        raise left_out[counts[0]]
     last, link, fabric = rows[-1], cluster_of(args, 1).network, args.fabric or "own"
     lines = [
         f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "
@@ -377,8 +388,8 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     if last["sent_in_replica_bytes"]:
         inside, outside = (last[f"sent_{where}_bytes"] / 1e6 for where in ("in_replica", "to_replicas"))
         lines.append(f"a rank sends {inside:,.2f} MB in a step within its replica, {outside:,.2f} MB to others")
-    if left_out := [nodes for nodes, row in found.items() if not row]:
-        lines.append(f"note: left out {left_out} nodes: batch, data or replicas do not divide among their ranks")
+    if left_out:
+        lines.append(f"note: left out {[*left_out]} nodes, {max(left_out)} because {left_out[max(left_out)]}")
     plan = {
         "recipe": args.recipe,
         "model": options.model,

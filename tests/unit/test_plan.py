@@ -239,7 +239,8 @@ def test_nodes_that_make_up_no_whole_replicas_are_left_out():
     words = ("tensor", "--tensor-parallel", "4", "--data", "digits", "--gpus", "2", "--nodes", "3")
     made, lines, _ = command.make_plan([*words, "--compute-ms", "1", "--local-batch-size", "8"])
     assert [(row["nodes"], row["global_batch_size"]) for row in made["rows"]] == [(2, 8)]
-    assert any("left out [1, 3] nodes" in line for line in lines)
+    why = "--tensor-parallel 4 does not divide 6 ranks; change it, NODES or GPUS"
+    assert lines[-1] == f"note: left out [1, 3] nodes, 3 because {why}"
 
 
 def test_a_checkpoint_in_shards_is_not_gathered():
@@ -548,7 +549,7 @@ def test_apex_computes_and_sends_by_its_level():
 def test_what_the_recipe_would_refuse_is_left_out(tmp_path, capsys):
     words = "fsdp --data digits --model vit-tiny --gpus 2 --nodes 6 --local-batch-size 8 --compute-ms 8"
     assert [row["nodes"] for row in plan(tmp_path, *words.split(), "--replicas", "3")["rows"]] == [6]
-    assert "left out [1, 2, 4] nodes" in capsys.readouterr().out
+    assert "left out [1, 2, 4] nodes, 4 because --replicas 3 does not divide 8 ranks" in capsys.readouterr().out
 
 
 def test_a_fixed_global_batch_is_shared_out():
@@ -673,9 +674,12 @@ REFUSALS = {
     "tensor --tensor-parallel 16 --nodes 1": "NODES=1 of 8 GPUs are no replica; raise NODES",
     "tensor --model resnet18": "--model resnet18: it has no plan of what to split; use lenet,",
     "fsdp --replicas 16 --nodes 1": "--replicas 16: NODES=1 have 8 ranks",
-    "ddp --data digits --local-batch-size 2 --accumulate-steps 8": "leaves ranks or passes without a sample",
+    "ddp --data digits --local-batch-size 2 --accumulate-steps 8": "--local-batch-size 2 on 8 ranks: --global-"
+    "batch-size 16 is too small for 8 processes x 8 accumulation steps; use at least 64",
+    "ddp --data digits --global-batch-size 7": "error: --global-batch-size 7 is too small for 8 processes x 1 ",
     "ddp --sharded-checkpoints": "--sharded-checkpoints: the ranks of this recipe hold no shards",
-    "ddp --data digits --local-batch-size 5000": "larger than the data, on one node",
+    "ddp --data digits --local-batch-size 5000": "--local-batch-size 5000 on 8 ranks: --global-batch-size 40000 "
+    "is larger than the training set; use at most 1437",
 }
 
 
