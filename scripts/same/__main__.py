@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import signal
@@ -54,12 +55,18 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def check_words(args: Namespace) -> None:
-    """Raise UserError if SCRIPT is no file or module, LOSS no pattern with a group, or LAUNCH no command."""
+    """Raise UserError if SCRIPT, WORKDIR, LOSS or LAUNCH is invalid; make SCRIPT absolute, set args.workdir."""
     if not args.script:
         raise UserError("SCRIPT is empty; name the script: make same SCRIPT=train.py")
     is_module = re.fullmatch(r"[\w.]+", args.script) and not args.script.endswith(".py")
-    if not is_module and not Path(args.script).is_file():
-        raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
+    if not is_module:
+        path = Path(args.script).expanduser().absolute()
+        if not path.is_file():
+            raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
+        args.script = str(path)
+    args.workdir = Path(os.environ.get("WORKDIR") or ".").expanduser().absolute()
+    if not args.workdir.is_dir():
+        raise UserError(f"WORKDIR {args.workdir} is not a folder; name the folder in which the script is to run")
     try:
         if args.loss and not re.compile(args.loss).groups:
             raise re.error("no group")
@@ -126,7 +133,7 @@ class Session:
             for word in (*self.args.options, self.args.launch)
         )
         folder = self.folder / f"run{number}"
-        variables |= {"RUN_DIR": str(own), "RESUME": resume}
+        variables |= {"RUN_DIR": str(own), "RESUME": resume, "WORKDIR": str(self.args.workdir)}
         statuses = ranks.run(
             [self.args.script, *words], launcher, world_size, folder, self.args.timeout_s, **variables
         )

@@ -411,7 +411,7 @@ def run_script(script: str, argv: list[str]) -> None:
     install(observer)
     sys.argv = [script, *argv]
     try:
-        if script.endswith(".py"):
+        if script.endswith(".py") or os.sep in script:
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
         else:

@@ -60,7 +60,8 @@ def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)
-    sys.path.insert(0, str(ROOT))
+    os.chdir(os.environ.pop("WORKDIR", "") or ".")
+    sys.path[:0] = [str(ROOT), os.getcwd()]
     import torch
 
     from scripts.same.observe import run_script
@@ -94,6 +95,7 @@ def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, t
         try:
             process = subprocess.Popen(
                 command,
+                cwd=env.get("WORKDIR") or None,
                 env={name: value for name, value in env.items() if name not in unset} | {"PYTHONPATH": paths},
                 stdout=out,
                 stderr=err,

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from scripts.same import observe
-from scripts.same.__main__ import main
+from scripts.same.__main__ import main, parse_args
 from scripts.same.causes import CAUSES
 from scripts.same.compare import Rounding, Run, check_resumed, compare, load
 from scripts.same.printed import read_series
@@ -101,6 +101,17 @@ def test_wrong_input_is_one_line_and_status_2(capsys, argv, error):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(f"error: {error}")
+
+
+def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WORKDIR", "~")
+    (tmp_path / "train.py").touch()
+    args = parse_args(["~/train.py"])
+    assert (args.script, args.workdir) == (str(tmp_path / "train.py"), tmp_path)
+    monkeypatch.setenv("WORKDIR", "~/nowhere")
+    with pytest.raises(UserError, match=r"WORKDIR .*/nowhere is not a folder; name the folder"):
+        parse_args(["~/train.py"])
 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.doc])

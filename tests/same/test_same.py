@@ -147,6 +147,15 @@ def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
+@pytest.mark.parametrize("launcher", ["", sys.executable])
+def test_the_script_runs_in_workdir(tmp_path, launcher):
+    script, folder = tmp_path / "script", tmp_path / "run"
+    script.write_text("print('loss', open('value').read())\n")
+    (tmp_path / "value").write_text("2.5")
+    assert ranks.run([str(script)], launcher, 1, folder, 60, WORKDIR=str(tmp_path)) == [0]
+    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+
+
 def test_ranks_that_wait_for_each_other_are_ended(capsys, tmp_path):
     script = str(plant({"    dist.all_reduce(total)\n": "    rank and dist.all_reduce(total)\n"}, tmp_path))
     argv = [script, *GLOBAL_BATCH, "--world-sizes", "1 2", "--timeout-s", "15", *LOCAL_BATCH]
