@@ -31,6 +31,10 @@ fi
 say() { echo "setup: $*" >&2; }
 
 # Two calls at once: the second waits for the first and finds everything in place.
+if ! { true >>.venv.lock; } 2>/dev/null; then
+    echo "error: user $(id -u) cannot write $PWD/.venv.lock, and .venv is to be made beside it; use a copy of your own" >&2
+    exit 2
+fi
 exec 9>.venv.lock
 lock() { "$python" -c "import fcntl, sys
 try: fcntl.flock(9, fcntl.LOCK_EX | $1)

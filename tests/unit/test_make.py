@@ -497,6 +497,16 @@ def test_setup_that_fails_shows_pips_last_lines(checkout):
     assert not (checkout / ".venv/.installed/run.txt").exists()
 
 
+def test_setup_in_a_folder_that_is_read_only_is_refused_in_a_line(checkout):
+    (checkout / ".venv.lock").mkdir()  # root may write everywhere
+    result = run_command(str(checkout / "scripts/dev/setup.sh"), "run")
+    assert result.status == 2
+    [line] = result.stderr.splitlines()
+    assert line.endswith(
+        f" cannot write {checkout}/.venv.lock, and .venv is to be made beside it; use a copy of your own"
+    )
+
+
 def test_a_second_setup_waits_for_the_first_and_says_so(checkout):
     with open(checkout / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
