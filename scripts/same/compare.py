@@ -464,14 +464,17 @@ def compare(
     """
     if failure := run.failure():
         return [failure]
+    counts = [len(records) for records in run.of("step")]
+    by_rank = Finding("other-steps", f"{', '.join(map(str, counts))} optimizer steps by rank")
+    if any(counts) and not all(counts):
+        return [by_rank]
     if not is_replicated(run, first):
         return [Finding("not-replicated", "weights"), *check_printed(run, first, rounding, is_proven=False)]
     apart = list(check_ranks(run))
     overlap = check_overlap(run, first)
     findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run)])]
-    counts = [len(records) for records in run.of("step")]
     if len(set(counts)) > 1:
-        findings.append(Finding("other-steps", f"{', '.join(map(str, counts))} optimizer steps by rank"))
+        findings.append(by_rank)
     if overlap:
         return findings
     if not rounding.is_controlled or any(record["moved"] for record in run.steps[0]):

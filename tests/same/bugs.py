@@ -100,6 +100,7 @@ BUGS = {
     "not sharded": Bug(
         "not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")}
     ),
+    "step on one rank": Bug("other-steps", {STEP: STEP.replace("optimizer", "rank == 0 and optimizer")}),
     "sampler seeded by rank": Bug("not-sharded", {SAMPLER: SAMPLER.replace(")", ", seed=rank)")}),
     "shuffled by each rank": Bug("not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True)  # ")}),
     "mean of unequal shares": Bug(
