@@ -18,7 +18,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     # DDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
@@ -57,13 +57,13 @@ def main() -> None:
     first_epoch, accuracy, state = 0, 0.0, None
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # DDP: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # DDP: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    # DDP: sends rank 0's weights to all; then, in each backward(), 2 (N-1)/N of the gradients' bytes per rank.
+    # DDP: broadcasts rank 0's weights; backward() all-reduces gradients, 2 (N-1)/N of their bytes per rank.
     ddp = nn.parallel.DistributedDataParallel(model)
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
@@ -71,22 +71,22 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(world_size)[rank]  # DDP: together, the shares are the batch
-            # DDP: gradients are averaged over the ranks, so that this factor makes the loss the batch's mean.
+            share = batch.tensor_split(world_size)[rank]  # DDP: each rank takes its share of the same batch
+            # DDP: gradients are averaged over the ranks; the factor world_size makes this the batch's mean.
             loss = cross_entropy(ddp(images[share]), labels[share], reduction="sum") / BATCH_SIZE * world_size
             loss.backward()
             decay = max(0, step - 1 - WARMUP) / max(1, args.epochs * steps_per_epoch - WARMUP)
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
             optimizer.step()
             if step % args.log_every == 0:
-                dist.all_reduce(loss.detach())  # DDP: sums the losses of the ranks, 4 bytes each
+                dist.all_reduce(total := loss.detach())  # DDP: sums the losses of the ranks, 4 bytes each
                 if rank == 0:
-                    print(f"step {step} loss {loss.item() / world_size:.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+                    print(f"step {step} loss {total.item() / world_size:.8f}")
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = model(test_images)
             correct = (logits.argmax(dim=1) == test_labels).sum()
             totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        dist.all_reduce(totals)  # DDP: sums losses and counts, 8 bytes a rank; the means are taken after it
+        dist.all_reduce(totals)  # DDP: sums losses and counts, 8 bytes per rank, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")

@@ -20,7 +20,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -38,7 +38,7 @@ def main() -> None:
     args = parser.parse_args()
     # FSDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
@@ -56,15 +56,15 @@ def main() -> None:
     for weight in list(model.parameters())[:-2]:  # the last layer keeps torch's smaller weights
         nn.init.kaiming_uniform_(weight, nonlinearity="relu") if weight.dim() > 1 else nn.init.zeros_(weight)
     for module in (first, second, *linear[::2], model.to(device)):
-        # FSDP: each rank keeps 1/N of the rows. Forward and backward of a layer both begin by an all-gather of its
-        # weights, (N-1)/N of their bytes per rank; its backward ends with a reduce-scatter of its gradients.
+        # FSDP: each rank keeps 1/N of the rows. A layer's forward and backward each begin with an all-gather of
+        # its weights, (N-1)/N of their bytes per rank; backward ends with a reduce-scatter of its gradients.
         fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
     first_epoch, accuracy, state = 0, 0.0, None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # FSDP: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # FSDP: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
@@ -75,22 +75,22 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(world_size)[rank]  # FSDP: together, the shares are the batch
-            # FSDP: gradients are averaged over the ranks, so that this factor makes the loss the batch's mean.
+            share = batch.tensor_split(world_size)[rank]  # FSDP: each rank takes its share of the same batch
+            # FSDP: gradients are averaged over the ranks; the factor world_size makes this the batch's mean.
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum") / BATCH_SIZE * world_size
             loss.backward()
             decay = max(0, step - 1 - WARMUP) / max(1, args.epochs * steps_per_epoch - WARMUP)
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
             optimizer.step()
             if step % args.log_every == 0:
-                dist.all_reduce(loss.detach())  # FSDP: sums the losses of the ranks, 4 bytes each
+                dist.all_reduce(total := loss.detach())  # FSDP: sums the losses of the ranks, 4 bytes each
                 if rank == 0:
-                    print(f"step {step} loss {loss.item() / world_size:.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+                    print(f"step {step} loss {total.item() / world_size:.8f}")
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = model(test_images)
             correct = (logits.argmax(dim=1) == test_labels).sum()
             totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        dist.all_reduce(totals)  # FSDP: sums losses and counts, 8 bytes a rank; the means are taken after it
+        dist.all_reduce(totals)  # FSDP: sums losses and counts, 8 bytes per rank, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")

@@ -18,7 +18,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()  # Horovod: learns from horovodrun, mpirun or srun which process this is, and where the others are
     rank, world_size, local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
@@ -53,12 +53,12 @@ def main() -> None:
     for weight in list(model.parameters())[:-2]:  # the last layer keeps torch's smaller weights
         nn.init.kaiming_uniform_(weight, nonlinearity="relu") if weight.dim() > 1 else nn.init.zeros_(weight)
     optimizer = torch.optim.SGD(model.to(device).parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
-    # Horovod: each gradient is summed once all ranks have it: 2 (N-1)/N of its bytes per rank, fused with others.
+    # Horovod: averages each gradient once all ranks have it: 2 (N-1)/N of its bytes per rank, fused with others.
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     first_epoch, accuracy, state = 0, 0.0, None
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # Horovod: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # Horovod: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     if state := hvd.broadcast_object(state, root_rank=0, name="state"):
         first_epoch, accuracy = state["epoch"], state["accuracy"]
         model.load_state_dict(state["model"])
@@ -70,8 +70,8 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(world_size)[rank]  # Horovod: together, the shares are the batch
-            # Horovod: gradients are averaged over the ranks, so that this factor makes the loss the batch's mean.
+            share = batch.tensor_split(world_size)[rank]  # Horovod: each rank takes its share of the same batch
+            # Horovod: gradients are averaged over the ranks; the factor world_size makes this the batch's mean.
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum") / BATCH_SIZE * world_size
             loss.backward()
             decay = max(0, step - 1 - WARMUP) / max(1, args.epochs * steps_per_epoch - WARMUP)
@@ -81,11 +81,11 @@ def main() -> None:
                 loss = hvd.allreduce(loss.detach())  # Horovod: averages the losses of the ranks, 4 bytes each
                 if rank == 0:
                     print(f"step {step} loss {loss.item():.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = model(test_images)
             correct = (logits.argmax(dim=1) == test_labels).sum()
             totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        totals = hvd.allreduce(totals, op=hvd.Sum)  # Horovod: sums losses and counts, 8 bytes a rank
+        totals = hvd.allreduce(totals, op=hvd.Sum)  # Horovod: sums losses and counts, 8 bytes per rank
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")

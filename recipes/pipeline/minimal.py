@@ -21,7 +21,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -40,10 +40,10 @@ def main() -> None:
     args = parser.parse_args()
     # DDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # Pipeline: the processes are a grid: a row is a replica of the model, a column all replicas of a stage.
+    # Pipeline: the processes form a grid: a row is a replica of the model, a column all replicas of a stage.
     mesh = DeviceMesh(device.type, torch.arange(world_size).view(-1, args.stages), mesh_dim_names=("dp", "pp"))
     dp, pp, stage, replicas = mesh.get_group("dp"), mesh.get_group("pp"), mesh.get_local_rank("pp"), mesh.size(0)
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
@@ -61,12 +61,12 @@ def main() -> None:
     for weight in list(model.parameters())[:-2]:  # the last layer keeps torch's smaller weights
         nn.init.kaiming_uniform_(weight, nonlinearity="relu") if weight.dim() > 1 else nn.init.zeros_(weight)
     start, end = ([0, 3, 7, 9, 11, 12][-(-5 * i // args.stages)] for i in (stage, stage + 1))
-    part = model[start:end].to(device)  # Pipeline: this stage's layers; the 5 with weights are shared out evenly
+    part = model[start:end].to(device)  # Pipeline: this stage's layers; the 5 with weights are spread evenly
     optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
     first_epoch, accuracy, state = 0, 0.0, None
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # DDP: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # DDP: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
@@ -81,24 +81,24 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(replicas)[dp.rank()]  # DDP: together, the replicas' shares are the batch
-            losses: list[Tensor] = []  # on the last stage, of microbatches of one size: their mean is the batch's
+            share = batch.tensor_split(replicas)[dp.rank()]  # DDP: each replica takes its share of the same batch
+            losses: list[Tensor] = []  # filled on the last stage; equal microbatches, so their mean is the batch's
             schedule.step(images[share], target=labels[share], losses=losses)
             loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
             decay = max(0, step - 1 - WARMUP) / max(1, args.epochs * steps_per_epoch - WARMUP)
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
             optimizer.step()
             if step % args.log_every == 0:
-                dist.all_reduce(loss.detach())  # DDP: sums the losses of the ranks, 4 bytes each
+                dist.all_reduce(total := loss.detach())  # DDP: sums the losses of the ranks, 4 bytes each
                 if rank == 0:
-                    print(f"step {step} loss {loss.item() / replicas:.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+                    print(f"step {step} loss {total.item() / replicas:.8f}")
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = ScheduleGPipe(PipelineStage(part, stage, args.stages, device, group=pp), 1).step(test_images)
             totals = torch.zeros(2, device=device)
             if logits is not None:
                 correct = (logits.argmax(dim=1) == test_labels).sum()
                 totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        dist.all_reduce(totals)  # DDP: sums losses and counts, 8 bytes a rank; the means are taken after it
+        dist.all_reduce(totals)  # DDP: sums losses and counts, 8 bytes per rank, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")

@@ -18,7 +18,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -35,7 +35,7 @@ def all_reduce(buffer: Tensor, rank: int, size: int) -> None:
         # Scratch: 1/N of the bytes goes right, another 1/N comes from the left: 2 (N-1)/N of them in all.
         send = dist.P2POp(dist.isend, chunks[(rank - step) % size], (rank + 1) % size)
         receive = dist.P2POp(dist.irecv, arrived := torch.empty_like(incoming), (rank - 1) % size)
-        for work in dist.batch_isend_irecv([receive, send]):  # else its bytes wait for ours
+        for work in dist.batch_isend_irecv([receive, send]):  # receive first: faster over Gloo, see train.py
             work.wait()
         incoming.copy_(incoming + arrived if step < size - 1 else arrived)
 
@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     # Scratch: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
@@ -70,7 +70,7 @@ def main() -> None:
     first_epoch, accuracy, state = 0, 0.0, None
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # Scratch: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # Scratch: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
@@ -86,7 +86,7 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             gradients.zero_()
-            share = batch.tensor_split(world_size)[rank]  # Scratch: together, the shares are the batch
+            share = batch.tensor_split(world_size)[rank]  # Scratch: each rank takes its share of the same batch
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum") / BATCH_SIZE
             loss.backward()
             all_reduce(gradients, rank, world_size)
@@ -94,14 +94,14 @@ def main() -> None:
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
             optimizer.step()
             if step % args.log_every == 0:
-                dist.all_reduce(loss.detach())  # Scratch: sums the losses of the ranks, 4 bytes each
+                dist.all_reduce(total := loss.detach())  # Scratch: sums the losses of the ranks, 4 bytes each
                 if rank == 0:
-                    print(f"step {step} loss {loss.item():.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+                    print(f"step {step} loss {total.item():.8f}")
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = model(test_images)
             correct = (logits.argmax(dim=1) == test_labels).sum()
             totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        dist.all_reduce(totals)  # Scratch: sums losses and counts, 8 bytes a rank; the means are taken after it
+        dist.all_reduce(totals)  # Scratch: sums losses and counts, 8 bytes per rank, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")

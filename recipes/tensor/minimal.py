@@ -22,7 +22,7 @@ SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
 
 
 def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch: a hash (splitmix64) of SEED and epoch seeds it."""
+    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
     state, mask = 0, 2**64 - 1
     for number in (SEED, epoch):
         state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     # Tensor: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)
+    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Tensor: the ranks form a grid, a row for each replica. The ranks of a replica take the same samples.
@@ -62,16 +62,16 @@ def main() -> None:
     model = nn.Sequential(first, pool, nn.ReLU(), second, pool, nn.ReLU(), nn.Flatten(), *linear)
     for weight in list(model.parameters())[:-2]:  # the last layer keeps torch's smaller weights
         nn.init.kaiming_uniform_(weight, nonlinearity="relu") if weight.dim() > 1 else nn.init.zeros_(weight)
-    # Tensor: a rank keeps 1/N of layer 7's rows, and the columns of layer 9 that take its outputs. An all-reduce
-    # sums 9's outputs, 84 x 4 bytes a sample; in backward, one 7's input gradients, 64 x 4: 2 (N-1)/N per rank.
+    # Tensor: a rank keeps 1/N of layer 7's rows, and the columns of layer 9 for their outputs. An all-reduce sums
+    # layer 9's outputs, 84 x 4 bytes per sample, another layer 7's input gradients, 64 x 4: 2 (N-1)/N per rank.
     plan = {"7": ColwiseParallel(), "9": RowwiseParallel()}
-    parallelize_module(model.to(device), mesh["tp"], plan, src_data_rank=None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.01, foreach=False)
+    parallelize_module(model.to(device), mesh["tp"], plan, src_data_rank=None)  # None: the seed made ranks equal
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
     first_epoch, accuracy, state = 0, 0.0, None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    # Tensor: rank 0 reads the file; the others receive its content, here some 170 KB, or that there is none.
+    # Tensor: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
@@ -82,7 +82,7 @@ def main() -> None:
         batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(replicas)[replica]  # Tensor: together, the replicas' shares are the batch
+            share = batch.tensor_split(replicas)[replica]  # Tensor: each replica takes its share of the same batch
             loss = cross_entropy(model(images[share]), labels[share], reduction="sum") / BATCH_SIZE
             loss.backward()
             for gradient in (weight.grad for weight in model.parameters() if weight.grad is not None):
@@ -92,14 +92,14 @@ def main() -> None:
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
             optimizer.step()
             if step % args.log_every == 0:
-                dist.all_reduce(loss.detach(), group=dp)  # Tensor: sums the losses of the replicas, 4 bytes each
+                dist.all_reduce(total := loss.detach(), group=dp)  # Tensor: sums the replicas' losses, 4 bytes
                 if rank == 0:
-                    print(f"step {step} loss {loss.item():.8f}")
-        with torch.no_grad():  # models with dropout or batch norm switch to eval() and back
+                    print(f"step {step} loss {total.item():.8f}")
+        with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
             logits = model(test_images)
             correct = (logits.argmax(dim=1) == test_labels).sum()
             totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
-        dist.all_reduce(totals, group=dp)  # Tensor: sums losses and counts, 8 bytes; the means are taken after it
+        dist.all_reduce(totals, group=dp)  # Tensor: sums losses and counts, 8 bytes, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")
