@@ -12,7 +12,7 @@ url=${1:-}
 etc=${2:-}/etc/apt
 if [[ -z $url ]]; then exit; fi
 if [[ ! $url =~ ^https?://[A-Za-z0-9./:-]+/(debian|ubuntu)/[0-9]{8}T[0-9]{6}Z$ ]]; then
-    echo "error: APT_SNAPSHOT '$url' is no snapshot; such as http://snapshot.debian.org/archive/debian/20261101T000000Z" >&2
+    echo "error: APT_SNAPSHOT '$url' is not a snapshot; use one such as http://snapshot.debian.org/archive/debian/20261101T000000Z" >&2
     exit 2
 fi
 if [[ ${BASH_REMATCH[1]} == debian ]]; then
@@ -34,7 +34,7 @@ fi
 sed -E '/^ *#/d' "${files[@]}" | { grep -oE 'https?://[^][:space:]]+' || true; } | sort -u | while read -r source; do
     here=${source#*://} here=${here%/}
     if [[ $here != "$bare" && $here != "${security#*://}" ]]; then
-        echo "$source is no snapshot; its packages are today's" >&2
+        echo "$source is not a snapshot; its packages are today's" >&2
     fi
 done
 mkdir -p "$etc/apt.conf.d"

@@ -121,7 +121,7 @@ def find_compose(docker: str) -> list[str]:
         return [docker, "compose"]
     if older := shutil.which("docker-compose"):
         return [older]
-    raise UserError("there is no Compose; install Docker's compose plugin (Debian: docker-compose)")
+    raise UserError("Docker Compose not found; install its plugin (Debian: docker-compose)")
 
 
 def check_image(docker: str, image: str, recipe: str) -> None:
@@ -198,9 +198,7 @@ def main(argv: list[str]) -> int:
     processes = processes_per_node(args, shares)
     docker = shutil.which(os.environ.get("DOCKER", "docker"))
     if not docker:
-        raise UserError(
-            "there is no docker; install Docker (Debian: docker.io docker-compose), or drop WITH=docker"
-        )
+        raise UserError("docker not found; install Docker (Debian: docker.io docker-compose), or drop WITH=docker")
     image = os.environ.get("IMAGE") or f"cluster-recipes/{image_of(recipe)}:latest"
     check_image(docker, image, recipe)
     compose = find_compose(docker)

@@ -24,7 +24,7 @@ refuse() {
 action=${1:-} recipe=${2:-}
 locked=docker/images.lock
 if [[ $action == lock ]]; then
-    docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install Docker with buildx, or set DOCKER"
+    docker=$(command -v "${DOCKER:-docker}") || refuse "docker not found; install Docker with buildx, or set DOCKER"
     lines=()
     while read -r variable image; do
         digest=$("$docker" buildx imagetools inspect --format '{{.Manifest.Digest}}' "$image") ||
@@ -37,7 +37,7 @@ if [[ $action == lock ]]; then
 fi
 [[ $action == build || $action == push ]] || refuse "usage: docker/image.sh build|push RECIPE"
 [[ $recipe =~ ^[a-z0-9_]+$ && -f recipes/$recipe/train.py ]] || refuse "there is no recipe '$recipe'; make list shows all"
-docker=$(command -v "${DOCKER:-docker}") || refuse "there is no docker; install Docker (Debian: docker.io), or set DOCKER"
+docker=$(command -v "${DOCKER:-docker}") || refuse "docker not found; install Docker (Debian: docker.io), or set DOCKER"
 timeout 60 "$docker" info >/dev/null 2>&1 ||
     refuse "no Docker engine answers $docker; start it (systemctl start docker), or join the group docker"
 

@@ -128,7 +128,7 @@ def add_component(documents: list[dict[str, Any]], name: str, kind: str) -> list
             raise UserError(f"COMPONENTS: kubectl kustomize cannot build {name}: {reason}") from None
     built = parse(done.stdout)
     if built == documents:
-        raise UserError(f"COMPONENTS: {name} changes nothing of KIND={kind}; leave it out (k8s/README.md)")
+        raise UserError(f"COMPONENTS: {name} does not change KIND={kind}; leave it out (k8s/README.md)")
     added = built[len(documents) :]
     for document in added:  # such as a NetworkPolicy, which is named after its own job
         rename(document, document["metadata"]["name"], documents[-1]["metadata"]["name"])
@@ -290,8 +290,8 @@ def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[st
                 held[name] = scale(held[name], gpus, before)
             has_gpus = True
     if gpus and not has_gpus:
-        fix = "limit it, without the component cpu-only; set other devices in the file, without GPUS"
-        raise UserError(f"GPUS {gpus}: the manifest limits no {GPU}; {fix}")
+        fix = "add one, without the component cpu-only; set other devices in the file, without GPUS"
+        raise UserError(f"GPUS {gpus}: the manifest has no limit of {GPU}; {fix}")
 
 
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:
@@ -301,7 +301,7 @@ def scale(quantity: str | int | float, gpus: int, before: int) -> str:
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)([a-zA-Z]*)", str(quantity))
     if not found:
-        raise UserError(f"{quantity!r} in the manifest is no quantity; write one such as 8, 500m or 1.5Gi")
+        raise UserError(f"{quantity!r} in the manifest is not a quantity; write one such as 8, 500m or 1.5Gi")
     number = Decimal(found[1])
     step = Decimal(1).scaleb(min(0, int(number.as_tuple().exponent)))
     return f"{(number * gpus / before).quantize(step, ROUND_CEILING):f}{found[2]}"

@@ -279,16 +279,16 @@ def check_used(target: str) -> None:
         if name.lower() in options:
             flag = name.lower().replace("_", "-")
             raise UserError(
-                f"{name} is no variable of make {target}; give the recipe's option: "
+                f"{name} is not a variable of make {target}; give the recipe's option: "
                 f'ARGS="--{flag} {shlex.quote(text)}"'
             )
         if hint := nearest(name, USED, cutoff=0.8):
-            raise UserError(f"{name} is no variable of make {target}{hint}")
+            raise UserError(f"{name} is not a variable of make {target}{hint}")
         if name in VARIABLES or (options and not PASSED_ON.match(name)):
             fix = (
                 "" if name in VARIABLES else f"; as an environment variable, it comes before make: {name}=... make"
             )
-            raise UserError(f"{name} is no variable of make {target} (it has {', '.join(sorted(USED))}){fix}")
+            raise UserError(f"{name} is not a variable of make {target} (it has {', '.join(sorted(USED))}){fix}")
 
 
 def drop_name_of_wsl() -> None:

@@ -344,7 +344,7 @@ class Options(TrainingOptions):
         is_remote = self.data == "shards" and url_of(self.data_dir)
         if url_of(self.data_dir) and not is_remote:
             fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
-            raise UserError(f"--data-dir {url_of(self.data_dir)}: of a server, only shards are read; {fix}")
+            raise UserError(f"--data-dir {url_of(self.data_dir)}: only shards can be read from a server; {fix}")
         for name, sources in ONLY_FOR.items():
             value = getattr(self, name)
             if value != getattr(Options, name) and not applies(name, self.data):

@@ -91,7 +91,7 @@ def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
         status, partial, chosen = int(given["status"]), given["partial"], given["tests"]
     except (OSError, ElementTree.ParseError, StopIteration, KeyError, ValueError) as error:
         fix = "give one of make test-all ARGS=--junit-xml=report.xml"
-        raise UserError(f"{path} is no report of these tests ({error}); {fix}") from None
+        raise UserError(f"{path} is not a report of these tests ({error}); {fix}") from None
     if chosen != " ".join(sorted(tests)):
         partial = ", ".join(filter(None, [partial, chosen or "no name of a test"]))
     if partial:

@@ -84,7 +84,7 @@ def read_run(path: Path) -> Run:
         run = Run(path, facts, tuple(Figure(**row) for row in rows))
         _ = run.date, run.device, run.facts["versions"], run.of_most_parts("rounds"), run.of_most_parts("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is no benchmark's file ({type(error).__name__}: {error}); remove it") from None
+        raise UserError(f"{path} is not from make bench ({type(error).__name__}: {error}); remove it") from None
     return run
 
 

@@ -66,7 +66,7 @@ class Channel:
             raise ConnectionError("it has closed the connection")
         message = json.loads(line)
         if not isinstance(message, dict):
-            raise ValueError("no message of a doctor")
+            raise ValueError("not a message of a doctor")
         return message
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ def introduce(channel: Channel, place: Node, word: str) -> str:
     if "refusal" in reply:
         return str(reply["refusal"])
     if not hmac.compare_digest(reply["mac"], mac(word, f"head {own}".encode()).hex()):
-        raise ValueError("it does not know this job's word")
+        raise ValueError("it does not know the job's secret, RDZV_ID")
     return ""
 
 

@@ -123,7 +123,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
         else:
             matches = [known for known in interfaces if interface_matches(wanted, known)]
         if wanted and not matches:
-            raise UserError(f"{name}={wanted} is no interface of this node (there are {', '.join(interfaces)})")
+            raise UserError(f"{name}={wanted} is not an interface of this node (it has {', '.join(interfaces)})")
         if name == "GLOO_SOCKET_IFNAME" and wanted:
             chosen, by = matches[0], name
     addresses = interfaces[chosen]

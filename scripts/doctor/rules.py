@@ -161,7 +161,7 @@ def attendance(case: Case) -> Findings:
         what = f"there was no time left to ask for {order}"
         yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
-        what = f"{case.name(rank)} came and was lost while it was asked for {order}: {why}"
+        what = f"{case.name(rank)} connected, and was lost while it was asked for {order}: {why}"
         fix = "see its own log: was it stopped, is it out of memory, does it run another revision"
         yield case.error((rank,), what, fix)
 
@@ -193,7 +193,7 @@ def names(case: Case) -> Findings:
             what = f" cannot resolve the name of {name_of}: {name} ({result})"
             fix = "add it to DNS or to /etc/hosts of every node"
             if isinstance(result, list):
-                leads_to = f"leads to {', '.join(result)}, which is no address of it ({address} is)"
+                leads_to = f"leads to {', '.join(result)}, which is not its address ({address} is)"
                 what, fix = f": the name {name} of {name_of} {leads_to}", "fix DNS or /etc/hosts"
             found.setdefault((rank, what, fix), []).append(viewer)
     for (rank, what, fix), viewers in found.items():

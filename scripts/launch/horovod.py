@@ -87,7 +87,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Start this node's processes and wait for them; return the job's exit status on this node."""
     check_head(node)
     if importlib.util.find_spec("horovod") is None:
-        raise UserError("Horovod is not there; `make horovod` builds it for this torch")
+        raise UserError("Horovod is not installed; `make horovod` builds it for this torch")
     command = rank_command(recipe, options)
     first = node.node_rank * node.nproc_per_node
     environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}

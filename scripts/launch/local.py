@@ -112,7 +112,7 @@ def free_port(address: str = "") -> int:
                 probe.close()
             return port
         probe.close()
-    raise UserError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; end what holds them (ss -tlnp shows it)")
+    raise UserError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; free some (ss -tlnp lists their users)")
 
 
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:

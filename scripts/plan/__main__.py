@@ -167,7 +167,7 @@ def check_layout(args: Namespace, method: model.Method, options: Options) -> Non
     unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
     refuse(
         (size > 1 and args.measure, whole),
-        (size > ranks, f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are no replica; raise NODES"),
+        (size > ranks, f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are too few; raise NODES"),
         (replicas > ranks, f"--replicas {replicas}: NODES={args.nodes} have {ranks} ranks"),
         (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),

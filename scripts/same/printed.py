@@ -79,7 +79,7 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
                 found.setdefault(name, Series(name)).add(value)
             except ValueError:
                 fix = "let its group match digits only, such as ([-+.0-9e]+)"
-                raise UserError(f"LOSS {pattern!r} finds {value!r}, which is no number; {fix}") from None
+                raise UserError(f"LOSS {pattern!r} finds {value!r}, which is not a number; {fix}") from None
     return found
 
 

@@ -294,7 +294,7 @@ def test_refusals(ddp_image, folder):
             ["ddp"],
             "there is no image nobody/has-this; make image RECIPE=ddp builds it",
         ),
-        ({"DOCKER": "no-docker"}, ["ddp"], "there is no docker; install Docker"),
+        ({"DOCKER": "no-docker"}, ["ddp"], "docker not found; install Docker"),
         ({"DOCKER_HOST": "unix:///nowhere"}, ["ddp"], "no Docker engine answers "),
         (
             {"IMAGE": ddp_image},

@@ -140,7 +140,7 @@ class TestNumbers:
         job = cluster.submit(tmp_path, "doctor.sbatch", "--quick", flags=("--nodes=2",), **env)
         assert job.wait() == "FAILED"
         assert job.field("ExitCode") == "1:0"
-        assert "error: node 1 (n2): network: GLOO_SOCKET_IFNAME=eth7 is no interface of this node" in job.text
+        assert "error: node 1 (n2): network: GLOO_SOCKET_IFNAME=eth7 is not an interface of this node" in job.text
 
 
 LONG = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--global-batch-size", "16")

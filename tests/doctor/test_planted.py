@@ -153,7 +153,7 @@ def test_nodes_of_another_job():
 def test_an_interface_that_is_not_there():
     report = examine(2, "--quick", planted={1: "export NCCL_SOCKET_IFNAME==ib0"})
     assert report.rules() == [("node_errors", 1)]
-    assert "NCCL_SOCKET_IFNAME==ib0 is no interface of this node (there are " in report.findings[0]
+    assert "NCCL_SOCKET_IFNAME==ib0 is not an interface of this node (it has " in report.findings[0]
     assert "or the variable" in report.findings[0]
 
 

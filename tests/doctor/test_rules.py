@@ -116,7 +116,7 @@ FAULTS = {
     "attendance": (lambda case: case.facts.pop(2), "node 2 did not connect to n0:29500 within 60 s"),
     "attendance, lost": (
         lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
-        "node 1 (n1) came and was lost while it was asked for ranks: no answer within 60 s; see its own log",
+        "node 1 (n1) connected, and was lost while it was asked for ranks: no answer within 60 s; see its own log",
     ),
     "attendance, late": (lambda case: case.skipped.append("ranks"), "there was no time left to ask for ranks"),
     "node_errors": (
@@ -129,7 +129,7 @@ FAULTS = {
     ),
     "names, wrong": (
         lambda case: case.peers[0]["1"].update(names={"n1": ["10.0.0.77"]}),
-        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is no address of it (10.0.0.1 is); fix DNS",
+        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is not its address (10.0.0.1 is); fix DNS",
     ),
     "links_up": (set_in("network", mtu=1500), "node 1 (n1): the MTU of eth0 is 1500, on node 0 (n0), node 2"),
     "links_up, down": (set_in("network", is_up=False), "eth0 is down; ip link set eth0 up"),

@@ -347,7 +347,7 @@ def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
         return documents
 
     monkeypatch.setattr(manifest, "load", load_edited)
-    with pytest.raises(UserError, match=r"^GPUS 8: the manifest limits no nvidia.com/gpu; limit it"):
+    with pytest.raises(UserError, match=r"^GPUS 8: the manifest has no limit of nvidia.com/gpu; add one"):
         render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8))
     render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=0))
 
@@ -370,7 +370,7 @@ def test_any_quantity_is_scaled(quantity, expected):
 
 
 def test_what_is_no_quantity_is_not_scaled():
-    with pytest.raises(UserError, match=r"^'8 Gi' in the manifest is no quantity; write one such as"):
+    with pytest.raises(UserError, match=r"^'8 Gi' in the manifest is not a quantity; write one such as"):
         manifest.scale("8 Gi", 2, 1)
 
 
@@ -572,7 +572,7 @@ def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
     [
         ("podgroup", "COMPONENTS: invalid choice 'podgroup'; did you mean 'pod-group'?"),
         ("nodes", "COMPONENTS: nodes is for kubectl apply -k; NODES= sets it here"),
-        ("pod-group", "COMPONENTS: pod-group changes nothing of KIND=indexed-job; leave it out"),
+        ("pod-group", "COMPONENTS: pod-group does not change KIND=indexed-job; leave it out"),
         ("rdma", "COMPONENTS: kubectl kustomize cannot build rdma: "),
     ],
 )

@@ -225,7 +225,7 @@ def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, con
 
 
 def test_a_pattern_that_finds_no_number_is_refused():
-    with pytest.raises(UserError, match=r"finds '2.3,', which is no number; let its group match digits only"):
+    with pytest.raises(UserError, match=r"finds '2.3,', which is not a number; let its group match digits only"):
         read_series("loss is 2.3, step 4", r"loss is (\S+)")
 
 

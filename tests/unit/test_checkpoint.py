@@ -429,7 +429,7 @@ def test_an_option_of_a_newer_version_is_one_line(folder):
     newer = content(10)
     newer["options"] = {**newer["options"], "rotary": "yes"}
     with pytest.raises(
-        UserError, match=r" was written with --rotary yes, which this version does not know; resume"
+        UserError, match=r" was written with --rotary yes, which this version does not support; resume"
     ):
         check_options(options([]), newer, folder.paths()[0])
 

@@ -302,7 +302,7 @@ class TestDecodeGpu:
         assert warnings(capfd) == said
         assert (own.skipped, split.skipped) == (2, 2)
         assert len(said) == 2
-        assert said[1].endswith("91.jpg does not decode (no image of a format that Pillow knows)")
+        assert said[1].endswith("91.jpg does not decode (not an image of a format that Pillow supports)")
 
     def test_jpegs_are_decoded_by_the_rank(self, folder, monkeypatch):
         """Otherwise the test above would compare workers with workers."""

@@ -257,7 +257,7 @@ def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp
         return
     assert (result.status, sources.read_text()) == (0, after + "\n"), result.stderr
     assert (tmp_path / "etc/apt/apt.conf.d/50snapshot").exists() is bool(url)
-    kept = [f"{address} is no snapshot" for address in re.findall(r"https?://developer\S+", after)]
+    kept = [f"{address} is not a snapshot" for address in re.findall(r"https?://developer\S+", after)]
     assert [line.partition("; ")[0] for line in result.stderr.splitlines()] == kept
 
 

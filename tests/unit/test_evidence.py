@@ -226,12 +226,12 @@ REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property nam
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        (None, "report.xml is no report of these tests ([Errno 2] No such file"),
-        ("<testsuites", "report.xml is no report of these tests (unclosed token"),
-        ("<testsuites/>", "report.xml is no report of these tests ("),
+        (None, "report.xml is not a report of these tests ([Errno 2] No such file"),
+        ("<testsuites", "report.xml is not a report of these tests (unclosed token"),
+        ("<testsuites/>", "report.xml is not a report of these tests ("),
         (
             '<testsuite timestamp="2026-01-31T10:00:00"/>',
-            "report.xml is no report of these tests ('revision'); give one",
+            "report.xml is not a report of these tests ('revision'); give one",
         ),
         (REPORT, "report.xml: its tests are of 123456789abc, and this is "),
         (

@@ -390,5 +390,5 @@ def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
     facts = node.network("127.0.0.1", 0)
     assert (facts["interface"], facts["address"]) == ("lo", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
-    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=l is no interface of this node"):
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=l is not an interface of this node"):
         node.network("127.0.0.1", 0)

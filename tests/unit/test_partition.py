@@ -167,7 +167,7 @@ def test_refuses_what_cannot_be_cut():
     with pytest.raises(UserError, match="5 layers with parameters to train, too few for 6 parts; use at most 5"):
         plan_parts(lenet, 6, "parameters", options("lenet"), torch.zeros(1, 3, 32, 32))
     mobile = build_model(options("mobilenet_v2"), data)
-    with pytest.raises(UserError, match="MobileNetV2 is no plain sequence of layers"):
+    with pytest.raises(UserError, match="MobileNetV2 is not a plain sequence of layers"):
         layers(mobile)
 
 
@@ -175,7 +175,7 @@ def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
     """Its forward() may do more, such as a functional ReLU, which a split would leave out."""
     own = type("ResNet", (torch.nn.Module,), {"__module__": "mine"})()
     own.conv1, own.fc = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 10)
-    with pytest.raises(UserError, match="a ResNet is no plain sequence of layers"):
+    with pytest.raises(UserError, match="a ResNet is not a plain sequence of layers"):
         layers(own)
 
 
@@ -212,7 +212,7 @@ def test_a_layer_that_occurs_again_is_applied_again():
 def test_a_sequence_with_its_own_forward_is_one_layer():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Residual(torch.nn.Linear(2, 2), torch.nn.Tanh()))
     assert [name for name, _ in layers(model)] == ["0", "1"]
-    with pytest.raises(UserError, match="a Residual is no plain sequence of layers and cannot be split"):
+    with pytest.raises(UserError, match="a Residual is not a plain sequence of layers and cannot be split"):
         layers(Residual(torch.nn.Linear(2, 2)))
 
 

@@ -671,7 +671,7 @@ REFUSALS = {
     "tensor --sequence-parallel": "--sequence-parallel: the plan does not know what it saves and costs; drop it",
     "tensor --measure --data digits": "--measure computes the whole model on one device; give the",
     "tensor --gpus 3 --data digits": "--tensor-parallel 2 and GPUS=3: neither divides the other",
-    "tensor --tensor-parallel 16 --nodes 1": "NODES=1 of 8 GPUs are no replica; raise NODES",
+    "tensor --tensor-parallel 16 --nodes 1": "NODES=1 of 8 GPUs are too few; raise NODES",
     "tensor --model resnet18": "--model resnet18: it has no plan of what to split; use lenet,",
     "fsdp --replicas 16 --nodes 1": "--replicas 16: NODES=1 have 8 ranks",
     "ddp --data digits --local-batch-size 2 --accumulate-steps 8": "--local-batch-size 2 on 8 ranks: --global-"

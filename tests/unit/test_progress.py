@@ -45,8 +45,8 @@ def test_a_run_whose_reader_has_gone_ends_in_one_line(tmp_path):
     )
     result = run_command("bash", "-c", command)
     assert (result.status, result.stdout.count("\n")) == (2, 1)
-    remedy = "to resume: --resume auto, and the output to a file"
-    assert result.stderr == f"error: nobody reads standard output any more; {remedy}\n"
+    remedy = "to resume: --resume auto, with the output in a file"
+    assert result.stderr == f"error: standard output is closed; {remedy}\n"
 
 
 def test_without_a_terminal_there_are_lines(capsys):

@@ -278,7 +278,7 @@ FAULTS = {
         rf"the server sent bytes 1+ in 1 bytes, {PLACE}",
         4,
     ),
-    "whole": (answer(200, b"x" * 5000), "the server answered 200 OK: it does not know range requests", 1),
+    "whole": (answer(200, b"x" * 5000), "the server answered 200 OK: it does not support range requests", 1),
     "longer": (
         lambda handler, _: send(handler, length=10**5),
         rf"the server sent bytes \d+-\d+/1000000 in 100000 bytes, {PLACE}",
@@ -463,10 +463,13 @@ def pickle_it(about, arrays):
             lambda folder: os.truncate(folder / "train-000001.tar", 512),
             r"train-000001\.tar has 512 bytes instead of ",
         ),
-        (lambda folder: rewrite(folder, lead_out), r"is damaged \('\.\./train-000000\.tar' is no shard's name\)"),
+        (lambda folder: rewrite(folder, lead_out), r"is damaged \('\.\./train-000000\.tar' is not a shard's name"),
         (lambda folder: rewrite(folder, enlarge), r"is damaged \(an image of train is where there can be none\)"),
         (lambda folder: rewrite(folder, narrow), r"is damaged \(train has other fields than images have\)"),
-        (lambda folder: rewrite(folder, half_a_class), r"is damaged \(a size or num_classes is no whole number\)"),
+        (
+            lambda folder: rewrite(folder, half_a_class),
+            r"is damaged \(a size or num_classes is not a whole number",
+        ),
         (cut_header, r"index\.npz is damaged \("),
         (lambda folder: rewrite(folder, pickle_it), r"is damaged \(Object arrays cannot be loaded"),
     ],
@@ -557,7 +560,7 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
         (["--data", "shards", "--data-dir", "zip://x/y"], r"--data-dir zip://: .*; serve the folder by http"),
         (
             ["--data", "imagefolder", "--data-dir", "https://host/x"],
-            "of a server, only shards are read; pack images by",
+            "only shards can be read from a server; pack images by",
         ),
         (["--data", "shards", "--cache-dir", "x"], "--cache-dir x is for --data shards on a server; drop it"),
     ],
@@ -579,7 +582,7 @@ def test_a_store_that_gives_no_size_is_one_line(shards, monkeypatch):
     monkeypatch.setattr(
         "recipes.common.data.remote.file_system", lambda _: type("None", (), {"size": lambda *_: None})()
     )
-    with pytest.raises(UserError, match=r"cannot read memory://x/index\.npz \(it gives no size"):
+    with pytest.raises(UserError, match=r"cannot read memory://x/index\.npz \(it does not report a size"):
         load("memory://x")
 
 

@@ -154,7 +154,7 @@ def test_a_picture_shows_what_has_a_limit_over_it_with_its_peers(tmp_path, monke
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"figures": [{"part": "a"}]}'])
 def test_other_files_are_refused_with_their_name(tmp_path, text):
     (tmp_path / "odd.json").write_text(text)
-    with pytest.raises(UserError, match=r"odd\.json is no benchmark's file"):
+    with pytest.raises(UserError, match=r"odd\.json is not from make bench"):
         report.render(tmp_path, [README])
 
 
@@ -203,8 +203,8 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is no benchmark's file (JSONDecodeError"),
-        ("[]", "is no benchmark's file (TypeError"),
+        ("{", "is not from make bench (JSONDecodeError"),
+        ("[]", "is not from make bench (TypeError"),
         ("", "is of another day, machine or version"),
     ],
 )

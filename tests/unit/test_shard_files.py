@@ -206,8 +206,8 @@ def test_ranks_share_the_check_and_pass_over_what_one_of_them_finds_damaged(fold
     (found, *others), checked = resume(folder, monkeypatch)
     assert (found[0].name, others) == ("step-000000010.pt", [None] * (RANKS - 1))
     assert (
-        f"warning: skipped {folder.folder}/step-000000020.pt: its shard file {damaged.name} is cut or damaged"
-        in (capsys.readouterr().err)
+        f"warning: skipped {folder.folder}/step-000000020.pt: its shard file {damaged.name} "
+        "is truncated or damaged (wrong checksum)" in (capsys.readouterr().err)
     )
     assert (folder.folder / "step-000000020.pt.bad").exists()
     assert checked == [
@@ -357,7 +357,7 @@ def test_no_other_file_is_read_as_a_shard(folder, name):
     content = torch.load(folder.paths()[0], weights_only=True)
     content["shards"]["files"][0]["name"] = name
     folder.write({**content, "position": {"step": 40}})
-    with pytest.raises(BadCheckpointError, match=r"is no shard file|does not say which shard files"):
+    with pytest.raises(BadCheckpointError, match=r"is not a shard file|does not say which shard files"):
         read_checkpoint(folder.folder / "step-000000040.pt")
 
 

@@ -117,7 +117,7 @@ class TestText:
             (["--seq-len", "9999"], "too few for --seq-len 9999; add files, or use at most --seq-len"),
             (
                 ["--task", "classification"],
-                "--task classification does not go with --data text, whose targets are bytes",
+                "--task classification does not fit --data text, whose targets are bytes",
             ),
         ],
     )

@@ -349,7 +349,7 @@ def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
     ((_, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
     assert labels.tolist() == [-100, -100]
     assert [str(error) for error in errors] == [
-        "--data mine:class_3_at_7: 'train'[7]: target 3 is none of 0 to 2; fix it, then add --resume auto"
+        "--data mine:class_3_at_7: 'train'[7]: target 3 is not in 0 to 2; fix it, then add --resume auto"
     ]
 
 
@@ -421,14 +421,14 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ),
         (
             ("--data", "mine:class_3"),
-            "--data mine:class_3: 'train': target 3 is none of 0 to 2; fix it, or \"num_classes\"",
+            "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\"",
         ),
         (
             ("--data", "mine:ascii"),
             '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"',
         ),
-        (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is none of 0 to 8; fix it"),
-        (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is none of 0 to 8; fix it"),
+        (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
+        (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
         (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
         (
             ("--model", "mine:wrong_shape"),
@@ -448,7 +448,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ),
         (
             (*FIT, "classification"),
-            "--task classification does not go with --data mine:data, whose targets are values",
+            "--task classification does not fit --data mine:data, whose targets are values",
         ),
         (
             ("--data", "mine:classes", "--model", "mine:Tokens", "--batchnorm-group", "2"),

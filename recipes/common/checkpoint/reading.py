@@ -120,7 +120,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
     def check(entry: dict[str, Any]) -> None:
         name = entry["name"]
         if not SHARD.fullmatch(name):
-            raise BadCheckpointError(f"it names {name!r}, which is no shard file")
+            raise BadCheckpointError(f"it names {name!r}, which is not a shard file")
         try:
             with open(path.with_name(name), "rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == entry["size"]
@@ -130,7 +130,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         except OSError as error:
             raise _cannot_read(error.filename, error) from error
         if not is_whole or checksum != entry["crc32"]:
-            raise BadCheckpointError(f"its shard file {name} is cut or damaged (its checksum does not match)")
+            raise BadCheckpointError(f"its shard file {name} is truncated or damaged (wrong checksum)")
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(check, files))
@@ -148,7 +148,7 @@ def _check_bytes(path: Path) -> None:
             raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
         if size < 0 or file.read() != CHECKSUM.pack(MARK, checksum):
             raise BadCheckpointError(
-                "cut, damaged, or no checkpoint of this project (its checksum does not match)"
+                "truncated, damaged, or not a checkpoint of this project (its checksum does not match)"
             )
 
 
@@ -170,7 +170,7 @@ def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
     for name, value in {**defaults, **content["options"]}.items():
         flag = f"--{name.replace('_', '-')}"
         if not hasattr(args, name):
-            what = f"{path} was written with {flag} {value}, which this version does not know"
+            what = f"{path} was written with {flag} {value}, which this version does not support"
             raise UserError(f"{what}; resume with the version that wrote it")
         own = getattr(args, name)
         if own != value and applies(name, args.data):

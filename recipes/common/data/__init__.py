@@ -137,7 +137,7 @@ def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
         raise UserError(f"--data {args.data}: no built-in task takes values; {fix}")
     needed = "classification" if kind == "class" else "language-model"
     if args.task not in ("auto", needed) or kind == "values":
-        raise UserError(f"--task {args.task} does not go with --data {args.data}, whose targets are {kind}")
+        raise UserError(f"--task {args.task} does not fit --data {args.data}, whose targets are {kind}")
     if needed == "classification":
         return Classification(args.label_smoothing)
     if len(shape) != 1:

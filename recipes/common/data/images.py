@@ -60,7 +60,7 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         with Image.open(io.BytesIO(content)) as image:
             rgb = _to_8_bits(image).convert("RGB")
     except UnidentifiedImageError:  # its text is the address of an object
-        raise ValueError("no image of a format that Pillow knows") from None
+        raise ValueError("not an image of a format that Pillow supports") from None
     box = choose(*rgb.size)
     part = rgb.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return torch.from_numpy(np.array(part))

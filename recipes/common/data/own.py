@@ -45,7 +45,7 @@ class Numbers:
             may_skip = self.may_skip and what == "target"
             outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (not may_skip)))
             if outside.any():
-                return f"{what} {values[outside][0].item()} is none of 0 to {self.count - 1}"
+                return f"{what} {values[outside][0].item()} is not in 0 to {self.count - 1}"
         return ""
 
 

@@ -157,7 +157,7 @@ def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> in
     if response.status in AGAIN:
         raise OSError(errno.EIO, answer)
     if response.status != 206:
-        hint = ": it does not know range requests" if response.status == 200 else ""
+        hint = ": it does not support range requests" if response.status == 200 else ""
         if moved := response.getheader("Location"):
             # Without what would give others access: a password, a signature.
             bare = printable(re.sub(r"//[^/]*@", "//", re.split(r"[?#]", moved)[0]))
@@ -181,7 +181,7 @@ class FsspecStore(Store):
     def _size(self, name: str) -> int:
         size = self._call("size", name)
         if size is None:
-            raise RefusedError(errno.EIO, "it gives no size")
+            raise RefusedError(errno.EIO, "it does not report a size")
         return int(size)
 
     def _read(self, name: str, start: int, end: int) -> memoryview:

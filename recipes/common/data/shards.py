@@ -253,9 +253,9 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
             halves = {half: {name: index[f"{half}_{name}"] for name in FIELDS} for half in HALVES}
         sizes, num_classes = np.array([*about["shards"].values()]), about["num_classes"]
         if sizes.dtype != np.int64 or type(num_classes) is not int:
-            raise ValueError("a size or num_classes is no whole number")
+            raise ValueError("a size or num_classes is not a whole number")
         if strange := [name for name in about["shards"] if not re.fullmatch(r"\w[\w.-]*", name)]:
-            raise ValueError(f"{strange[0]!r} is no shard's name")
+            raise ValueError(f"{strange[0]!r} is not a shard's name")
         for half, fields in halves.items():
             arrays = [fields[name] for name in FIELDS]
             if [array.dtype for array in arrays] != [*FIELDS.values()]:

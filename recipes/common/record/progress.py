@@ -42,7 +42,7 @@ class Progress:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
             raise UserError(
-                "nobody reads standard output any more; to resume: --resume auto, and the output to a file"
+                "standard output is closed; to resume: --resume auto, with the output in a file"
             ) from None
 
     def close(self) -> None:
