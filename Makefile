@@ -84,12 +84,12 @@ plan: ## Predict step time, memory, hours and cost of a job of any size
 #: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
 #: CHECK=1 compares with real runs, CHECK=mlperf with published
 
-bench: ## Measure speed against the limits and the peers
+bench: ## Measure speed against the machine's limits and other tools
 #: PARTS="small-data wire" ROUNDS=5
 
 report: ## Render the figures of bench: docs/benchmarks/README.md and the table in README.md
 
-evidence: ## Run what shows the claims of these pages, and write docs/evidence.md
+evidence: ## Check the claims of the documents, and write docs/evidence.md
 #: CLAIMS="one-curve exact-evaluation" runs some; ARGS go to pytest
 #: REPORT=report.xml: results of make test-all ARGS=--junit-xml=report.xml
 

@@ -3,7 +3,7 @@
     make run RECIPE=fsdp NODES=2 NPROC_PER_NODE=2
     .venv/bin/torchrun --nproc-per-node=4 -m recipes.fsdp.train --replicas 2 --data text --model gpt-tiny
 
-Success: the last line is `result recipe=fsdp world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Success: the first command ends with `result recipe=fsdp world_size=4 test_accuracy=0.98.. samples_per_s=...`.
 Source: Zhao et al. 2023, PyTorch FSDP, https://arxiv.org/abs/2304.11277; Rajbhandari et al. 2020, ZeRO stage 3,
 https://arxiv.org/abs/1910.02054.
 """

@@ -3,7 +3,7 @@
     make run RECIPE=pipeline NODES=2 NPROC_PER_NODE=2
     .venv/bin/torchrun --nproc-per-node=2 -m recipes.pipeline.train --model resnet18 --data cifar10 --balance cost
 
-Success: the last line is `result recipe=pipeline world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Success: the first command ends with `result recipe=pipeline world_size=4 test_accuracy=0.98.. samples_per_s=...`.
 Source: Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965; Narayanan et al. 2021 (1F1B and the interleaved
 schedule), https://arxiv.org/abs/2104.04473.
 """

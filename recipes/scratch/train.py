@@ -4,7 +4,7 @@
     .venv/bin/torchrun --nproc-per-node=2 -m recipes.scratch.train --allreduce ring --log-bytes
 
 Success: the last line is `result recipe=scratch world_size=2 test_accuracy=0.98.. samples_per_s=...`.
-Source: the ring is that of Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002; get_params,
+Source: the ring is from Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002; get_params,
 split_batch and train_batch are named as in https://d2l.ai/chapter_computational-performance/multiple-gpus.html.
 """
 

@@ -3,7 +3,7 @@
     make run RECIPE=tensor NODES=2 NPROC_PER_NODE=2
     .venv/bin/torchrun --nproc-per-node=4 -m recipes.tensor.train --tensor-parallel 4 --data text --model gpt-tiny
 
-Success: the last line is `result recipe=tensor world_size=4 test_accuracy=0.98.. samples_per_s=...`.
+Success: the first command ends with `result recipe=tensor world_size=4 test_accuracy=0.98.. samples_per_s=...`.
 Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053.
 """
 
