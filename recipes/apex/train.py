@@ -1,7 +1,7 @@
 """Mixed precision at apex.amp's four levels, by NVIDIA apex where it runs and by torch.amp elsewhere, over DDP.
 
     make run RECIPE=apex NODES=2
-    .venv/bin/torchrun --nproc-per-node=2 -m recipes.apex.train --opt-level O2 --epochs 30
+    .venv/bin/torchrun --nproc-per-node=2 -m recipes.apex.train --opt-level O2
 
 Success: the last line is `result recipe=apex world_size=2 test_accuracy=0.98.. samples_per_s=...`.
 Source: Micikevicius et al. 2018, Mixed Precision Training, https://arxiv.org/abs/1710.03740; NVIDIA/apex 25.05.

@@ -1,7 +1,7 @@
 """nn.DataParallel: one process, a thread per GPU, the model copied to all of them at every step.
 
     make run RECIPE=dataparallel
-    .venv/bin/python -m recipes.dataparallel.train --epochs 30
+    .venv/bin/python -m recipes.dataparallel.train
 
 Success: the last line is `result recipe=dataparallel world_size=1 test_accuracy=0.98.. samples_per_s=...`.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html.

@@ -1,7 +1,7 @@
 """DistributedDataParallel: a process per GPU, gradients averaged while backward still runs.
 
     make run RECIPE=ddp NODES=2
-    .venv/bin/torchrun --nproc-per-node=2 -m recipes.ddp.train --epochs 30
+    .venv/bin/torchrun --nproc-per-node=2 -m recipes.ddp.train
 
 Success: the last line is `result recipe=ddp world_size=2 test_accuracy=0.98.. samples_per_s=...`.
 Source: Li et al. 2020, PyTorch Distributed, https://arxiv.org/abs/2006.15704.

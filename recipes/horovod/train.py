@@ -1,8 +1,8 @@
 """Horovod: a process per GPU, gradients averaged by name, in half precision, while backward still runs.
 
     make run RECIPE=horovod NODES=2
-    .venv/bin/horovodrun --gloo -np 2 .venv/bin/python -m recipes.horovod.train --epochs 40
-    mpirun -np 2 .venv/bin/python -m recipes.horovod.train --epochs 40
+    .venv/bin/horovodrun --gloo -np 2 .venv/bin/python -m recipes.horovod.train
+    mpirun -np 2 .venv/bin/python -m recipes.horovod.train
 
 Success: the last line is `result recipe=horovod world_size=2 test_accuracy=0.98.. samples_per_s=...`.
 Source: Sergeev and Del Balso 2018, https://arxiv.org/abs/1802.05799.

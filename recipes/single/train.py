@@ -1,7 +1,7 @@
 """One process, one device: the baseline whose loss curve every other recipe repeats.
 
     make run RECIPE=single
-    .venv/bin/python -m recipes.single.train --epochs 30
+    .venv/bin/python -m recipes.single.train
 
 Success: the last line is `result recipe=single world_size=1 test_accuracy=0.98.. samples_per_s=...`.
 """

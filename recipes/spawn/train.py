@@ -1,7 +1,7 @@
 """torch.multiprocessing.spawn in place of torchrun: one starter per node makes the ranks, DDP connects them.
 
     make run RECIPE=spawn NODES=2
-    .venv/bin/python -m recipes.spawn.train --nproc-per-node 2 --epochs 30
+    .venv/bin/python -m recipes.spawn.train --nproc-per-node 2
     MASTER_ADDR=node-a .venv/bin/python -m recipes.spawn.train --nnodes 2 --node-rank 1 --nproc-per-node 8
 
 Success: the last line is `result recipe=spawn world_size=2 test_accuracy=0.98.. samples_per_s=...`.
