@@ -3,7 +3,7 @@
 #
 #   PYTHON=/opt/venv/bin/python docker/build-apex.sh /wheels
 #
-# Without nvcc it leaves the folder empty and says so: apex.amp works on GPUs alone, and its setup.py needs nvcc.
+# Without nvcc it leaves the folder empty and says so: apex.amp works only on GPUs, and its setup.py needs nvcc.
 # APEX_REPOSITORY names a mirror; CUDA_ARCHS the GPUs to compile for; PYTHONPATH has setuptools, wheel and ninja.
 set -euo pipefail
 

@@ -9,8 +9,8 @@
 #   docker/image.sh lock            base images by digest: docker/images.lock, which build reads where BASE_IMAGE is not set
 #   ATTEST=1 REGISTRY=registry.example.com/team docker/image.sh build ddp   build and push, with SBOM and provenance
 #
-# The last line of a success: `image: NAME:TAG, 6612 MB, revision ...`. TAG is latest where it is not set; BUILD_IMAGE,
-# which compiles, is BASE_IMAGE where that is set.
+# The last line of a success: `image: NAME:TAG, 6612 MB, revision ...`. TAG is latest by default; BUILD_IMAGE,
+# which compiles, is BASE_IMAGE if that is set.
 # What goes in is listed in .dockerignore.
 set -euo pipefail
 

@@ -1,7 +1,7 @@
 # A test cluster of Slurm in a container, with the recipes in it: docker/slurm.compose.yaml says how to use it.
 #
 # IMAGE is a recipe's image: ddp's for all but slurm/horovod.sbatch, horovod's for all but slurm/apex.sbatch's backend. make image
-# gives it this name, too: a build pulls what is not there, and below .invalid nobody can have put another.
+# gives it this name, too: a build pulls a missing image, and no public registry can have a name below .invalid.
 ARG IMAGE=registry.invalid/cluster-recipes/ddp:latest
 FROM ${IMAGE}
 # munge, slurmd and the nodes' namespaces need root.

@@ -17,7 +17,7 @@ refuse() {
     exit 2
 }
 [[ $(id -u) == 0 ]] || refuse "debootstrap needs root: sudo docker/stand-in.sh"
-command -v debootstrap >/dev/null || refuse "there is no debootstrap: apt-get install debootstrap"
+command -v debootstrap >/dev/null || refuse "debootstrap not found; apt-get install debootstrap"
 docker=$(command -v "${DOCKER:-docker}") || refuse "docker not found; apt-get install docker.io"
 timeout 60 "$docker" info >/dev/null 2>&1 || refuse "no Docker engine answers: start dockerd"
 

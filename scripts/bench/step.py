@@ -1,4 +1,4 @@
-"""What a recipe adds to a step: its time over that of the same model's bare forward, backward and step."""
+"""What a recipe adds to a step: its time divided by the time of a bare forward, backward and step."""
 
 from __future__ import annotations
 

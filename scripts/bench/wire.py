@@ -36,8 +36,8 @@ from scripts.plan.model import ring_bytes
 
 RATE, RATE_BITS = "1gbit", 1e9
 PACKET, DATA = 1514, 1448
-"""Bytes of a full packet on the link, and of the data in it. The link's speed is that of packets, as tbf counts
-them; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
+"""Bytes of a full packet on the link, and of the data in it. The link's speed counts packets, as tbf
+does; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
 
 NODES = (2, 4)
 TIMED_NODES = 2

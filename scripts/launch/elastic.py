@@ -555,7 +555,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
 
 
 def own_status(status: int) -> int:
-    """Return an elastic node's status from that of its ranks.
+    """Return an elastic node's status from its ranks' status.
 
     A status above 128 means that the agent itself was killed, LOST_STATUS that it has lost the store (both restart
     it), and MissingStoreError.status that it has not found the store. Ranks' statuses that equal these become 1.

@@ -92,7 +92,7 @@ def pass_signals_on(logs: str) -> None:
 
 
 def have_ended_well() -> bool:
-    """Whether an elastic job's ranks on this node, none of which runs, have finished or written a checkpoint."""
+    """Whether this node's ranks of an elastic job, all ended, have finished or written a checkpoint."""
     if not announce:
         return False  # no rendezvous yet: the ranks of an earlier agent were lost with it
     if all(tell() for tell in announce):

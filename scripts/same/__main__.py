@@ -114,7 +114,7 @@ class Session:
     findings: list[tuple[int, Finding]] = field(default_factory=list)
     """Each difference, with the number of processes."""
     largest: float = 0.0
-    """The largest relative difference of a gradient from that of one process."""
+    """The largest relative difference of a gradient from one process's."""
     measured: float = 0.0
     """The same of the control run."""
     is_resumed: bool = False

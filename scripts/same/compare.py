@@ -168,7 +168,7 @@ def pair_steps(run: Run, reference: Run, start: int = 0) -> list[tuple[Step, Ste
 
 
 def largest_difference(run: Run, reference: Run) -> float:
-    """Return the largest relative difference of a gradient from that of one process."""
+    """Return the largest relative difference of a gradient from one process's."""
     if not is_replicated(run, reference):
         return 0.0
     return max(difference(ours["final"], theirs["final"]) for ours, theirs in pair_steps(run, reference))
@@ -379,7 +379,7 @@ def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | No
 
 
 def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
-    """Return why the gradient of step i, which is equal on all ranks, differs from that of one process."""
+    """Return why the gradient of step i, which is equal on all ranks, differs from one process's."""
     records, expected = run.steps[i], reference.steps[i][0]
     final, where = records[0]["final"], step_name(records[0], i)
     c = factor_between(final, expected["final"])

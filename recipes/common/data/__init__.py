@@ -122,7 +122,7 @@ def _digits(args: Options) -> RawSplits:
 
 
 def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
-    """Return the task of --task; with auto, the one for targets of this kind. `shape` is that of one target.
+    """Return the task of --task; with auto, the one for targets of this kind. `shape` is one target's.
 
     Raises UserError if the task does not fit the data, or is not a Task.
     """

@@ -38,7 +38,7 @@ EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool]]
 
 
 def encode(content: bytes, index: int, is_flipped: bool, box: Box) -> Encoded:
-    """Return a JPEG of which a box is to be decoded."""
+    """Return a JPEG and the box of it to decode."""
     return Encoded(
         torch.frombuffer(bytearray(content), dtype=torch.uint8),
         torch.tensor([index, len(content), is_flipped, *box]),

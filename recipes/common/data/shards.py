@@ -49,7 +49,7 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 HALVES = ("train", "val")
 
 STORAGE_SEED = 2**63 - 1
-"""Of the order of training images in shards: another one than that of an epoch, unless --seed is the same."""
+"""Seeds the order of training images in shards, which differs from an epoch's order unless --seed is the same."""
 
 MAX_GAP = 2048
 """Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state of which each rank holds a shard (torch's DTensor).
+"""Sharded weights, gradients and optimizer state: each rank holds a shard (torch's DTensor).
 
 Recipes whose ranks hold whole weights import none of this.
 """

@@ -29,7 +29,7 @@ from recipes.single.train import options
 from scripts.launch.command import parse
 
 READS = 2
-"""For each save: a shared disk's speed varies more than that of memory."""
+"""For each save: a shared disk's speed varies more than memory's."""
 
 
 def drop_from_memory(path: Path) -> None:
