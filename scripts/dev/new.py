@@ -10,7 +10,7 @@ import re
 
 from recipes.common.errors import UserError
 from recipes.common.options import Parser
-from scripts.launch.command import ROOT, check_recipe, command
+from scripts.launch.command import ROOT, check_names, command, recipes
 
 SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
 """Recipes whose ranks torchrun starts; launch files start each of the others in its own way, by its name."""
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--name", default="")
     parser.add_argument("--from", dest="source", default="ddp")
     args = parser.parse_args(argv)
-    name, source = args.name, check_recipe(args.source)
+    name, source = args.name, check_names("FROM", [args.source], list(recipes()))[0]
     if source not in SOURCES:
         way = "launch files start this recipe in its own way, by its name"
         raise UserError(f"FROM={source}: {way}; copy {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")

@@ -47,7 +47,7 @@ def test_every_name_is_changed_and_nothing_else(house, source):
         (["--name", "my-recipe"], "NAME=my-recipe: give lower-case letters"),
         (["--name", "class"], "NAME=class: give lower-case letters"),
         ([], "NAME=: give lower-case letters"),
-        (["--name", "mine", "--from", "dpp"], "did you mean 'ddp'?"),
+        (["--name", "mine", "--from", "dpp"], "FROM: invalid choice 'dpp'; did you mean 'ddp'?"),
     ],
 )
 def test_what_cannot_be_is_one_line(house, capsys, argv, message):
