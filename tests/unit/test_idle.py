@@ -122,8 +122,15 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
     # An earlier alarm, such as pytest-timeout's, is kept; without one, none is left.
     assert signal.getsignal(signal.SIGALRM) is handler
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is (left_s > 0)
-    with pytest.raises(WorkerError, match=r"lost a worker \(DataLoader worker .* unexpectedly\); is memory short"):
-        with workers.bounded(60):
-            raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    no_space = "Caught RuntimeError in worker 0.\nunable to allocate shared memory(shm) for file </torch_1>"
+    for error, message in (
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), r"DataLoader worker .* unexpectedly\)"),
+        (ConnectionResetError(104, "Connection reset by peer"), r"lost a worker \(.*reset by peer\); is memory"),
+        (FileNotFoundError(2, "No such file or directory"), r"lost a worker \(.*No such file.*\); is memory"),
+        (EOFError(), r"lost a worker \(EOFError\); is memory short\? lower --workers"),
+        (RuntimeError(no_space), r"^rank 0 on \S+ has no shared memory left .*; enlarge /dev/shm .*, or lower"),
+    ):
+        with pytest.raises(WorkerError, match=message), workers.bounded(60):
+            raise error
     with pytest.raises(RuntimeError, match="no such kernel"), workers.bounded(60):
         raise RuntimeError("no such kernel")

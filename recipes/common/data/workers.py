@@ -133,11 +133,16 @@ def bounded(seconds: float) -> Iterator[None]:
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
+    except (RuntimeError, ConnectionError, FileNotFoundError, EOFError) as error:
+        reason = (str(error) or type(error).__name__).split("\n")[0]
+        fix = "lower --workers, then add --resume auto"
+        if "shared memory" in str(error):
+            fix = f"enlarge /dev/shm (docker run --shm-size), or {fix}"
+            raise WorkerError(f"{place} has no shared memory left for its workers' samples; {fix}") from error
+        if isinstance(error, RuntimeError) and "exited unexpectedly" not in reason:
             raise
-        fix = "is memory short? lower --workers, then add --resume auto"
-        raise WorkerError(f"{place} lost a worker ({error}); {fix}") from error
+        # The other kinds: a worker that was killed no longer hands over the samples that it had read.
+        raise WorkerError(f"{place} lost a worker ({reason}); is memory short? {fix}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, left_s)
         signal.signal(signal.SIGALRM, handler)
