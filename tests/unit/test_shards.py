@@ -15,6 +15,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import draw_order
 from recipes.common.seeding import permutation
 from recipes.single.train import options
+from scripts.bench.range_server import serve
 from scripts.dev import shards
 from tests.images import make_images
 
@@ -125,6 +126,33 @@ def test_a_damaged_image_is_one_line(copy):
     split = load("shards", copy, told.append, "--skip-bad-images").train
     list(split.batches([split.storage_order()[:2]], 0))
     assert (split.skipped, len(told)) == (1, 1)
+
+
+def test_an_empty_image_is_one_that_does_not_decode(tmp_path, monkeypatch):
+    """As in the folder. Downloads that failed leave such files."""
+    folder = make_images(tmp_path / "images")
+    (folder / "train" / "class0" / "0.jpg").write_bytes(b"")
+    packed(folder, tmp_path / "shards")
+    reasons = []
+    with serve(tmp_path / "shards") as (url, _):
+        cached = ("--cache-dir", str(tmp_path / "cache"))
+        for data, place, *flags in (
+            ("imagefolder", folder),
+            ("shards", tmp_path / "shards"),
+            *(("shards", url, *extra) for extra in ((), cached, cached)),
+        ):
+            told = []
+            split = load(data, place, told.append, *flags).train
+            ((_, labels),) = split.batches([torch.tensor([0, 1])], 0)
+            assert labels.tolist() == [SKIPPED, 0]
+            reasons += [str(error).partition(" does not ")[2] for error in told]
+    assert len(reasons) == 5
+    assert set(reasons) == {
+        "decode (not an image of a format that Pillow supports); fix or remove it, or add --skip-bad-images"
+    }
+    monkeypatch.setattr("recipes.common.data.shards.MAX_IMAGE_BYTES", 300)
+    with pytest.raises(UserError, match=r"/class\d/\S+ has \d+ bytes, more than 300; scale or remove it, then"):
+        packed(folder, tmp_path / "more")
 
 
 def test_a_block_is_side_by_side_in_the_shards(whole):

@@ -263,7 +263,7 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
             if not len(arrays[0]) or {array.shape for array in arrays} != {(len(arrays[0]),)}:
                 raise ValueError(f"{half} has no images, or not all of them have all fields")
             shard, offset, size, _, label = (array.astype(np.int64) for array in arrays)
-            sound = [shard >= 0, shard < len(sizes), offset >= 0, size > 0, size <= MAX_IMAGE_BYTES]
+            sound = [shard >= 0, shard < len(sizes), offset >= 0, size >= 0, size <= MAX_IMAGE_BYTES]
             sound += [label >= 0, label < num_classes]
             if not all(values.all() for values in sound) or (offset > sizes[shard] - size).any():
                 raise ValueError(f"an image of {half} is where there can be none")
@@ -303,7 +303,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and image count.
 
     Raises:
-        UserError: `source` is no image folder, or `folder` is not empty.
+        UserError: `source` is no image folder, an image is too large, or `folder` is not empty.
         OSError: an image cannot be read, or the disk is full.
     """
     listing = walk(source)
@@ -325,6 +325,9 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
                     index = order[len(rows)]
                     path, label = samples[index]
                     content, key = read(os.path.join(source, path)), f"{index:08d}"
+                    if len(content) > MAX_IMAGE_BYTES:
+                        what = f"{source / path} has {len(content)} bytes, more than {MAX_IMAGE_BYTES}"
+                        raise UserError(f"{what}; scale or remove it, then remove {folder} and pack again")
                     offset = tar.offset + tarfile.BLOCKSIZE  # after a header, which is one block for short names
                     add(tar, key + Path(path).suffix.lower(), content)
                     add(tar, f"{key}.cls", str(label).encode())
