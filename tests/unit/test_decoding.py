@@ -3,6 +3,7 @@
 import copy
 import io
 import random
+import struct
 from collections import Counter
 from unittest.mock import Mock
 
@@ -38,6 +39,11 @@ def encoded(image, **settings):
     memory = io.BytesIO()
     image.save(memory, **{"format": "JPEG", "quality": 90, **settings})
     return memory.getvalue()
+
+
+def patched(content, old, new):
+    assert content.count(old) == 1
+    return content.replace(old, new)
 
 
 def rotated_exif():
@@ -148,6 +154,9 @@ def test_what_is_no_image_is_a_fault(tmp_path):
         b"no image",
         b"\xff\xd8\xff\xe0\xff\xd9",
         b"\xff\xd8\xff" + bytes(1000) + b"\xff\xd9",
+        patched(encoded(picture()), struct.pack(">HH", HEIGHT, WIDTH), struct.pack(">HH", 0, WIDTH)),
+        # The place of the pixels as a quotient, for which Pillow raises a TypeError.
+        patched(encoded(picture(), format="TIFF"), struct.pack("<HH", 273, 4), struct.pack("<HH", 273, 5)),
     ):
         path.write_bytes(content)
         with pytest.raises(BAD_IMAGE):

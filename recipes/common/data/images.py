@@ -61,6 +61,10 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
             rgb = _to_8_bits(image).convert("RGB")
     except UnidentifiedImageError:  # its text is the address of an object
         raise ValueError("not an image of a format that Pillow supports") from None
+    except (*BAD_IMAGE, MemoryError):
+        raise
+    except Exception as error:  # of damaged headers: TypeError, EOFError, struct.error
+        raise ValueError(f"{type(error).__name__}: {error}") from None
     box = choose(*rgb.size)
     part = rgb.crop((box.left, box.top, box.left + box.width, box.top + box.height))
     return torch.from_numpy(np.array(part))
@@ -100,7 +104,7 @@ def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) ->
     except RuntimeError:
         return None
     limit = Image.MAX_IMAGE_PIXELS
-    if channels != 3 or (limit and width * height > limit):  # Pillow reports the latter
+    if channels != 3 or not width * height or (limit and width * height > limit):  # Pillow reports the last two
         return None
     box = choose(width, height)
     region = codec.Region(box.top, box.left, box.top + box.height, box.left + box.width)
