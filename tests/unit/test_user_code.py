@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 MODULE = """
 import multiprocessing
 import random
+import sys
 import numpy as np
 import torch
 from torch import nn
@@ -53,6 +54,43 @@ class BrokenAt7(Noisy):
 
 def broken_at_7():
     return {**noisy(), "train": BrokenAt7()}
+
+class ExitsAt7(Noisy):
+    def __getitem__(self, index):
+        return sys.exit("no sample") if index == 7 else super().__getitem__(index)
+
+def exits_at_7():
+    return {**noisy(), "train": ExitsAt7()}
+
+class Graph(Noisy):
+    def __getitem__(self, index):
+        return 2 * X[index].requires_grad_(), index % 3
+
+def graph():
+    return {**noisy(), "train": Graph(), "test": (2 * X.clone().requires_grad_(), torch.arange(12) % 3)}
+
+def conjugate():
+    x = torch.view_as_complex(X.clone()).conj().unsqueeze(1)
+    return {**noisy(), "train": [(x[i], i % 3) for i in range(12)], "test": (x, torch.arange(12) % 3)}
+
+def sparse():
+    return {**noisy(), "train": (X.to_sparse(), torch.arange(12) % 3)}
+
+def sparse_samples():
+    return {**noisy(), "test": [(X[0].to_sparse(), 0)]}
+
+def big_endian():
+    return {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
+
+def scalars():
+    return {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
+
+class NoLength(Noisy):
+    def __len__(self):
+        return len(self.files)
+
+def no_length():
+    return {**noisy(), "train": NoLength()}
 
 class LongerAt7(Noisy):
     def __getitem__(self, index):
@@ -331,15 +369,35 @@ def test_a_lock_goes_to_a_worker_alone():
     assert labels.tolist() == [0, 2]
 
 
-def test_a_sample_that_raises_an_error_is_reported_and_replaced():
+@pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError: 7"), ("exits", "SystemExit: no sample")])
+def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason):
     errors = []
-    args = options(["--data", "mine:broken_at_7", "--model", "mine:net", "--workers", "0"])
+    args = options(["--data", f"mine:{name}_at_7", "--model", "mine:net", "--workers", "0"])
     data = load_data(args, CPU, errors.append)
     ((inputs, labels),) = data.train.batches([torch.tensor([7, 3])], 0)
     assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 0])
     (error,) = errors
-    assert str(error).startswith("--data mine:broken_at_7: 'train'[7] failed: KeyError: 7 (")
+    assert str(error).startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
     assert str(error).endswith("; fix it, then add --resume auto")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_taken_without_the_graph_that_computed_them(workers):
+    args = options(["--data", "mine:graph", "--model", "mine:net", "--workers", str(workers)])
+    data = load_data(args, CPU, print)
+    x = torch.linspace(-2, 2, 24).view(12, 2)
+    for split in (data.train, data.test):
+        ((inputs, _),) = split.batches([torch.tensor([7, 4])], 0)
+        assert torch.allclose(inputs, x[[7, 4]])
+        assert not inputs.requires_grad
+
+
+def test_conjugate_samples_have_a_digest_of_their_values():
+    data = load_data(options(["--data", "mine:conjugate", "--workers", "0"]), CPU, print)
+    ((ours, _),), ((theirs, _),) = (split.batches([torch.tensor([7])], 0) for split in (data.train, data.test))
+    assert torch.equal(ours, theirs)
+    assert not ours.is_conj()
+    assert all("digest" in split.fingerprint() for split in (data.train, data.test))
 
 
 def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
@@ -494,6 +552,20 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
         (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),
         (("--data", "mine:words"), "'train'[0] is a pair of a str and a int; return tensors, arrays or numbers"),
+        (
+            ("--data", "mine:big_endian"),
+            "return tensors, arrays or numbers (given numpy array has byte order different",
+        ),
+        (("--data", "mine:sparse"), "'train' failed: TypeError: a tensor is sparse, nested or on the meta device"),
+        (
+            ("--data", "mine:sparse_samples"),
+            "'test'[0] is a pair of a Tensor and a int; return tensors, arrays or num",
+        ),
+        (("--data", "mine:scalars"), "'train' has 0 inputs and 0 targets; give as many of each"),
+        (
+            ("--data", "mine:no_length"),
+            "'train': len() failed: AttributeError: 'NoLength' object has no attribute 'files' ({folder}/mine.py, line",
+        ),
         (
             ("--data", "mine:not_finite", "--model", "mine:net", "--task", "mine:Fit"),
             "the loss of two samples is nan; look for values that are not finite in --data",

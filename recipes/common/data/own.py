@@ -81,9 +81,9 @@ class SeededSamples(Dataset[Any]):
             np.random.seed(value % 2**32)
             random.seed(value)
             try:
-                inputs, targets = map(torch.as_tensor, self.samples[index])
+                inputs, targets = map(_as_tensor, self.samples[index])
                 specs, wrong = _specs(inputs, targets), self.numbers.wrong(inputs, targets)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 return Sample(*self.first, str(refusal(f"{what} failed", error, fix)))
         if specs != _specs(*self.first):
             like = f"{self.what.rpartition(' ')[2]}[0] {describe(_specs(*self.first))}"
@@ -127,7 +127,8 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
         raise UserError(f'{what}: "num_classes" is {num_classes!r}; {fix}')
     if kind == "bytes" and num_classes != 256:
         raise UserError(f'{what}: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"')
-    first = {half: _first_sample(f"{what}: {half!r}", found[half]) for half in ("train", "test")}
+    halves = {half: _without_graph(f"{what}: {half!r}", found[half]) for half in ("train", "test")}
+    first = {half: _first_sample(f"{what}: {half!r}", samples) for half, samples in halves.items()}
     ours, theirs = _specs(*first["train"]), _specs(*first["test"])
     if ours != theirs:
         lack = f"a sample of 'train' is {describe(ours)}, one of 'test' {describe(theirs)}"
@@ -140,7 +141,7 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
     numbers = Numbers(num_classes if kind != "values" else None, are_inputs, may_skip=kind == "class")
 
     def split(half: str) -> Split:
-        name, samples = f"{what}: {half!r}", found[half]
+        name, samples = f"{what}: {half!r}", halves[half]
         if not _are_tensors(samples):
             dataset = SeededSamples(samples, first[half], numbers, name, args.seed, half == "train")
             if args.workers:
@@ -157,26 +158,43 @@ def _are_tensors(samples: Any) -> bool:
     return isinstance(samples, Sequence) and len(samples) == 2 and all(isinstance(p, Tensor) for p in samples)
 
 
+def _without_graph(what: str, samples: Any) -> Any:
+    """Return a pair of tensors as _as_tensor() does, and anything else as it is; raises UserError."""
+    return [call(what, _as_tensor, tensor) for tensor in samples] if _are_tensors(samples) else samples
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return an input or a target as a tensor of its values, apart from the graph that computed it.
+
+    Raises TypeError, ValueError or RuntimeError if it has none, or no bytes for them.
+    """
+    tensor = torch.as_tensor(value).detach()
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        raise TypeError("a tensor is sparse, nested or on the meta device; to_dense() makes a dense one")
+    return tensor.resolve_conj().resolve_neg()
+
+
 def _first_sample(what: str, samples: Any) -> Batch:
     """Return the first sample of a half; raises UserError if the half is empty or of another form."""
     if _are_tensors(samples):
         inputs, targets = samples
-        if len(inputs) != len(targets) or not len(targets):
-            raise UserError(f"{what} has {len(inputs)} inputs and {len(targets)} targets; give as many of each")
+        counts = [len(tensor) if tensor.ndim else 0 for tensor in samples]
+        if counts[0] != counts[1] or not counts[1]:
+            raise UserError(f"{what} has {counts[0]} inputs and {counts[1]} targets; give as many of each")
         return inputs[0], targets[0]
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         fix = "give a pair of tensors, or an object with len() and [i], such as a torch.utils.data.Dataset"
         raise UserError(f"{what} is {name_of(samples)}; {fix}")
-    if not len(samples):
+    if not call(f"{what}: len()", len, samples):
         raise UserError(f"{what} is empty; give at least one sample")
     sample = call(f"{what}[0]", samples.__getitem__, 0)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise UserError(f"{what}[0] is {name_of(sample)}; each sample has to be a pair (input, target)")
     try:
-        inputs, targets = map(torch.as_tensor, sample)
-    except (TypeError, ValueError, RuntimeError):
-        found = " and ".join(map(name_of, sample))
-        raise UserError(f"{what}[0] is a pair of {found}; return tensors, arrays or numbers") from None
+        inputs, targets = map(_as_tensor, sample)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found, reason = " and ".join(map(name_of, sample)), " ".join(str(error).split())[:300]
+        raise UserError(f"{what}[0] is a pair of {found}; return tensors, arrays or numbers ({reason})") from None
     return inputs, targets
 
 
