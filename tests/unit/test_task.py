@@ -60,6 +60,12 @@ class TestText:
         assert other == [content.upper() for content in test]
         assert [(len(content) - 100) // 10 for content in test] == [0, 9]  # on every machine, in every process
 
+    def test_a_file_with_most_of_the_bytes_is_for_training(self, tmp_path):
+        for number in range(8):  # the hash puts one of the two names first
+            names = [f"{name}-{number}.txt" for name in ("large", "small")]
+            train, test = split_files([(names[0], b"x" * 1000), (names[1], b"x" * 10)], tmp_path)
+            assert ([len(content) for content in train], [len(content) for content in test]) == ([1000], [10])
+
     def test_windows_follow_one_another_and_targets_are_one_byte_further(self):
         text = torch.arange(50, dtype=torch.uint8)
         split = TextSplit(text, 16)

@@ -98,17 +98,22 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
 def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[bytes], list[bytes]]:
     """Return the contents of the training and of the test files.
 
-    A hash of the names decides: the split does not depend on the machine, and hardly on added or removed files.
-    Raises UserError if there are fewer than 2 files.
+    A hash of the names decides: the split does not depend on the machine, and hardly on added or removed files. A
+    file with most of the bytes is for training. Raises UserError if there are fewer than 2 files.
     """
     if len(files) < 2:
         raise UserError(
             f"--data text: {folder} holds {len(files)} text files; at least 2 are needed, 1 for the test"
         )
-    wanted = TEST_SHARE * sum(len(content) for _, content in files)
+    total = sum(len(content) for _, content in files)
+    wanted = TEST_SHARE * total
     test: set[str] = set()
     size = 0
-    for path, content in sorted(files, key=lambda file: zlib.crc32(file[0].encode(errors="surrogateescape"))):
+
+    def order(file: tuple[str, bytes]) -> tuple[bool, int]:
+        return 2 * len(file[1]) > total, zlib.crc32(file[0].encode(errors="surrogateescape"))
+
+    for path, content in sorted(files, key=order):
         if (size >= wanted and test) or len(test) == len(files) - 1:
             break
         test.add(path)
