@@ -348,6 +348,16 @@ def test_an_attempt_ends_in_time_although_bytes_keep_coming(shards):
             store.read("train-000000.tar", 0, 1000)
 
 
+def test_a_server_has_time_to_restart_while_other_ranks_wait(shards, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with serve(shards) as (url, _):
+        store = open_store(url, 300)
+    with pytest.raises(OSError, match="Connection refused, 4 times"):
+        store.read("train-000000.tar", 0, 1000)
+    assert 45 < sum(pauses) < store.longest_s - 4 * store.attempt_s
+
+
 def test_a_server_that_recovers_costs_nothing(shards):
     """The server answers 503 and drops connections in the middle of an epoch."""
 

@@ -29,8 +29,8 @@ READS_IN_FLIGHT = 32
 PART_BYTES = 2**20
 """A longer file is read in parts of this many bytes, several at once."""
 
-PAUSES = (0, 0, 1 / 16, 1 / 4)
-"""Pauses before the attempts at a read, in multiples of an attempt's time-out."""
+PAUSES = (0, 0, 1 / 4, 1)
+"""Pauses before the attempts at a read, in multiples of an attempt's time-out: in all 47 s by default."""
 
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which another attempt may succeed."""
