@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recipes.common.data.shards import pack
 from recipes.common.errors import UserError
-from recipes.common.options import positive_int
+from recipes.common.options import positive_int, url_of
 from scripts.launch.command import CommandParser, command, parse
 
 
@@ -24,6 +24,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("folder", metavar="OUT", type=Path)
     parser.add_argument("--shard-mb", type=positive_int, default=1000, help="size of a shard in MB")
     args = parse(parser, argv)
+    if url := url_of(args.folder):
+        raise UserError(f"OUT {url} is a URL; give a folder, and copy it to the server when it is packed")
     images = 0
     try:
         for name, number in pack(args.source, args.folder, args.shard_mb * 10**6):

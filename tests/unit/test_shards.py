@@ -210,7 +210,7 @@ def test_a_folder_that_is_not_whole_is_refused(copy, spoil, error):
         load("shards", copy)
 
 
-def test_the_command_packs_and_refuses(images, tmp_path, capsys):
+def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):
     assert shards.main([str(images), str(tmp_path / "out"), "--shard-mb", "5000"]) == 0
     assert f"; train with --data shards --data-dir {tmp_path / 'out'}\n" in capsys.readouterr().out
     assert len(load("shards", tmp_path / "out").train) == len(load("imagefolder", images).train)
@@ -221,3 +221,10 @@ def test_the_command_packs_and_refuses(images, tmp_path, capsys):
     assert shards.main([str(tmp_path / "none"), str(tmp_path / "new")]) == 2
     assert "imagefolder expects DIR/train/CLASS" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("of the user")
+    assert shards.main([str(images), str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"error: cannot create {tmp_path / 'file'}: File exists\n"
+    monkeypatch.chdir(tmp_path)
+    assert shards.main([str(images), "s3://bucket/images"]) == 2
+    assert capsys.readouterr().err.startswith("error: OUT s3://bucket/images is a URL; give a folder, and copy it")
+    assert not (tmp_path / "s3:").exists()

@@ -36,7 +36,7 @@ from recipes.common.data.images import read
 from recipes.common.data.remote import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.splits import Data, digest
 from recipes.common.data.workers import Keys, Sample
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options, url_of
 from recipes.common.seeding import permutation
 
@@ -303,11 +303,12 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and image count.
 
     Raises:
-        UserError: `source` is no image folder, an image is too large, or `folder` is not empty.
+        UserError: `source` is no image folder, an image is too large, or `folder` is not empty or cannot be made.
         OSError: an image cannot be read, or the disk is full.
     """
     listing = walk(source)
-    folder.mkdir(parents=True, exist_ok=True)
+    with as_user_error("create", folder):
+        folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise UserError(f"OUT {folder} is not empty; remove what it holds, or choose another folder")
     arrays: dict[str, Any] = {}
