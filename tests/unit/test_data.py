@@ -254,6 +254,9 @@ class TestImageFolder:
         expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
         assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
 
+    def test_images_are_those_of_torchvision(self):
+        assert sorted(imagefolder.EXTENSIONS) == sorted(datasets.folder.IMG_EXTENSIONS)
+
     def test_hidden_files_are_left_out_links_followed_and_any_name_taken(self, tmp_path):
         """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS as ._photo.jpg."""
         odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as from an old archive

@@ -34,7 +34,8 @@ from recipes.common.options import Options
 from recipes.common.seeding import mix
 from recipes.common.task import SKIPPED
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+"""Those of torchvision's ImageFolder; other files are left out."""
 
 MEAN = torch.tensor([0.485, 0.456, 0.406]) * 255
 STD = torch.tensor([0.229, 0.224, 0.225]) * 255
