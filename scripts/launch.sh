@@ -4,8 +4,9 @@
 #   NNODES=2 NODE_RANK=0 NPROC_PER_NODE=1 MASTER_ADDR=node-a MASTER_PORT=29500 scripts/launch.sh ddp --epochs 3
 #
 # It reads the five variables above (unset: one node, one process, this machine, port 29500), sets the network's
-# environment if FABRIC or site.env says which (scripts/launch/fabric.sh), and becomes the launcher that the recipe needs. USR1 and TERM
-# mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set (scripts/launch/stopped_status.py).
+# environment by FABRIC (auto on several machines) and site.env (scripts/launch/fabric.sh), and becomes the launcher that the
+# recipe needs. USR1 and TERM mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set
+# (scripts/launch/stopped_status.py).
 # Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
 # same address; MIN_NODES makes the job elastic (scripts/launch/rejoin.py); LAUNCHER_PID is the process with which this
 # node's processes end (recipes/common/process/parent.py).
@@ -56,6 +57,10 @@ if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|probe|spawn|horovod)
     refuse "$recipe cannot be elastic; unset MIN_NODES, or use RECIPE=ddp"
 fi
 
+# On several machines, gloo alone would use the address of the host's own name: on Debian 127.0.1.1, which no other reaches.
+if [[ ${NNODES:-1} != 1 && ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) && -z ${GLOO_SOCKET_IFNAME:-} ]]; then
+    export FABRIC=${FABRIC:-auto}
+fi
 if [[ -n ${FABRIC:-} || -n ${SITE_ENV:-} || -e site.env ]]; then # FABRIC is set by a cluster's launch files
     source scripts/launch/fabric.sh
 fi

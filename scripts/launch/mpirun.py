@@ -5,9 +5,9 @@
     mpirun -q -np 4 python -m scripts.launch.mpirun --nproc-per-node 2 recipes.ddp.train   # two nodes on one host
 
 It sets the variables that torchrun would set (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT) and numbers the ranks as torchrun does: node by node, whatever --map-by says. Then it closes MPI and
-replaces itself with `python -m MODULE`, so that training runs without MPI. MASTER_ADDR and MASTER_PORT are kept if
-they are set.
+MASTER_PORT) and numbers the ranks as torchrun does: node by node, whatever --map-by says. On several hosts it also
+sets the network's environment (scripts/launch/fabric.sh). Then it closes MPI and replaces itself with
+`python -m MODULE`, so that training runs without MPI. MASTER_ADDR and MASTER_PORT are kept if they are set.
 
 - `mpirun -q` prints nothing when a rank fails (the recipe has printed the reason); the job's exit status is that
   of the rank that failed first, 2 for a refusal.
@@ -25,6 +25,7 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 from argparse import REMAINDER, Namespace
 from typing import TYPE_CHECKING, NoReturn
@@ -37,12 +38,16 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.echo import Echo, try_port
+from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import by_preference, interface_addresses
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+
+SHELLS_OWN = ("PWD", "OLDPWD", "SHLVL", "_", "PYTHON")
+"""Variables that a shell changes by itself, and that of the interpreter."""
 
 USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recipes.ddp.train [OPTIONS]"
 
@@ -184,9 +189,29 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
         variables["PORT_IS_CHOSEN"] = "1"
     if is_one_host and not os.environ.get("GLOO_SOCKET_IFNAME"):
         variables["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    if not is_one_host:  # with FABRIC, a script reports which network NCCL uses, as under other launchers
-        variables["FABRIC"] = os.environ.get("FABRIC") or "auto"
+    if not is_one_host:
+        os.environ.update(variables)
+        variables |= fabric_variables(world, local)
     return variables
+
+
+def fabric_variables(world: MPI.Comm, local: MPI.Comm) -> dict[str, str]:
+    """Return what fabric.sh sets on this host; the first rank of each prints it; call it on all ranks."""
+    environment, said = dict(os.environ), ""
+    try:
+        environment, said = fabric_environment(FABRIC="auto")
+        problem = ""
+    except (UserError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problems := list(filter(None, world.allgather(problem))):
+        refuse(problems[0], world.rank)
+    if local.rank == 0:
+        print(said, end="", flush=True)
+    return {
+        name: value
+        for name, value in environment.items()
+        if os.environ.get(name) != value and name not in SHELLS_OWN
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

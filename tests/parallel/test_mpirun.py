@@ -195,3 +195,37 @@ def test_an_address_counts_only_if_rank_0_answers():
         other.close()
     assert not is_reached("127.0.0.1", port)
     Echo("", "the token", port).close()  # the port is free again at once
+
+
+class Communicator:
+    """Stands for the processes of MPI, with what another one sends."""
+
+    def __init__(self, rank, other=""):
+        self.rank, self.other = rank, other
+
+    def allgather(self, value):
+        return [value, self.other]
+
+
+def test_on_several_hosts_the_networks_environment_is_set(monkeypatch, capsys):
+    """Gloo alone would take the address of each host's own name, which may be a loopback."""
+    for name in ("FABRIC", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SITE_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    found = mpirun.fabric_variables(Communicator(0), Communicator(0))
+    assert (found["FABRIC"], found["GLOO_SOCKET_IFNAME"]) == ("auto", "lo")
+    assert not {"PATH", "PYTHON", "PWD", "MASTER_ADDR"} & {*found}
+    assert "127.0.0.1 by lo" in capsys.readouterr().out
+    mpirun.fabric_variables(Communicator(1), Communicator(1))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("fabric", "other"), [("none", ""), ("auto", "FABRIC expects auto")])
+def test_a_fabric_that_cannot_be_used_on_one_host_is_said_once(monkeypatch, capsys, fabric, other):
+    monkeypatch.setenv("FABRIC", fabric)
+    for rank, lines in ((0, 1), (1, 0)):
+        with pytest.raises(SystemExit) as caught:
+            mpirun.fabric_variables(Communicator(rank, other), Communicator(0))
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), error.startswith("error: FABRIC expects auto")) == (lines, bool(lines))

@@ -392,3 +392,29 @@ def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "l")
     with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=l is not an interface of this node"):
         node.network("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "node-a"}, ("auto", "eth7")),
+        ({"NNODES": "2", "MASTER_ADDR": "node-a", "GLOO_SOCKET_IFNAME": "ib0"}, ("", "ib0")),
+        ({"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}, ("", "")),
+        ({"NNODES": "1", "MASTER_ADDR": "node-a"}, ("", "")),
+        ({}, ("", "")),
+    ],
+)
+def test_several_machines_use_the_interface_between_them(tmp_path, env, expected):
+    """Gloo alone would take the address of the host's own name, which may be a loopback."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\ncase $2 in\n*interface) echo eth7 ;;\n*cores) echo 2 ;;\n"
+        '*agent) echo "agent: $FABRIC $GLOO_SOCKET_IFNAME" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "NNODES"))}
+    command = ["scripts/launch.sh", "ddp"]
+    own = {**clean, "PYTHON": str(python), **env}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"agent: {' '.join(expected)}"

@@ -100,6 +100,30 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
     assert caught.value.status == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "error", "expected"),
+    [
+        (
+            "Gloo connectFullMesh failed with [/gloo/tcp/pair.cc:152] timed out, remote=[127.0.1.1]:26",
+            MissingNodeError,
+            r"cannot connect to the others \(timed out, remote=\[127.0.1.1\]:26\); set GLOO_SOCKET_IFNAME to ",
+        ),
+        ("another fault", RuntimeError, "^another fault$"),
+    ],
+)
+def test_a_rank_that_cannot_connect_to_another_names_the_address(monkeypatch, said, error, expected):
+    """Gloo uses the address of a host's own name, 127.0.1.1 on Debian, if nothing names an interface."""
+
+    def fail(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(error, match=expected):
+        connect("cpu", Ranks(0, 0, 1, 1), timedelta(seconds=9))
+
+
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
 def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
     def fail(*args):

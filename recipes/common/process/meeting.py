@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from recipes.common.errors import UserError
 
@@ -49,5 +50,15 @@ def cannot_meet(rank: int, message: str) -> UserError:
     return (UserError if is_taken else MissingNodeError)(
         f"rank {rank} cannot meet the others at {place} ({reason}); "
         "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
+        on_every_node=True,
+    )
+
+
+def cannot_connect(rank: int, message: str) -> UserError:
+    """Return the error for gloo's message that a rank got no connection to another one, whom the store knows."""
+    reason = message.partition("] ")[2].strip().split("\n")[0] or message  # after the place in gloo's sources
+    return MissingNodeError(
+        f"rank {rank} on {socket.gethostname()} cannot connect to the others ({reason}); set GLOO_SOCKET_IFNAME "
+        "to the interface that leads to them (ip -brief address lists all), or open the ports between nodes",
         on_every_node=True,
     )

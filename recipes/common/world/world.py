@@ -156,7 +156,7 @@ def connect(
     In the default group, CPU tensors go through gloo and CUDA tensors through NCCL. `wanted` is --device.
 
     Raises:
-        MissingNodeError: the processes do not find each other in time.
+        MissingNodeError: the processes do not find each other in time, or cannot connect.
         UserError: the port is taken, or not all processes can use the same kind of device.
     """
     try:
@@ -187,6 +187,12 @@ def connect(
         from recipes.common.process.meeting import cannot_meet
 
         raise cannot_meet(ranks.rank, str(error)) from None
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        from recipes.common.process.meeting import cannot_connect
+
+        raise cannot_connect(ranks.rank, str(error)) from None
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
