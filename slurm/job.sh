@@ -92,7 +92,7 @@ begin_job() {
     identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
-    set_python
+    set_python "$@"
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
     if [[ $recipe =~ ^(single|dataparallel)$ ]]; then default=1; fi # one process, whatever the number of GPUs
     export NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
@@ -237,7 +237,8 @@ show_share() {
     fi
 }
 
-# Set the interpreter, in this repository's venv or in a container of pyxis or Apptainer, and the arrays srun and container.
+# set_python OPTIONS...: set the interpreter, in this repository's venv or in a container of pyxis or Apptainer, and the
+# arrays srun and container.
 set_python() {
     srun=(srun --kill-on-bad-exit=1) container=() gpus=${SLURM_GPUS_ON_NODE:-0}
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
@@ -251,8 +252,10 @@ set_python() {
     if [[ $CONTAINER_IMAGE == /* && ! -e $CONTAINER_IMAGE ]]; then
         refuse "there is no CONTAINER_IMAGE $CONTAINER_IMAGE; make it on the login node: enroot import -o FILE.sqsh docker://..., or apptainer build FILE.sif docker://..."
     fi
-    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder
-    for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR" "$RUNS_DIR"}; do
+    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder runs=${SCRIPT:+$RUNS_DIR}
+    # A record that is written to a folder of the container alone is lost with it.
+    runs=${runs:-$(realpath -ms "$(option --runs-dir runs "$@")")}
+    for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR"} "$runs"; do
         if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi
     done
     if [[ $(srun --help) == *--container-image* ]]; then

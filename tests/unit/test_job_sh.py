@@ -847,3 +847,12 @@ run_step {step}
 echo "ended with $status"
 """
     assert "ended with 5" in job(then=then).stdout
+
+
+@pytest.mark.parametrize("option", ["--runs-dir=elsewhere", "--name=mine"])
+def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
+    """Elsewhere the record would be in the container alone, and lost with it; the last --runs-dir counts."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n[ $1 != --help ] || echo --container-image\n")
+    done = job(option, then='printf "%s\\n" "${srun[@]}"', CONTAINER_IMAGE="ddp")
+    assert done.returncode == 0, done.stderr
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/runs:{tmp_path}/runs" in done.stdout.splitlines()
