@@ -36,6 +36,7 @@ class RunsFolder:
     def __init__(self, runs_dir: Path, word: str, rank: int) -> None:
         self.runs_dir, self.word, self.rank = runs_dir, word, rank
         self.folder = runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
+        self.is_writing = False
 
     def content(self, rank: int) -> bytes:
         """Return the content of a node's file."""
@@ -44,6 +45,7 @@ class RunsFolder:
 
     def write(self) -> str | None:
         """Write this node's file; return the reason if it could not be written, else None."""
+        self.is_writing = True
         try:
             return call_within(self._write, WRITE_S)
         except TimeoutError as error:
@@ -52,14 +54,19 @@ class RunsFolder:
             return error.strerror or str(error)
 
     def _write(self) -> str | None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary, path = self.folder / f".node-{self.rank}.tmp", self.folder / f"node-{self.rank}"
-        with open(temporary, "wb") as file:
-            file.write(self.content(self.rank))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        return None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary, path = self.folder / f".node-{self.rank}.tmp", self.folder / f"node-{self.rank}"
+            with open(temporary, "wb") as file:
+                file.write(self.content(self.rank))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            return (
+                None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
+            )
+        finally:
+            self.is_writing = False
 
     def see(self, writers: Sequence[int]) -> list[int]:
         """Return the writers whose files are visible and complete; wait as long as a cache may hide them."""
@@ -99,7 +106,10 @@ class RunsFolder:
         return {}
 
     def remove(self) -> None:
-        """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove."""
+        """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove.
+
+        It does not try on a file system on which write() still hangs, which would take the whole time limit again.
+        """
 
         def remove() -> None:
             for folder in self.runs_dir.glob(".doctor-*"):
@@ -107,5 +117,6 @@ class RunsFolder:
                     if folder == self.folder or time.time() - folder.stat().st_mtime > STALE_S:
                         shutil.rmtree(folder, ignore_errors=True)
 
-        with contextlib.suppress(TimeoutError):
-            call_within(remove, SMALL_S)
+        if not self.is_writing:
+            with contextlib.suppress(TimeoutError):
+                call_within(remove, SMALL_S)

@@ -71,6 +71,23 @@ def test_a_health_check_ends_within_its_bound_where_the_driver_hangs(tmp_path):
     assert "gpus: nvidia-smi did not end within 3 s; see nvidia-smi and dmesg there" in line
 
 
+def test_a_health_check_does_not_try_a_runs_folder_that_hangs_again(tmp_path):
+    """Removing the probe's files there would take 5 s more than the health check has."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "def hang(event, args):\n"
+        "    if event in ('os.mkdir', 'os.scandir') and '/frozen' in str(args[0]):\n"
+        "        print('hangs', event, flush=True)\n"
+        "        time.sleep(60)\n"
+        "sys.addaudithook(hang)\n"
+    )
+    (tmp_path / "frozen").mkdir()
+    result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path / "frozen"), PYTHONPATH=str(tmp_path)).wait(30)
+    assert result.status == 1
+    assert "lost while it was asked for write: no answer within " in result.stdout
+    assert re.findall("hangs .*", result.stdout) == ["hangs os.mkdir"]
+
+
 def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
