@@ -13,6 +13,7 @@ of pods that cannot start, become one line with the remedy. Ctrl-C leaves the jo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -28,10 +29,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, render, to_text
+from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, pod_templates, render, to_text
 from recipes.common.errors import UserError
 from recipes.common.options import positive_int, whole_number
+from scripts.doctor import __main__ as doctor
 from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
+from scripts.launch.stopped_status import option
 
 OURS = "app.kubernetes.io/name=cluster-recipes"
 ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
@@ -497,6 +500,24 @@ def make_request(args: Namespace) -> Request:
     return Request(kind, args.recipe, name, *own, args.options, script or None, components, args.namespace)
 
 
+def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None:
+    """Raise UserError for options that each pod would refuse, unless they go with a --config file of the pods."""
+    config = option("--config", "", request.options)
+    if request.script or not request.options or (config and not Path(config).exists()):
+        return
+    if request.kind == "doctor":
+        doctor.parse_args(request.options)
+        return
+    try:
+        recipe = importlib.import_module(f"recipes.{request.recipe}.train")
+    except ImportError:  # the pods have what it needs
+        return
+    specs = [documents[-1]["spec"].get("trainer", {})]
+    specs += [template["spec"]["containers"][0] for template in pod_templates(documents)]
+    words = next(spec["args"] for spec in specs if "args" in spec)
+    recipe.options([word.replace("$$", "$") for word in words[not words[0].startswith("-") :]])
+
+
 @command
 def main(argv: list[str]) -> int:
     """Render, create and follow a job, or delete one; return the exit status."""
@@ -506,6 +527,7 @@ def main(argv: list[str]) -> int:
         return 0
     request = make_request(args)
     documents = render(request)
+    check_options(request, documents)
     if args.render:
         print(to_text(documents), end="")
         return 0

@@ -477,6 +477,10 @@ def test_delete_of_what_is_not_there(tmp_path):
         (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
         (["single", "--kind", "pytorchjob-elastic"], "single cannot be elastic; use KIND=indexed-job"),
         (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
+        (["ddp", "--", "--epoch=3"], "unknown option --epoch; did you mean '--epochs'?"),
+        (["ddp", "--kind", "trainjob", "--render", "--", "--lr", "0"], "--lr: expects a number above 0, got '0'"),
+        (["horovod", "--kind", "mpijob", "--", "--resume"], "--resume: expected one argument"),
+        (["probe", "--", "--quik"], "unknown option --quik; did you mean '--quick'?"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(argv, words):
@@ -484,6 +488,18 @@ def test_bad_input_is_refused_before_anything_is_asked(argv, words):
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr
     assert words in result.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [
+        (["ddp", "--", "--config=/data/of-the-volume.yaml", "--shuffle-block=8"], {}),
+        (["ddp", "--", "--out={run_dir}"], {"SCRIPT": "/data/train.py"}),
+    ],
+)
+def test_options_that_only_the_pods_can_check_are_left_to_them(argv, env):
+    result = run_command(sys.executable, "-m", "k8s.apply", "--render", *argv, KUBECTL="no-such-kubectl", **env)
+    assert (result.status, result.stderr) == (0, "")
 
 
 def test_without_kubectl():

@@ -110,6 +110,21 @@ def test_arguments_of_an_edited_file_are_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--data=text"], []),
+        (["--data", "text", "--data-dir=/data/books"], ["--data-dir=/data/books"]),
+        (["--data", "imagefolder"], ["--data-dir=/data"]),
+    ],
+)
+def test_text_comes_from_the_standard_library_unless_a_folder_is_given(options, expected):
+    """As under the other launchers; /data may be empty."""
+    documents = render(Request("indexed-job", "ddp", "mine", nodes=2, options=options))
+    words = one(documents[-1]["spec"]["template"]["spec"])["args"]
+    assert [word for word in words if word.startswith("--data-dir")] == expected
+
+
+@pytest.mark.parametrize(
     ("new", "expected"),
     [
         ("- --dropout\n            - 1.10", "k8s/indexed-job.yaml: 1.1 in args is not text; put it in quotes"),
