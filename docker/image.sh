@@ -41,10 +41,8 @@ docker=$(command -v "${DOCKER:-docker}") || refuse "docker not found; install Do
 timeout 60 "$docker" info >/dev/null 2>&1 ||
     refuse "no Docker engine answers $docker; start it (systemctl start docker), or join the group docker"
 
-case $recipe in
-horovod | apex) image=$recipe ;;
-*) image=ddp ;; # holds all recipes that need neither Horovod nor apex
-esac
+image=ddp # for all recipes without an image of their own
+if grep -qx "FROM base AS $recipe" docker/Dockerfile; then image=$recipe; fi
 name=${REGISTRY:+${REGISTRY%/}/}cluster-recipes/$image:${TAG:-latest}
 
 if [[ $action == push ]]; then

@@ -108,8 +108,9 @@ def check_recipe(name: str) -> str:
 
 
 def image_of(recipe: str) -> str:
-    """Return the name of the image for a recipe (docker/Dockerfile): all but horovod and apex use ddp's."""
-    return recipe if recipe in ("horovod", "apex") else "ddp"
+    """Return the name of the image for a recipe: its own if docker/Dockerfile builds one, else ddp's."""
+    dockerfile = (ROOT / "docker/Dockerfile").read_text(encoding="utf-8")
+    return recipe if f"\nFROM base AS {recipe}\n" in dockerfile else "ddp"
 
 
 def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: float = 0.5) -> list[str]:

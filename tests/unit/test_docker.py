@@ -28,7 +28,9 @@ def test_images_share_their_first_layers():
     part = stage("FROM ${BASE_IMAGE} AS base")
     assert "ARG LOCK=run.txt\n" in part
     assert "COPY requirements/${LOCK} /tmp/run.txt\n" in part
-    for image in {image_of(path.parent.name) for path in ROOT.glob("recipes/*/train.py")}:
+    images = {image_of(path.parent.name) for path in ROOT.glob("recipes/*/train.py")}
+    assert images == {"ddp", "horovod", "apex"}
+    for image in images:
         assert f'CMD ["{image}"]\n' in stage(f"FROM base AS {image}")
 
 
