@@ -57,6 +57,9 @@ ERROR_GRACE_S = 3.0
 PORT_TRIES = 3
 """How many ports are tried: another process may take one after it was chosen, before rank 0 listens."""
 
+MOST_PER_CORE = 8
+"""More processes per core than this are worth a warning: each imports torch, and 60 on two cores take minutes."""
+
 STOP_GRACE_S = 60.0
 """How long a checkpoint may take after a stop signal."""
 
@@ -327,8 +330,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def processes_per_node(args: argparse.Namespace, shares: list[list[str]]) -> int:
-    """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs."""
-    return args.nproc_per_node or (1 if args.recipe in ONE_PROCESS else max(1, len(shares[0])))
+    """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs.
+
+    Print a warning if the processes of all nodes are too many for this machine.
+    """
+    processes = args.nproc_per_node or (1 if args.recipe in ONE_PROCESS else max(1, len(shares[0])))
+    total, cores = args.nodes * processes, count_cores()
+    if total > MOST_PER_CORE * cores:
+        what = f"{total} processes share {cores} core{'s' * (cores > 1)}, and may take minutes to start"
+        print(f"warning: {what}; use fewer NODES or NPROC_PER_NODE", file=sys.stderr, flush=True)
+    return processes
 
 
 @command

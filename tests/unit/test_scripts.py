@@ -39,6 +39,16 @@ def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
 
 
 @pytest.mark.parametrize(
+    ("nodes", "words"), [(16, ""), (17, "warning: 17 processes share 2 cores, and may take minutes to start; ")]
+)
+def test_more_processes_than_a_machine_can_start_soon_are_a_warning(monkeypatch, capsys, nodes, words):
+    monkeypatch.setattr(local, "count_cores", lambda: 2)
+    assert local.processes_per_node(local.parse_args(["ddp", "--nodes", str(nodes)]), [[]] * nodes) == 1
+    error = capsys.readouterr().err
+    assert (error.startswith(words), error.count("\n")) == (True, bool(words))
+
+
+@pytest.mark.parametrize(
     ("value", "gpus"),
     [
         ("0,1", ["0", "1"]),
