@@ -51,6 +51,7 @@ OTHERS_FLAGS = {
     "--gpus",
     "--ntasks-per-node",
     "--gpus-per-node",
+    "--gpus-per-task",
     "--cpus-per-task",
     "--time",
     "--partition",

@@ -856,3 +856,24 @@ def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
     done = job(option, then='printf "%s\\n" "${srun[@]}"', CONTAINER_IMAGE="ddp")
     assert done.returncode == 0, done.stderr
     assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}/runs:{tmp_path}/runs" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"SLURM_GPUS": "8"}, "4"),
+        ({"SLURM_GPUS": "h100:8"}, "4"),
+        ({"SLURM_GPUS": "6"}, "- 6"),  # the nodes have different numbers
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, "4"),
+        ({"SLURM_GPUS_PER_NODE": "h100:4"}, "h100:4"),
+        ({}, "-"),
+    ],
+)
+def test_each_step_has_all_gpus_of_its_nodes_however_they_were_asked_for(job, env, expected):
+    """Otherwise no step on one node would start under sbatch --gpus, such as the search for a lost node."""
+    names = (
+        "${SLURM_GPUS_PER_NODE:--}",
+        *(f"${{SLURM_{name}:-}}" for name in ("GPUS", "GPUS_PER_TASK", "TRES_PER_TASK")),
+    )
+    done = job(then=f"echo {' '.join(names)}", SLURM_GPUS_ON_NODE="4", **env)
+    assert done.stdout.splitlines()[-1] == expected, done.stderr
