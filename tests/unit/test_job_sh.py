@@ -412,6 +412,7 @@ def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES expects a whole number, got 'many'"),
         ({"MAX_EXCLUDED": "many"}, "MAX_EXCLUDED expects a whole number, got 'many'"),
         ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in "),
+        ({"NAME": "../mine"}, "NAME expects at most 100 letters, digits, '.', '_' and '-', the first"),
         ({"FABRIC": "efb"}, "FABRIC expects auto, ib, roce, efa or tcp, got 'efb'"),
         ({"CONTAINER_IMAGE": "ddp.sqsh"}, "CONTAINER_IMAGE is set, but srun has no --container-image"),
     ],
@@ -584,6 +585,12 @@ def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
     _, called = file(name, *words, **(array if name == "array.sbatch" else {}))
     number = "6_1 --lr 0.02" if name == "array.sbatch" else "7"
     assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job{number} --runs-dir ' in called
+
+
+def test_the_tasks_of_an_array_cannot_share_a_run(file):
+    """With --resume auto, each would continue the run of another point of the grid."""
+    with pytest.raises(AssertionError, match="error: --name is one run for all tasks; NAME=mine sbatch"):
+        file("array.sbatch", "apex", "--name=mine", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="1")
 
 
 def test_all_nodes_are_asked_for_the_cores_of_the_smallest(file):
