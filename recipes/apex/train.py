@@ -27,7 +27,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, settle_buckets, trained
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, settle_buckets
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -94,7 +94,6 @@ class TorchAmp:
             **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
             gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
         )
-        self.trained = trained(self.ddp)
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
@@ -114,7 +113,7 @@ class TorchAmp:
         """Scale the loss and accumulate its gradients."""
         self.scaler.scale(loss).backward()
         if is_last:
-            check_complete(self.trained)
+            check_complete(self.ddp)
 
     def step(self, job: Job, check: Check) -> None:
         """Update the weights, unless a gradient has overflowed; ranks see the same averages, so they agree."""

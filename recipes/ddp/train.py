@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, settle_buckets, trained
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, settle_buckets
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -110,7 +110,6 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
     else:
         optimizer = build_optimizer(args, model.parameters())
     job = Job(args, recipe, data, world, model, optimizer, build_scaler(args, world.device), stop)
-    parameters = trained(ddp)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -121,7 +120,7 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
             # DDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             job.scaler.scale(loss * world.world_size).backward()
         if is_last:
-            check_complete(parameters)
+            check_complete(ddp)
         return loss.detach()
 
     # DDP: evaluation calls ddp() too: without gradients it exchanges nothing, and --compile has compiled it.

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import EVAL_BATCH_SIZE, Data
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, trained
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
@@ -65,7 +65,6 @@ class RankPipeline:
         self.numbers, self.devices = range(world.stage, len(parts), world.stages), [world.device]
         self.modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
         self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in self.modules]
-        self.trained = [pair for module in self.modules for pair in trained(module)]
         self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
         batch_size, eval_batch_size = batch_sizes(args, data, world)
         self.stages, self.schedule = self.connect(batch_size, loss)
@@ -109,8 +108,9 @@ class RankPipeline:
         # Pipeline: the first stage takes the inputs, activations and their gradients cross between neighbours (a
         # microbatch's output_shape each way), and the last stage takes the targets.
         self.schedule.step(*self.given(inputs), target=targets, losses=losses)
-        if exchange and self.world.replicas > 1:
-            check_complete(self.trained)
+        for ddp in self.ddp if exchange else ():
+            if isinstance(ddp, DistributedDataParallel):  # else there is one replica
+                check_complete(ddp)
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.world.device))
 
     def output(self, inputs: Tensor) -> Tensor | None:
@@ -153,7 +153,7 @@ class InProcessPipeline:
         self.places, self.devices = [str(device) for device in devices], devices
         self.modules = [PartModule(model, part, args, device) for part, device in zip(parts, devices, strict=True)]
         self.split = SplitModel(self.modules, args.num_microbatches)
-        self.ddp, self.trained = wrap(self.split, world), trained(self.split)
+        self.ddp = wrap(self.split, world)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
         """Run one pass; return the loss."""
@@ -162,7 +162,7 @@ class InProcessPipeline:
             loss = self.loss(self.ddp(inputs), targets)
             loss.backward()
         if exchange:
-            check_complete(self.trained)
+            check_complete(self.ddp)
         return loss.detach().to(self.world.device)
 
     def output(self, inputs: Tensor) -> Tensor | None:

@@ -219,6 +219,7 @@ def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, folder, tmp_p
 
 
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
+ACCUMULATED = (*BRANCHES, "--accumulate-steps", "2")
 UNUSED = (*BRANCHES, "--model", "mine:Unused")
 
 
@@ -242,6 +243,8 @@ MISSING = [
         r"the parameter other\.bias got a gradient on some ranks or in some steps only, and FSDP",
     ),
     ("ddp", BRANCHES, "2", r"the parameter (seldom|other)\.weight got no gradient, and DDP needs all"),
+    ("ddp", ACCUMULATED, "2", r"the parameter (seldom|other)\.weight got no gradient, and DDP needs all"),
+    ("apex", ACCUMULATED, "2", r"the parameter (seldom|other)\.weight got no gradient, and DDP needs all"),
     ("ddp", (*UNUSED, "--deterministic"), "1", r"the parameter 2\.weight got no gradient, and DDP needs all"),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     makes the first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ddp(data.input.zeros(1, device)).sum().backward()
-    check_complete(trained(ddp))
+    ddp(data.input.zeros(1, device)).abs().sum().backward()  # abs: complex numbers have no gradients
+    if missing := missing_gradients(trained(ddp)):
+        raise incomplete(missing[0])
     ddp.zero_grad()
 
 
@@ -52,11 +54,19 @@ def missing_gradients(parameters: Named) -> list[str]:
     return [name for name, parameter in parameters if parameter.grad is None]
 
 
-def check_complete(parameters: Named) -> None:
-    """Raise UserError if one of DDP's parameters got no gradient in a step's passes, perhaps on this rank only.
+def check_complete(ddp: DistributedDataParallel) -> None:
+    """Raise UserError if one of DDP's parameters got no gradient in a step's last pass, perhaps on this rank only.
 
     DDP then exchanges only a part of the gradients, and the next forward pass fails; other ranks may wait already.
     """
-    if missing := missing_gradients(parameters):
-        what = f"the parameter {missing[0]} got no gradient, and DDP needs all"
-        raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([^\s,]+)", str(error))
+        name = found[1] if found else "unknown"  # a name or, unless TORCH_DISTRIBUTED_DEBUG is set, a number
+        raise incomplete(trained(ddp)[int(name)][0] if name.isdigit() else name) from None
+
+
+def incomplete(name: str) -> UserError:
+    """Return the error about a parameter without a gradient."""
+    return UserError(f"the parameter {name} got no gradient, and DDP needs all; {FIX_MISSING}", on_one_rank=True)
