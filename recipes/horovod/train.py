@@ -28,7 +28,7 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
-from recipes.common.world.peers import Peers
+from recipes.common.world.peers import Peers, broadcast_bytes
 from recipes.common.world.transport import log_nccl
 
 try:
@@ -73,9 +73,9 @@ class World(Peers):
         return cast(T, hvd.broadcast_object(value, root_rank=0, name="object"))
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor with rank 0's; call it on all ranks."""
-        # Horovod: rank 0 sends the tensor's bytes to all others.
-        hvd.broadcast_(tensor, root_rank=0, name="tensor")
+        """Overwrite a tensor with rank 0's; call it on all ranks."""
+        # Horovod: rank 0 sends the tensor's bytes to all others. It knows neither int16 nor bfloat16.
+        broadcast_bytes(tensor, lambda own: hvd.broadcast_(own, root_rank=0, name="tensor"))
 
     def sum_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the sum of all ranks' tensors; call it on all ranks."""
@@ -119,8 +119,12 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
         raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
     # Horovod: it takes contiguous tensors only, so --channels-last applies to images and activations alone.
     model.to(memory_format=torch.contiguous_format)
-    # Horovod: rank 0 broadcasts its parameters to all ranks.
-    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    try:
+        # Horovod: rank 0 broadcasts its parameters to all ranks.
+        hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    except ValueError as error:  # it would not average their gradients, either
+        what = f"--model {args.model}: Horovod: {str(error).rstrip('.')}"
+        raise UserError(f"{what}; use another dtype, or RECIPE=ddp") from None
     if args.compile:
         model.compile(mode=args.compile_mode)
     # Horovod: a hook on each parameter submits its gradient as soon as backward has computed it. Gradients that

@@ -16,7 +16,8 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options, choice, one_of, option, positive_int
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.watch.bounds import bound_of_waits
-from recipes.common.world.world import World, broadcast_bytes
+from recipes.common.world.peers import broadcast_bytes
+from recipes.common.world.world import World
 
 PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """With interleaved, stage r of p holds parts r and p + r: half the bubble for twice the messages."""
@@ -103,10 +104,11 @@ class Grid(World):
 
     def sync_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Broadcast replica 0's batch-norm statistics to all replicas; each has only its own microbatches'."""
+        column = self.mesh.get_group("dp")
         for buffer in (buffer for module in modules for buffer in module.buffers()):
             # DDP: within a stage's column of the mesh, replica 0 sends its buffers to the others.
             with self.watch("evaluation"):
-                broadcast_bytes(buffer, self.mesh.get_group("dp"))
+                broadcast_bytes(buffer, lambda own: dist.broadcast(own, group=column, group_src=0))
 
     def sum_over_replicas(self, tensor: Tensor) -> None:
         """Overwrite a tensor of this stage with its sum over the replicas."""

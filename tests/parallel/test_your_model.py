@@ -83,6 +83,13 @@ class Buffered(nn.Linear):
         for dtype in (torch.int16, torch.float8_e4m3fn):
             self.register_buffer(str(dtype)[6:], value.to(dtype))
 
+class Mixed(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 8), nn.Linear(8, 3, dtype=torch.bfloat16)
+    def forward(self, inputs):
+        return self.second(self.first(inputs).bfloat16())
+
 class Unused(nn.Sequential):
     def __init__(self, data):
         super().__init__(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 3))
@@ -263,9 +270,13 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
 BUFFERED = ("--data", "mine:spirals", "--model", "mine:Buffered", "--max-steps", "2")
 
 
-def test_buffers_that_gloo_has_no_type_for_are_those_of_the_first_rank(run, folder, tmp_path):
-    kept = newest_checkpoint(run("scratch", 2, *BUFFERED))["model"]
+@pytest.mark.parametrize("recipe", ["scratch", "horovod"])
+def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
+    kept = newest_checkpoint(run(recipe, 2, *BUFFERED))["model"]
     assert all(kept[name].float().eq(1).all() for name in ("int16", "float8_e4m3fn"))
+
+
+def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path):
     words = words_for(tmp_path, "ddp", "--device", "cpu", *BUFFERED)
     setup = functools.partial(import_from, folder)
     outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=setup).wait(60)
@@ -274,6 +285,22 @@ def test_buffers_that_gloo_has_no_type_for_are_those_of_the_first_rank(run, fold
         "error: --model mine:Buffered: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     ]
+
+
+DTYPES = [
+    ("horovod", "Horovod: Tensor type torch.BFloat16Tensor is not supported; use another dtype, or RECIPE=ddp"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "message"), DTYPES, ids=lambda value: str(value)[:8])
+def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_path, recipe, message):
+    if recipe == "horovod":
+        need_horovod()
+    argv = ("--data", "mine:spirals", "--model", "mine:Mixed", "--device", "cpu")
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), 2, tmp_path / "out", setup=setup).wait(60)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert re.findall("error: .*", outcome.text) == [f"error: --model mine:Mixed: {message}"]
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):

@@ -35,7 +35,7 @@ class Peers:
         return value
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a contiguous tensor, on the CPU or on this rank's device, with rank 0's."""
+        """Overwrite a tensor, on the CPU or on this rank's device, with rank 0's."""
 
     def sum_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the sum of the ranks' tensors."""
@@ -43,3 +43,11 @@ class Peers:
     def begin_vote(self, vote: int) -> Callable[[], int]:
         """Send this rank's vote; return a function that waits for the others' and returns the largest."""
         return lambda: vote
+
+
+def broadcast_bytes(tensor: Tensor, broadcast: Callable[[Tensor], object]) -> None:
+    """Overwrite a tensor of any dtype with another rank's by a broadcast of bytes, which no library lacks."""
+    flat = tensor.detach().contiguous().flatten()
+    broadcast(flat.view(torch.uint8))
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))

@@ -25,7 +25,7 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.watch.bounds import bound_of_group, bound_of_waits
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
-from recipes.common.world.peers import Peers
+from recipes.common.world.peers import Peers, broadcast_bytes
 from recipes.common.world.places import Place
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ class World(Peers):
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor, on the CPU or this rank's device, with rank 0's; call it on all ranks."""
-        broadcast_bytes(tensor, self._group_of(tensor))
+        # World: rank 0 sends the tensor's bytes to all others. Gloo knows neither int16 nor float8.
+        broadcast_bytes(tensor, lambda own: dist.broadcast(own, src=0, group=self._group_of(tensor)))
 
     def sum_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with the sum of the ranks' tensors; call it on all ranks."""
@@ -114,15 +115,6 @@ class World(Peers):
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group for a tensor: the default one (NCCL) for a GPU's, `control` for the CPU's."""
         return None if tensor.is_cuda else self.control
-
-
-def broadcast_bytes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Overwrite a tensor of any dtype with that of the group's first rank; call it on all ranks of the group."""
-    flat = tensor.detach().contiguous().flatten()
-    # World: the first rank sends the tensor's bytes to all others. Gloo knows neither int16 nor float8.
-    dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 @contextlib.contextmanager
