@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, settle_buckets
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -71,7 +71,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
-    try:
+    with checked_buffers(args):
         ddp = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -80,11 +80,6 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
             # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
             bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
         )
-    except RuntimeError as error:
-        if "Invalid scalar type" not in str(error):
-            raise
-        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over gloo"
-        raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
     if args.deterministic:
         settle_buckets(ddp, data, world.device)
     if args.grad_compression != "none":

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import EVAL_BATCH_SIZE, Data
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete
+from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
@@ -31,16 +31,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps (outputs, targets) to the loss, scaled as scaled_loss() in train.py does."""
 
 
-def wrap(module: nn.Module, world: Grid) -> DistributedDataParallel:
+def wrap(module: nn.Module, args: PipelineOptions, world: Grid) -> DistributedDataParallel:
     """Wrap a part of the model so that its gradients are averaged over the replicas; call it on all replicas."""
     # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
     # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
-    return DistributedDataParallel(
-        module,  # no device_ids: the part is on its device already, in-process even on several
-        process_group=world.mesh.get_group("dp"),
-        **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
-        gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-    )
+    with checked_buffers(args):
+        return DistributedDataParallel(
+            module,  # no device_ids: the part is on its device already, in-process even on several
+            process_group=world.mesh.get_group("dp"),
+            **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
+            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+        )
 
 
 def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, int]:
@@ -64,7 +65,7 @@ class RankPipeline:
         self.places = [f"stage {number % world.stages}" for number in range(len(parts))]
         self.numbers, self.devices = range(world.stage, len(parts), world.stages), [world.device]
         self.modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
-        self.ddp = [wrap(module, world) if world.replicas > 1 else module for module in self.modules]
+        self.ddp = [wrap(module, args, world) if world.replicas > 1 else module for module in self.modules]
         self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]
         batch_size, eval_batch_size = batch_sizes(args, data, world)
         self.stages, self.schedule = self.connect(batch_size, loss)
@@ -153,7 +154,7 @@ class InProcessPipeline:
         self.places, self.devices = [str(device) for device in devices], devices
         self.modules = [PartModule(model, part, args, device) for part, device in zip(parts, devices, strict=True)]
         self.split = SplitModel(self.modules, args.num_microbatches)
-        self.ddp = wrap(self.split, world)
+        self.ddp = wrap(self.split, args, world)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, exchange: bool) -> Tensor:
         """Run one pass; return the loss."""

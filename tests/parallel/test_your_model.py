@@ -77,11 +77,14 @@ class Branches(nn.Module):
         return self.head(torch.cat(parts))
 
 class Buffered(nn.Linear):
-    def __init__(self, data):
+    def __init__(self):
         super().__init__(2, 3)
         value = torch.full((2, 2), 1 + int(os.environ.get("RANK", "0")))
         for dtype in (torch.int16, torch.float8_e4m3fn):
             self.register_buffer(str(dtype)[6:], value.to(dtype))
+
+def buffered(data):
+    return nn.Sequential(Buffered())
 
 class Mixed(nn.Module):
     def __init__(self, data):
@@ -267,22 +270,26 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
     assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
 
 
-BUFFERED = ("--data", "mine:spirals", "--model", "mine:Buffered", "--max-steps", "2")
+BUFFERED = ("--data", "mine:spirals", "--model", "mine:buffered", "--max-steps", "2")
 
 
 @pytest.mark.parametrize("recipe", ["scratch", "horovod"])
 def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
     kept = newest_checkpoint(run(recipe, 2, *BUFFERED))["model"]
-    assert all(kept[name].float().eq(1).all() for name in ("int16", "float8_e4m3fn"))
+    assert all(kept[name].float().eq(1).all() for name in ("0.int16", "0.float8_e4m3fn"))
 
 
-def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path):
-    words = words_for(tmp_path, "ddp", "--device", "cpu", *BUFFERED)
+@pytest.mark.parametrize(
+    ("recipe", "argv"),
+    [("ddp", ()), ("apex", ("--opt-level", "O0")), ("pipeline", ("--stages", "1", "--num-microbatches", "1"))],
+)
+def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, argv):
+    words = words_for(tmp_path, recipe, "--device", "cpu", *BUFFERED, *argv)
     setup = functools.partial(import_from, folder)
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=setup).wait(60)
+    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup).wait(60)
     assert outcome.statuses == [2, 2], outcome.text
     assert re.findall("error: .*", outcome.text) == [
-        "error: --model mine:Buffered: DDP cannot send its int16 or float8 buffers over gloo; "
+        "error: --model mine:buffered: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     ]
 

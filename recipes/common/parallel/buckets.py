@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
+from recipes.common.options import Options
 
 KEYWORDS = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in KEYWORDS else "broadcast_buffers": False
 }
 """The argument that stops DistributedDataParallel from broadcasting buffers; newer torch has renamed it."""
+
+
+@contextlib.contextmanager
+def checked_buffers(args: Options) -> Iterator[None]:
+    """Turn DDP's error about a buffer that it cannot send into a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Invalid scalar type" not in str(error):
+            raise
+        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over gloo"
+        raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 
 def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
