@@ -12,16 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from recipes.common.errors import UserError
 from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 
 
 def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer whose state is sharded across ranks."""
+    """Return an optimizer whose state is sharded across ranks; raises UserError for several dtypes."""
     # DDP: each rank updates its share of the weights, then broadcasts it: the model's bytes cross the wire again.
     make, settings = optimizer_class(args)
-    return ZeroRedundancyOptimizer(parameter_groups(args, parameters), optimizer_class=make, **settings)
+    try:
+        return ZeroRedundancyOptimizer(parameter_groups(args, parameters), optimizer_class=make, **settings)
+    except ValueError as error:  # parameters of several dtypes
+        raise UserError(f"--model {args.model}: --zero: {error}; use one dtype, or drop --zero") from None
 
 
 def consolidate(optimizer: torch.optim.Optimizer, world: Peers) -> dict[str, Any] | None:

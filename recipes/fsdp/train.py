@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from recipes.common.data import Data
@@ -120,6 +121,15 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
+def check_dtypes(block: nn.Module, args: FSDPOptions) -> None:
+    """Raise UserError if a block's parameters, without those in blocks inside of it, have several dtypes."""
+    own = [(name, p.dtype) for name, p in trained(block) if not isinstance(p, DTensor)]
+    for name, dtype in own:
+        if dtype != own[0][1]:
+            what = f"--model {args.model}: {own[0][0]} is {own[0][1]}, {name} of the same block {dtype}"
+            raise UserError(f"{what}, and FSDP sends a block's parameters as one; use one dtype, or RECIPE=ddp")
+
+
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
@@ -153,10 +163,12 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if args.compile:
             module.compile(mode=args.compile_mode)
+        check_dtypes(module, args)
         # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
         # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
         # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
         fully_shard(module, mp_policy=policy, **settings)
+    check_dtypes(model, args)
     # FSDP: parameters in no block are gathered at the beginning of forward and kept until the end of backward.
     # HSDP: replicas average each shard's gradients: 2 (R-1)/R of 1/N of the model's bytes per rank.
     return fully_shard(model, mp_policy=policy, **settings)

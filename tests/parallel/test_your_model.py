@@ -295,15 +295,31 @@ def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, argv
 
 
 DTYPES = [
-    ("horovod", "Horovod: Tensor type torch.BFloat16Tensor is not supported; use another dtype, or RECIPE=ddp"),
+    (
+        "horovod",
+        (),
+        "Horovod: Tensor type torch.BFloat16Tensor is not supported; use another dtype, or RECIPE=ddp",
+    ),
+    (
+        "fsdp",
+        (),
+        "first.weight is torch.float32, second.weight of the same block torch.bfloat16, and FSDP sends a block's "
+        "parameters as one; use one dtype, or RECIPE=ddp",
+    ),
+    (
+        "ddp",
+        ("--zero",),
+        "--zero: ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
+        "torch.FloatTensor and torch.BFloat16Tensor; use one dtype, or drop --zero",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "message"), DTYPES, ids=lambda value: str(value)[:8])
-def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_path, recipe, message):
+@pytest.mark.parametrize(("recipe", "own", "message"), DTYPES, ids=lambda value: str(value)[:8])
+def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_path, recipe, own, message):
     if recipe == "horovod":
         need_horovod()
-    argv = ("--data", "mine:spirals", "--model", "mine:Mixed", "--device", "cpu")
+    argv = ("--data", "mine:spirals", "--model", "mine:Mixed", "--device", "cpu", *own)
     setup = functools.partial(import_from, folder)
     outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), 2, tmp_path / "out", setup=setup).wait(60)
     assert outcome.statuses == [2, 2], outcome.text
