@@ -10,6 +10,7 @@ https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
+from recipes.common.world.peers import Peers
 from recipes.common.world.world import World, connected_world
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
@@ -174,6 +176,37 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     return fully_shard(model, mp_policy=policy, **settings)
 
 
+@contextlib.contextmanager
+def same_blocks(model: nn.Module, peers: Peers) -> Iterator[None]:
+    """Check in a forward pass that all ranks gather the same blocks in the same order; call it on all ranks.
+
+    FSDP matches gathers by their order alone: ranks would mix weights, or gloo would abort them.
+
+    Raises UserError on all ranks before the first gather that differs.
+    """
+
+    def compare(name: str, *_: Any) -> None:
+        # FSDP: each rank sends the name of the block that it is about to gather.
+        with peers.watch("gradients", computes=True):
+            names = peers.gather_objects(name)
+        for rank, other in enumerate(names):
+            if other != names[0]:
+                what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
+                raise UserError(f"{what}; run the same blocks on all ranks, or use RECIPE=horovod")
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(partial(compare, name), prepend=True)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    ]
+    try:
+        yield
+        compare("nothing")
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @dataclass
 class SameGradients:
     """Checks that the same parameters get a gradient on all ranks: FSDP would sum those of different ones."""
@@ -229,8 +262,12 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         # FSDP: gradients are exchanged only in the last of the accumulated passes; until then each rank keeps
         # whole gradients.
         module.set_requires_gradient_sync(is_last)
+        # A compiled block would be compiled once more without the hooks.
+        is_checked = check_gradients.expected is None and not args.compile
         with world.watch("gradients", computes=True):
-            loss = job.loss(model(inputs), targets)
+            with same_blocks(model, world) if is_checked else contextlib.nullcontext():
+                output = model(inputs)
+            loss = job.loss(output, targets)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
         if is_last:

@@ -76,6 +76,19 @@ class Branches(nn.Module):
         parts = [self.seldom(x[:first])] * (first > 0) + [self.other(x[first:])] * (first < size)
         return self.head(torch.cat(parts))
 
+class Experts(nn.Module):
+    "With two ranks, rank 1 runs another expert than rank 0, none, or all in another order."
+    def __init__(self, data):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, n), nn.Linear(n, 3)) for n in (4, 8))
+    def forward(self, inputs):
+        first, second = self.experts
+        case = os.environ.get("CASE") if os.environ.get("RANK") == "1" and self.training else ""
+        order = {"other": [second], "none": [], "order": [second, first]}.get(case, [first])
+        if os.environ.get("CASE") == "order" and not case:
+            order = [first, second]
+        return sum(expert(inputs) for expert in order) + inputs.new_zeros(len(inputs), 3, requires_grad=True)
+
 class Buffered(nn.Linear):
     def __init__(self):
         super().__init__(2, 3)
@@ -268,6 +281,24 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
     assert "Traceback" not in outcome.text
     fix = r"set requires_grad to False if it is never used, or use RECIPE=horovod"
     assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("other", "experts.1.0"), ("none", "nothing"), ("order", "experts.1.0")],
+    ids=lambda value: value,
+)
+def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_path, case, what):
+    """Gloo would abort them, or mix the weights of two blocks of one size."""
+    argv = ("--data", "mine:spirals", "--model", "mine:Experts", "--device", "cpu")
+    setup = functools.partial(import_from, folder)
+    words = words_for(tmp_path, "run", *argv)
+    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case).wait(60)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert re.findall("error: .*", outcome.text) == [
+        f"error: rank 1 runs {what} where rank 0 runs experts.0.0, and FSDP gathers in order; "
+        "run the same blocks on all ranks, or use RECIPE=horovod"
+    ]
 
 
 BUFFERED = ("--data", "mine:spirals", "--model", "mine:buffered", "--max-steps", "2")
