@@ -26,6 +26,7 @@ from recipes.common.options import Options, choice, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
+from recipes.common.watch.bounds import bound_horovod
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
@@ -178,8 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args = options(argv)
         # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
-        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(args.timeout_s / 3) or 1))
-        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(args.timeout_s) or 1))
+        bound_horovod(args.timeout_s)
     finally:
         # Horovod: connects all processes. Only then does each know whether it is rank 0, which prints UserErrors.
         hvd.init()

@@ -34,3 +34,9 @@ def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
     act later than Watch.
     """
     return 2 * timeout + timedelta(seconds=60) if device_type == "cuda" else timeout
+
+
+def bound_horovod(timeout_s: float) -> None:
+    """Set how long Horovod waits for a rank that is alive but does not join; call it before hvd.init()."""
+    os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(timeout_s / 3) or 1))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s) or 1))
