@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, nearest_option
 
 KEPT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
 """The types that YAML may recognise. A number stays text: the name 1.10 is not 1.1, and 012 is not 10."""
@@ -56,7 +56,7 @@ def words_of_config(path: Path, flags: Sequence[str]) -> list[str]:
     known = [flag.removeprefix("--") for flag in flags if not flag.startswith("--no-")]
     for flag, value in read_config(path).items():
         if flag not in known or flag in ("config", "help"):
-            raise UserError(f"--config {path}: unknown option {flag!r}{nearest(flag, known)}")
+            raise UserError(f"--config {path}: unknown option {flag!r}{nearest_option(flag, known)}")
         is_switch = f"--no-{flag}" in flags
         if is_switch and isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

@@ -44,3 +44,19 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     by_lower_case = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower_case[close[0]]!r}?" if close else ""
+
+
+OTHER_NAMES = {
+    **dict.fromkeys(("learning-rate", "base-lr"), "lr"),
+    **dict.fromkeys(("fp16", "bf16", "precision", "mixed-precision"), "amp"),
+    **dict.fromkeys(("grad-accum", "grad-accum-steps"), "accumulate-steps"),
+    **{"bs": "global-batch-size", "wd": "weight-decay", "save-every": "checkpoint-every"},
+}
+"""What other programs call an option, where its spelling leads nowhere or to another option."""
+
+
+def nearest_option(flag: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'X'?" for the option that an unknown one may stand for, or an empty string."""
+    name = flag.lstrip("-")
+    other = OTHER_NAMES.get(name.replace("_", "-"), name)
+    return nearest(flag.removesuffix(name) + other, known, cutoff=0.6)

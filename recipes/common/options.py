@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, nearest, nearest_option
 
 DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
 TASKS = ("auto", "classification", "language-model")
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0].split("=")[0]
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}; options begin with --")
-        raise UserError(f"unknown option {word}{nearest(word, self.flags(), cutoff=0.6)}; --help lists all")
+        raise UserError(f"unknown option {word}{nearest_option(word, self.flags())}; --help lists all")
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -18,6 +18,8 @@ from tests.support import ROOT
 REFUSED = {
     "unknown option": (["--epoch", "3"], "unknown option --epoch; did you mean '--epochs'?"),
     "unknown option with value": (["--sed=3"], "unknown option --sed; did you mean '--seed'?"),
+    "another program's name": (["--learning_rate", "1"], "unknown option --learning_rate; did you mean '--lr'?"),
+    "another program's flag": (["--bf16"], "unknown option --bf16; did you mean '--amp'?"),
     "no option": (["epochs"], "unexpected argument 'epochs'; options begin with --"),
     "unknown data": (
         ["--data", "digit"],
