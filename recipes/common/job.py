@@ -266,10 +266,11 @@ class Job:
             return
         # The result first: the run is complete even if the sample fails.
         result = run_on_all_ranks(self._write_result, self.peers)
-        if has_own(self.data.task, "sample") and (self.record or sample_on_all_ranks):
+        if has_own(self.data.task, "sample"):
             from recipes.common.sample import make_sample
 
-            if text := make_sample(self.data.task, self.model, self.peers, sample_on_all_ranks):
+            timeout_s = self.args.timeout_s
+            if text := make_sample(self.data.task, self.model, self.peers, sample_on_all_ranks, timeout_s):
                 self.say(text)
         if self.record:
             self.record.print_result(result)

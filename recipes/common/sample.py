@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from torch import nn
 
 from recipes.common.task import Task
 from recipes.common.user_code import refusal
+from recipes.common.world.agreement import wait_for_all
 from recipes.common.world.peers import Peers
 
+LONGEST = 10
+"""Times --timeout-s that rank 0 may take: on a CPU, 256 tokens of a large model need more than one."""
 
-def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool) -> str:
-    """Return the task's sample, or a warning if sampling fails: the run is complete either way.
 
-    Call it on rank 0, or on all ranks if the model's forward pass `exchanges` data: then it raises RuntimeErrors.
+def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, timeout_s: float) -> str:
+    """Return the task's sample on rank 0, or a warning if sampling fails: the run is complete either way.
+
+    Call it on all ranks. If the model's forward pass `exchanges` data, all sample, and RuntimeErrors are raised.
+    Otherwise rank 0 samples in a thread, and keeps the others from taking that for a hang.
     """
+    if exchanges:
+        with peers.watch("sample", computes=True):
+            return sample_here(task, model, peers, exchanges)
+    pool = ThreadPoolExecutor(1)
+    own = [pool.submit(sample_here, task, model, peers, exchanges)] if peers.rank == 0 else []
+    wait_for_all(lambda bound_s: not wait(own, bound_s).not_done, peers, timeout_s, LONGEST * timeout_s, "sample")
+    return own[0].result() if own else ""
+
+
+def sample_here(task: Task, model: nn.Module, peers: Peers, exchanges: bool) -> str:
+    """Return this process's sample, or a warning if sampling fails."""
     try:
-        if exchanges:
-            with peers.watch("sample", computes=True):
-                return task.sample(model, peers.device)
-        if any(p.device != peers.device for p in model.parameters()):
+        if not exchanges and any(p.device != peers.device for p in model.parameters()):
             model = copy.deepcopy(model).to(peers.device)  # a pipeline's layers may be on several devices
         return task.sample(model, peers.device)
     except Exception as error:

@@ -33,7 +33,9 @@ def import_from(folder):
 
 
 BREAKS = """
-import os
+import os, time
+
+from recipes.common.task import Classification
 
 class Breaks:
     def __len__(self):
@@ -58,6 +60,11 @@ class BrokenModel(nn.Sequential):
         if len(inputs) > 2 and not self.training and os.environ.get("BREAK") == "model":
             raise ValueError("too many samples for this model")
         return super().forward(inputs)
+
+class SlowSample(Classification):
+    def sample(self, model, device):
+        time.sleep(8)
+        return "a slow sample"
 
 def broken_line(data):
     return BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
@@ -355,6 +362,18 @@ def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_pa
     outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), 2, tmp_path / "out", setup=setup).wait(60)
     assert outcome.statuses == [2, 2], outcome.text
     assert re.findall("error: .*", outcome.text) == [f"error: --model mine:Mixed: {message}"]
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "horovod"])
+def test_ranks_wait_for_a_sample_that_takes_longer_than_their_time_limit(folder, tmp_path, recipe):
+    if recipe == "horovod":
+        need_horovod()
+    argv = ("--data", "mine:spirals", "--model", "mine:net", "--task", "mine:SlowSample", "--device", "cpu")
+    words = words_for(tmp_path, "run", *argv, "--max-steps", "2", "--timeout-s", "5")
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup).wait(60)
+    assert outcome.statuses == [0, 0], outcome.text
+    assert "\na slow sample\nresult recipe=" in outcome.outputs[0]
 
 
 def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):

@@ -436,13 +436,13 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
             raise RuntimeError("no words")
 
     peers, model = Peers(CPU), nn.Linear(1, 1)
-    said = make_sample(Mute(), model, peers, exchanges=False)
+    said = make_sample(Mute(), model, peers, exchanges=False, timeout_s=1.0)
     assert re.fullmatch(
         r"warning: the sample failed: RuntimeError: no words \(\S+, line \d+\); the run is complete without it",
         said,
     )
     with pytest.raises(RuntimeError, match="no words"):  # other ranks may wait for this one
-        make_sample(Mute(), model, peers, exchanges=True)
+        make_sample(Mute(), model, peers, exchanges=True, timeout_s=1.0)
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")

@@ -64,7 +64,13 @@ SLOWEST = 10e6
 """Bytes per second that any disk for checkpoints reads and writes."""
 
 
-def wait_for_all(wait: Callable[[float | None], bool], peers: Peers, timeout_s: float, allowed_s: float) -> None:
+def wait_for_all(
+    wait: Callable[[float | None], bool],
+    peers: Peers,
+    timeout_s: float,
+    allowed_s: float,
+    name: str = "checkpoint",
+) -> None:
     """Wait until wait() returns true on all ranks; call it on all ranks.
 
     Args:
@@ -72,12 +78,13 @@ def wait_for_all(wait: Callable[[float | None], bool], peers: Peers, timeout_s: 
         wait: waits at most so many seconds (None: without bound) for this rank's work; returns whether it is done.
         timeout_s: how long a rank may be silent: while its work goes on, it tells the others so.
         allowed_s: how long it may do so. After that, they wait for it as for any other rank.
+        name: what the ranks wait for, in a report of a hang.
     """
     end = time.monotonic() + allowed_s
     is_done = False
     while not is_done:
         own = wait(timeout_s / 4 if time.monotonic() < end else None)
-        with peers.watch("checkpoint"):
+        with peers.watch(name):
             is_done = all(peers.gather_objects(own))
 
 
