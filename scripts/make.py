@@ -4,8 +4,8 @@
 
 `make run RECIPE=ddp NODES=2 ARGS="--epochs 3"` calls it. Variables arrive in the environment, as typed: neither
 make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, without expansions. An
-invalid variable is reported in one line, with status 2, before anything is installed. This module needs no
-package: it creates .venv for the targets that use it.
+invalid variable is reported in one line, with status 2, before anything is installed (names in FAULTS and CLAIMS
+after that). This module needs no package: it creates .venv for the targets that use it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, plain_name, read_number
-from scripts.launch.command import ROOT, check_recipe
+from scripts.bench.commbench.options import BACKENDS
+from scripts.bench.figures import PARTS
+from scripts.launch.command import ROOT, check_names, check_recipe
 from scripts.launch.command import command as refusing
 
 VENV_PYTHON = ".venv/bin/python"
@@ -87,13 +89,16 @@ def recipe() -> str:
     return check_recipe(value("RECIPE") or "ddp" * bool(value("SCRIPT")))
 
 
-def choices(name: str) -> list[str]:
-    """Return the items of RECIPES="single ddp", or "single,ddp"; raises UserError for options among them."""
+def choices(name: str, known: Iterable[str] = ()) -> list[str]:
+    """Return the items of RECIPES="single ddp", or "single,ddp"; raises UserError for options among them.
+
+    With known, raises it for all other names, too.
+    """
     items = value(name).replace(",", " ").split()
     for item in items:
         if item.startswith("-"):
             raise UserError(f"{name}: expected names separated by spaces, got {item!r}")
-    return items
+    return check_names(name, items, list(known)) if known else items
 
 
 def args() -> list[str]:
@@ -211,13 +216,13 @@ def same() -> Command:
 
 def commbench() -> Command:
     """Return the command that measures collectives."""
-    own = [*choices("BACKENDS"), *flags("NODES", "NPROC_PER_NODE"), *args()]
+    own = [*choices("BACKENDS", BACKENDS), *flags("NODES", "NPROC_PER_NODE"), *args()]
     return module("scripts.bench.commbench", own, needs_horovod="horovod" in choices("BACKENDS"))
 
 
 def bench() -> Command:
     """Return the command that measures speed."""
-    own = [*choices("PARTS"), *flags("ROUNDS"), *args()]
+    own = [*choices("PARTS", PARTS), *flags("ROUNDS"), *args()]
     return module("scripts.bench", own, packages="bench", needs_horovod=True)
 
 

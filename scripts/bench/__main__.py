@@ -28,19 +28,10 @@ from recipes.common.errors import UserError
 from recipes.common.record.facts import hardware
 from scripts.bench import namespaces
 from scripts.bench.claims import FIGURES, revision
-from scripts.bench.figures import Figure, table
+from scripts.bench.figures import PARTS, Figure, table
 from scripts.bench.report import read_run
 from scripts.launch.command import CommandParser, check_names, command, count, make_folder, parse
 from scripts.launch.runs import measured_on
-
-PARTS = {
-    **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
-    "scaling": 2,
-    **dict.fromkeys(("wire", "launch"), 3),
-    **dict.fromkeys(("checkpoint", "gpu"), 5),
-    "plan": 1,
-}
-"""The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`."""
 
 PEERS = ("torch", "torchvision", "horovod", "mpi4py", "lightning", "accelerate", "simplejpeg")
 

@@ -10,6 +10,15 @@ from typing import Any
 
 from scripts.launch.command import markdown
 
+PARTS = {
+    **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
+    "scaling": 2,
+    **dict.fromkeys(("wire", "launch"), 3),
+    **dict.fromkeys(("checkpoint", "gpu"), 5),
+    "plan": 1,
+}
+"""The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`."""
+
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
 AGAIN = "not measured in this run"
 

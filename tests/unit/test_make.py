@@ -219,6 +219,12 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("run", {"RECIPE": ""}, "RECIPE is missing (choose from apex, "),
         ("image", {"RECIPE": "../ddp"}, "RECIPE: invalid choice "),
         ("compare", {"RECIPES": "single dpd"}, "RECIPE: invalid choice 'dpd'; did you mean 'ddp'?"),
+        ("bench", {"PARTS": "wire setp"}, "PARTS: invalid choice 'setp'; did you mean 'step'? (choose from small"),
+        (
+            "commbench",
+            {"BACKENDS": "glo"},
+            "BACKENDS: invalid choice 'glo'; did you mean 'gloo'? (choose from gloo",
+        ),
         ("run", {"RECIPE": "ddp", "NODES": '2"; x'}, "NODES expects a whole number of at least 0, got '2\"; x'"),
         (
             "run",

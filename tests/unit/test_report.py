@@ -13,8 +13,7 @@ from PIL import Image
 from recipes.common.errors import UserError
 from scripts.bench import __main__ as bench
 from scripts.bench import claims, namespaces, report
-from scripts.bench.__main__ import PARTS
-from scripts.bench.figures import Figure
+from scripts.bench.figures import PARTS, Figure
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
 
 
