@@ -132,6 +132,9 @@ class Session:
             re.sub(r"\{(\w+)\}", lambda match: values[match[1]], word)
             for word in (*self.args.options, self.args.launch)
         )
+        if sys.stderr.isatty():
+            what = f"run {number + 1}, processes: {world_size}, time limit: {self.args.timeout_s:g} s"
+            print(f"same: {what}", file=sys.stderr, flush=True)
         folder = self.folder / f"run{number}"
         variables |= {"RUN_DIR": str(own), "RESUME": resume, "WORKDIR": str(self.args.workdir)}
         statuses = ranks.run(

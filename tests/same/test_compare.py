@@ -2,14 +2,15 @@
 
 import inspect
 import re
+import sys
 from importlib import import_module
 
 import numpy as np
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.same import observe
-from scripts.same.__main__ import main, parse_args
+from scripts.same import observe, ranks
+from scripts.same.__main__ import Session, main, parse_args
 from scripts.same.causes import CAUSES
 from scripts.same.compare import Rounding, Run, check_resumed, compare, load
 from scripts.same.printed import read_series
@@ -112,6 +113,17 @@ def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_pa
     monkeypatch.setenv("WORKDIR", "~/nowhere")
     with pytest.raises(UserError, match=r"WORKDIR .*/nowhere is not a folder; name the folder"):
         parse_args(["~/train.py"])
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "said"), [(True, "same: run 1, processes: 2, time limit: 600 s\n"), (False, "")]
+)
+def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is_terminal, said):
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(ranks, "run", lambda *_, **__: [0, 0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    Session(parse_args([str(tmp_path / "train.py")]), tmp_path).run(2)
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.doc])

@@ -45,7 +45,8 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     ddp.eval()
     ddp(data.input.zeros(1, device)).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
-        raise incomplete(missing[0])
+        what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
+        raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
     ddp.zero_grad()
 
 
