@@ -132,13 +132,11 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     args, words = parser.parse_known_args(list(argv))
     recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
     ranks = args.nodes * args.gpus
-    both = "--compute-ms and --measure both say how long a step computes; give one"
-    fixed = "--fixed-ms is a part of --compute-ms; give both, and no more of it than that"
     refuse(
         (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
         (recipe == "single" and ranks > 1, "RECIPE single has one process; use NODES=1 GPUS=1, or RECIPE=ddp"),
-        (args.compute_ms and args.measure, both),
-        (args.fixed_ms > (args.compute_ms or 0.0), fixed),
+        (args.compute_ms and args.measure, "--compute-ms and --measure both say how long a step takes; give one"),
+        (args.fixed_ms > (args.compute_ms or 0), "--fixed-ms is a part of --compute-ms; raise --compute-ms"),
         (args.utilisation > 1, "--utilisation is a share, at most 1"),
         (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
     )
@@ -161,14 +159,11 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
 
 def check_layout(args: Namespace, method: model.Method, options: Options) -> None:
     """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
-    size, replicas, gpus, ranks = method.tensor_parallel, method.replicas, args.gpus, args.nodes * args.gpus
-    whole = "--measure computes the whole model on one device; give the --compute-ms of a rank's part"
+    size, gpus = method.tensor_parallel, args.gpus
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
     unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
     refuse(
-        (size > 1 and args.measure, whole),
-        (size > ranks, f"--tensor-parallel {size}: NODES={args.nodes} of {gpus} GPUs are too few; raise NODES"),
-        (replicas > ranks, f"--replicas {replicas}: NODES={args.nodes} have {ranks} ranks"),
+        (size > 1 and args.measure, "--measure computes a whole model; give the --compute-ms of a rank's part"),
         (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
     )
@@ -193,8 +188,7 @@ def method_of(args: Namespace, options: Options) -> model.Method:
 def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[model.Compute, str]:
     """Return a rank's computing time in a step of --local-batch-size, and where it is from, as text."""
     if args.compute_ms:
-        compute = model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3)
-        return compute, f"given: --compute-ms {args.compute_ms:g}"
+        return model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3), "given by --compute-ms"
     if args.measure:
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
         compute = measure_compute(options, kind, args.local_batch_size, device)
@@ -216,14 +210,10 @@ def plan_row(
     cluster, method = cluster_of(args, nodes), method_of(args, options)
     ranks, shards = cluster.ranks, method.shards(cluster.ranks)
     parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
-    fix = "change it, NODES or GPUS"
-    leaves_ranks = f"does not divide {ranks} ranks; {fix}"
-    uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; {fix}"
-    refuse(
-        (ranks % method.tensor_parallel, f"--tensor-parallel {method.tensor_parallel} {leaves_ranks}"),
-        (ranks % method.replicas, f"--replicas {method.replicas} {leaves_ranks}"),
-        (shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"),
-    )
+    for name, size in (("--tensor-parallel", method.tensor_parallel), ("--replicas", method.replicas)):
+        refuse((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
+    uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; change one of them"
+    refuse((shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"))
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
     try:
         check_batch(replace(options, global_batch_size=global_batch), parts, kind.num_samples)
@@ -348,20 +338,19 @@ def checkpoint_line(row: Row, options: Options) -> str:
     """Return a line on a checkpoint's size and times."""
     whole, own, held = (row[f"checkpoint_{name}bytes"] / 1e6 for name in ("", "file_", "host_"))
     waits_s, write_s, restore_s = (row[f"checkpoint_{name}_s"] for name in ("cost", "write", "restore"))
-    text = (
+    own_part = f", and writes {own:,.1f} MB" * options.sharded_checkpoints
+    return (
         f"checkpoint of {whole:,.1f} MB: steps wait {waits_s:.3g} s for it, it is written in {write_s:.3g} s and "
-        f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it"
+        f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it{own_part}"
     )
-    return text + f", and writes {own:,.1f} MB" * options.sharded_checkpoints
 
 
 def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the plan, the lines that describe it, and the folder of --output; raises UserError."""
     args, options = parse_args(argv)
     kind = kind_of(options, args.num_classes, args.samples)
-    if (args.images_per_s or args.storage_gb_s) and not kind.sample_bytes:
-        what = f"--data {options.data} lies on the device, no step waits for it"
-        raise UserError(f"--images-per-s, --storage-gb-s: {what}; drop them")
+    on_device = f"--images-per-s, --storage-gb-s: --data {options.data} lies on the device; drop them"
+    refuse(((args.images_per_s or args.storage_gb_s) and not kind.sample_bytes, on_device))
     workload = look_at(options, kind)
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)

@@ -502,7 +502,7 @@ def test_a_plan_is_written_whole(tmp_path, capsys):
     assert all(row["cost"] == pytest.approx(row["hours"] * row["ranks"] * 2.5) for row in rows)
     assert {path.name for path in (tmp_path / "plan").iterdir()} == {"plan.json", "table.md", "plan.png"}
     shown = capsys.readouterr().out
-    assert "compute 5.0 ms a step of 8 samples, given: --compute-ms 5" in shown
+    assert "compute 5.0 ms a step of 8 samples, given by --compute-ms" in shown
     assert (tmp_path / "plan/table.md").read_text().splitlines()[0] in shown
 
 
@@ -666,14 +666,14 @@ REFUSALS = {
     "ddp --fixed-ms 4": "--fixed-ms is a part of --compute-ms",
     "ddp --utilisation 15": "--utilisation is a share, at most 1",
     "ddp --sync-batchnorm": "--sync-batchnorm: the plan does not know what it saves and costs; drop it",
-    "ddp --data digits --images-per-s 9": "--data digits lies on the device, no step waits for it",
+    "ddp --data digits --images-per-s 9": "--data digits lies on the device; drop them",
     "fsdp --cpu-offload": "--cpu-offload: the plan does not know what it saves and costs; drop it",
     "tensor --sequence-parallel": "--sequence-parallel: the plan does not know what it saves and costs; drop it",
-    "tensor --measure --data digits": "--measure computes the whole model on one device; give the",
+    "tensor --measure --data digits": "--measure computes a whole model; give the --compute-ms of",
     "tensor --gpus 3 --data digits": "--tensor-parallel 2 and GPUS=3: neither divides the other",
-    "tensor --tensor-parallel 16 --nodes 1": "NODES=1 of 8 GPUs are too few; raise NODES",
+    "tensor --tensor-parallel 16 --nodes 1": "--tensor-parallel 16 does not divide 8 ranks; change it, NODES",
     "tensor --model resnet18": "--model resnet18: it has no plan of what to split; use lenet,",
-    "fsdp --replicas 16 --nodes 1": "--replicas 16: NODES=1 have 8 ranks",
+    "fsdp --replicas 16 --nodes 1": "--replicas 16 does not divide 8 ranks; change it, NODES or GPUS",
     "ddp --data digits --local-batch-size 2 --accumulate-steps 8": "--local-batch-size 2 on 8 ranks: --global-"
     "batch-size 16 is too small for 8 processes x 8 accumulation steps; use at least 64",
     "ddp --data digits --global-batch-size 7": "error: --global-batch-size 7 is too small for 8 processes x 1 ",
