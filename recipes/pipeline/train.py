@@ -168,7 +168,8 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
 
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     with world.watch("model", computes=True):
-        pipeline: Pipeline = build(model, parts, args, data, grid, scaled_loss)
+        # Perhaps only one stage's ranks refuse; rank 0 prints why.
+        pipeline: Pipeline = run_on_all_ranks(lambda: build(model, parts, args, data, grid, scaled_loss), world)
     # Pipeline: a stage's layers meet the groups of a replica's share spread over the step's microbatches.
     for module in pipeline.modules:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)

@@ -106,6 +106,15 @@ class Buffered(nn.Linear):
 def buffered(data):
     return nn.Sequential(Buffered())
 
+def buffered_at_the_end(data):
+    return nn.Sequential(nn.Linear(2, 2), Buffered())
+
+class Detached(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        return inputs.new_zeros(len(inputs), 3, requires_grad=True)
+
 class Mixed(nn.Module):
     def __init__(self, data):
         super().__init__()
@@ -281,6 +290,12 @@ MISSING = [
         "1",
         r"--deterministic: the parameter 2\.weight got no gradient in eval\(\)",
     ),
+    (
+        "ddp",
+        (*BRANCHES, "--model", "mine:Detached"),
+        "1",
+        r"the parameter weight got no gradient, and DDP needs all",
+    ),
 ]
 
 
@@ -323,16 +338,26 @@ def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "argv"),
-    [("ddp", ()), ("apex", ("--opt-level", "O0")), ("pipeline", ("--stages", "1", "--num-microbatches", "1"))],
+    ("recipe", "ranks", "model", "argv"),
+    [
+        ("ddp", 2, "buffered", ()),
+        ("apex", 2, "buffered", ("--opt-level", "O0")),
+        ("pipeline", 2, "buffered", ("--stages", "1", "--num-microbatches", "1")),
+        (
+            "pipeline",
+            4,
+            "buffered_at_the_end",
+            ("--stages", "2", "--num-microbatches", "1"),
+        ),  # not in rank 0's stage
+    ],
 )
-def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, argv):
-    words = words_for(tmp_path, recipe, "--device", "cpu", *BUFFERED, *argv)
+def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, ranks, model, argv):
+    words = words_for(tmp_path, recipe, "--device", "cpu", *BUFFERED, "--model", f"mine:{model}", *argv)
     setup = functools.partial(import_from, folder)
-    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup).wait(60)
-    assert outcome.statuses == [2, 2], outcome.text
+    outcome = Ranks(recipe, words, ranks, tmp_path / "out", setup=setup).wait(60)
+    assert outcome.statuses == [2] * ranks, outcome.text
     assert re.findall("error: .*", outcome.text) == [
-        "error: --model mine:buffered: DDP cannot send its int16 or float8 buffers over gloo; "
+        f"error: --model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     ]
 

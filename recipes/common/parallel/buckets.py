@@ -80,6 +80,9 @@ def check_complete(ddp: DistributedDataParallel) -> None:
         found = re.search(r"did not receive grad for rank \d+: ([^\s,]+)", str(error))
         name = found[1] if found else "unknown"  # a name or, unless TORCH_DISTRIBUTED_DEBUG is set, a number
         raise incomplete(trained(ddp)[int(name)][0] if name.isdigit() else name) from None
+    # DDP notices nothing if no parameter at all got a gradient; otherwise, all have one here.
+    if all(parameter.grad is None for parameter in ddp.parameters()):
+        raise incomplete(trained(ddp)[0][0])
 
 
 def incomplete(name: str) -> UserError:
