@@ -58,8 +58,10 @@ if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|probe|spawn|horovod)
 fi
 
 # On several machines, gloo alone would use the address of the host's own name: on Debian 127.0.1.1, which no other reaches.
-if [[ ${NNODES:-1} != 1 && ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) && -z ${GLOO_SOCKET_IFNAME:-} ]]; then
-    export FABRIC=${FABRIC:-auto}
+if [[ -z ${FABRIC:-}${GLOO_SOCKET_IFNAME:-} && ${NNODES:-1} != 1 &&
+    ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) ]]; then
+    export FABRIC=auto
+    name_timeout_s=300 # as long as the agent would wait for MASTER_ADDR to become a known name
 fi
 if [[ -n ${FABRIC:-} || -n ${SITE_ENV:-} || -e site.env ]]; then # FABRIC is set by a cluster's launch files
     source scripts/launch/fabric.sh

@@ -16,7 +16,7 @@
 # site.env in this folder (SITE_ENV names another file) holds what a site needs beyond that, NAME=value a line:
 # docs/site.md has examples. Its FABRIC takes the place of auto.
 #
-# With RDZV_TIMEOUT_S set, MASTER_ADDR may take so long to become a known name.
+# With RDZV_TIMEOUT_S (or the shell's name_timeout_s) set, MASTER_ADDR may take so long to become a known name.
 # In all of them gloo and NCCL's sockets take the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is a process's share of the
 # cores that the node may use (scripts/launch/cores.py).
 # A variable that is set already stays as it is. One line on standard output says what was chosen, and why.
@@ -150,7 +150,8 @@ set_fabric() {
         return 2
         ;;
     esac
-    interface=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return
+    interface=$(RDZV_TIMEOUT_S=${RDZV_TIMEOUT_S:-${name_timeout_s:-0}} \
+        "${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return
     case $fabric in
     ib)
         for device in $(fabric_devices); do

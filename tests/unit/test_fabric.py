@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
@@ -398,6 +399,7 @@ def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
     ("env", "expected"),
     [
         ({"NNODES": "2", "MASTER_ADDR": "node-a"}, ("auto", "eth7")),
+        ({"NNODES": "2", "MASTER_ADDR": "node-a", "RDZV_TIMEOUT_S": "7"}, ("auto", "eth7")),
         ({"NNODES": "2", "MASTER_ADDR": "node-a", "GLOO_SOCKET_IFNAME": "ib0"}, ("", "ib0")),
         ({"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}, ("", "")),
         ({"NNODES": "1", "MASTER_ADDR": "node-a"}, ("", "")),
@@ -408,7 +410,7 @@ def test_several_machines_use_the_interface_between_them(tmp_path, env, expected
     """Gloo alone would take the address of the host's own name, which may be a loopback."""
     python = tmp_path / "python"
     python.write_text(
-        "#!/bin/sh\ncase $2 in\n*interface) echo eth7 ;;\n*cores) echo 2 ;;\n"
+        '#!/bin/sh\ncase $2 in\n*interface) echo "$RDZV_TIMEOUT_S" >"$0.wait"; echo eth7 ;;\n*cores) echo 2 ;;\n'
         '*agent) echo "agent: $FABRIC $GLOO_SOCKET_IFNAME" ;;\nesac\n'
     )
     python.chmod(0o755)
@@ -418,3 +420,5 @@ def test_several_machines_use_the_interface_between_them(tmp_path, env, expected
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"agent: {' '.join(expected)}"
+    if expected[0]:  # MASTER_ADDR has as long to become a known name as node 0 to start
+        assert Path(f"{python}.wait").read_text() == f"{env.get('RDZV_TIMEOUT_S', 300)}\n"
