@@ -43,7 +43,10 @@ def run(
     env = node_environment(0, 1, world_size, gpus, free_port()) | variables
     env |= {"SAME_FOLDER": str(folder), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     if launcher:
-        command = [*shlex.split(launcher), "-m", "scripts.same.observe", *words]
+        # In WORKDIR, relative paths such as .venv/bin/python would lead elsewhere.
+        parts = [(word, Path(word)) for word in shlex.split(launcher)]
+        own = [str(path.absolute()) if os.sep in word and path.is_file() else word for word, path in parts]
+        command = [*own, "-m", "scripts.same.observe", *words]
         return [run_launcher(command, env, folder, timeout_s)]
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     for process in processes:

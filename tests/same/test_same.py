@@ -1,6 +1,7 @@
 """make same on real runs: every planted bug is found and named, and scripts without one pass."""
 
 import importlib.util
+import os
 import re
 import sys
 
@@ -147,7 +148,7 @@ def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
-@pytest.mark.parametrize("launcher", ["", sys.executable])
+@pytest.mark.parametrize("launcher", ["", os.path.relpath(sys.executable)])
 def test_the_script_runs_in_workdir(tmp_path, launcher):
     script, folder = tmp_path / "script", tmp_path / "run"
     script.write_text("print('loss', open('value').read())\n")
