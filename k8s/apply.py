@@ -515,6 +515,8 @@ def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None
     specs = [documents[-1]["spec"].get("trainer", {})]
     specs += [template["spec"]["containers"][0] for template in pod_templates(documents)]
     words = next(spec["args"] for spec in specs if "args" in spec)
+    if any("$(" in word.replace("$$", "") for word in words):
+        return  # Kubernetes expands it in the pods
     recipe.options([word.replace("$$", "$") for word in words[not words[0].startswith("-") :]])
 
 

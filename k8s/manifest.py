@@ -330,7 +330,7 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
     for word in words[has_recipe:]:
         flag = word.partition("=")[0] if word.startswith("--") else flag  # a word without -- is the flag's value
         is_replaced = flag == "--name" or (flag == "--device" and request.gpus == 0)
-        is_replaced |= flag == "--data-dir" and reads_text  # by default the standard library's sources
+        is_replaced |= word == "--data-dir=/data" and reads_text  # by default the standard library's sources
         if not is_replaced and (request.recipe != "probe" or flag in ("--timeout-s", "--device")):
             kept.append(word)
     return [*[request.recipe] * has_recipe, *kept, *options]

@@ -1,5 +1,6 @@
 """Manifests, rendered jobs and kustomize builds: valid to the last field, safe, and made of known words."""
 
+import contextlib
 import copy
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from k8s import manifest
+from k8s.apply import check_options
 from k8s.manifest import GPU, KINDS, Request, load, parse, pod_templates, render, to_text
 from recipes.common.errors import UserError
 from scripts.launch.stopped_status import option
@@ -122,6 +124,20 @@ def test_text_comes_from_the_standard_library_unless_a_folder_is_given(options, 
     documents = render(Request("indexed-job", "ddp", "mine", nodes=2, options=options))
     words = one(documents[-1]["spec"]["template"]["spec"])["args"]
     assert [word for word in words if word.startswith("--data-dir")] == expected
+
+
+def test_a_folder_of_text_in_an_edited_file_is_kept(monkeypatch):
+    edit_args(monkeypatch, "- --data-dir=/data", "- --data-dir=/data/books")
+    documents = render(Request("indexed-job", "ddp", "mine", nodes=2, options=["--data=text"]))
+    assert "--data-dir=/data/books" in one(documents[-1]["spec"]["template"]["spec"])["args"]
+
+
+@pytest.mark.parametrize(("word", "is_refused"), [("--seed=$(SEED)", False), ("--seed=$$(SEED)", True)])
+def test_what_kubernetes_expands_is_not_checked_before(monkeypatch, word, is_refused):
+    edit_args(monkeypatch, "- --name=ddp", f"- {word}")
+    request = Request("indexed-job", "ddp", "mine", nodes=2, options=["--epochs=3"])
+    with pytest.raises(UserError, match="--seed") if is_refused else contextlib.nullcontext():
+        check_options(request, render(request))
 
 
 @pytest.mark.parametrize(
