@@ -108,6 +108,11 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
             MissingNodeError,
             r"cannot connect to the others \(timed out, remote=\[127.0.1.1\]:26\); set GLOO_SOCKET_IFNAME to ",
         ),
+        (
+            "Gloo connectFullMesh failed with ... Connection closed by peer",
+            RuntimeError,
+            "^Gloo connect.* by peer$",
+        ),
         ("another fault", RuntimeError, "^another fault$"),
     ],
 )

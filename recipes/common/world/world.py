@@ -180,7 +180,7 @@ def connect(
 
         raise cannot_meet(ranks.rank, str(error)) from None
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
+        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # the latter: another rank has ended
             raise
         from recipes.common.process.meeting import cannot_connect
 
