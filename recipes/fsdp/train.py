@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -123,12 +123,14 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def check_dtypes(block: nn.Module, args: FSDPOptions) -> None:
+def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[Tensor, str]) -> None:
     """Raise UserError if a block's parameters, without those in blocks inside of it, have several dtypes."""
-    own = [(name, p.dtype) for name, p in trained(block) if not isinstance(p, DTensor)]
-    for name, dtype in own:
-        if dtype != own[0][1]:
-            what = f"--model {args.model}: {own[0][0]} is {own[0][1]}, {name} of the same block {dtype}"
+    own = [p for _, p in trained(block) if not isinstance(p, DTensor)]
+    for p in own:
+        if p.dtype != own[0].dtype:
+            what = (
+                f"--model {args.model}: {names[own[0]]} is {own[0].dtype}, {names[p]} of the same block {p.dtype}"
+            )
             raise UserError(f"{what}, and FSDP sends a block's parameters as one; use one dtype, or RECIPE=ddp")
 
 
@@ -152,6 +154,7 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     # FSDP: bf16 weights cross the wire as half the bytes; gradients are summed in fp32.
     half = MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
     policy = full if args.amp == "none" else half
+    names = {p: name for name, p in model.named_parameters()}
     owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     if args.amp != "none":
         for module in model.modules():
@@ -165,12 +168,12 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if args.compile:
             module.compile(mode=args.compile_mode)
-        check_dtypes(module, args)
+        check_dtypes(module, args, names)
         # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
         # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
         # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
         fully_shard(module, mp_policy=policy, **settings)
-    check_dtypes(model, args)
+    check_dtypes(model, args, names)
     # FSDP: parameters in no block are gathered at the beginning of forward and kept until the end of backward.
     # HSDP: replicas average each shard's gradients: 2 (R-1)/R of 1/N of the model's bytes per rank.
     return fully_shard(model, mp_policy=policy, **settings)
@@ -186,9 +189,8 @@ def same_blocks(model: nn.Module, peers: Peers) -> Iterator[None]:
     """
 
     def compare(name: str, *_: Any) -> None:
-        # FSDP: each rank sends the name of the block that it is about to gather.
-        with peers.watch("gradients", computes=True):
-            names = peers.gather_objects(name)
+        # FSDP: each rank sends the name of the block that it is about to gather, in the watch of its pass.
+        names = peers.gather_objects(name)
         for rank, other in enumerate(names):
             if other != names[0]:
                 what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
