@@ -25,6 +25,8 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
     if exchanges:
         with peers.watch("sample", computes=True):
             return sample_here(task, model, peers, exchanges)
+    if peers.world_size == 1:
+        return sample_here(task, model, peers, exchanges)
     pool = ThreadPoolExecutor(1)
     own = [pool.submit(sample_here, task, model, peers, exchanges)] if peers.rank == 0 else []
     wait_for_all(lambda bound_s: not wait(own, bound_s).not_done, peers, timeout_s, LONGEST * timeout_s, "sample")

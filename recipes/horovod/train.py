@@ -125,7 +125,8 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
         hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
     except ValueError as error:  # it would not average their gradients, either
         what = f"--model {args.model}: Horovod: {str(error).rstrip('.')}"
-        raise UserError(f"{what}; use another dtype, or RECIPE=ddp") from None
+        fix = "make it so" if "contiguous" in str(error) else "use another dtype"
+        raise UserError(f"{what}; {fix}, or RECIPE=ddp") from None
     if args.compile:
         model.compile(mode=args.compile_mode)
     # Horovod: a hook on each parameter submits its gradient as soon as backward has computed it. Gradients that

@@ -127,7 +127,7 @@ class Measured:
         return Figure(name, *values, goal, peer, note, is_limit=True)
 
     def bare_figure(self) -> Figure:
-        """Return a step's time over that of a bare loop with Horovod."""
+        """Return a step's time divided by a bare Horovod loop's."""
         step_ms, bare_ms = 1e3 * median(self.step_s), 1e3 * median(self.bare_s)
         values = ratio({"step": self.step_s, "bare": self.bare_s}, "step", "bare")
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes: time"

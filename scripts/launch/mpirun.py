@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 SHELLS_OWN = ("PWD", "OLDPWD", "SHLVL", "_", "PYTHON")
-"""Variables that a shell changes by itself, and that of the interpreter."""
+"""Variables that a shell changes by itself, and PYTHON, the interpreter."""
 
 USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recipes.ddp.train [OPTIONS]"
 
