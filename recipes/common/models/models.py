@@ -85,10 +85,11 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
 
         check_on(device, check_fit, model, args, data)
     if args.channels_last:
-        # Module.to() would also convert the weights of 3-D convolutions, which have no such layout.
+        # Module.to() would also convert the weights of 3-D convolutions, which have no such layout. contiguous()
+        # would leave the strides of weights with one input channel, which PyTorch takes for its own layout.
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.ndim == 4:
-                tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+                tensor.data = tensor.data.to(memory_format=torch.channels_last)
         if is_reference(args.model):
             from recipes.common.models.own import check_channels_last, check_on
 
