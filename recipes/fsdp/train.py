@@ -123,7 +123,7 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[Tensor, str]) -> None:
+def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
     """Raise UserError if a block's parameters, without those in blocks inside of it, have several dtypes."""
     own = [p for _, p in trained(block) if not isinstance(p, DTensor)]
     for p in own:
@@ -189,8 +189,9 @@ def same_blocks(model: nn.Module, peers: Peers) -> Iterator[None]:
     """
 
     def compare(name: str, *_: Any) -> None:
-        # FSDP: each rank sends the name of the block that it is about to gather, in the watch of its pass.
-        names = peers.gather_objects(name)
+        # FSDP: each rank sends the name of the block that it is about to gather.
+        with peers.watch("gradients", computes=True):
+            names = peers.gather_objects(name)
         for rank, other in enumerate(names):
             if other != names[0]:
                 what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"

@@ -671,7 +671,7 @@ REFUSALS = {
     "tensor --sequence-parallel": "--sequence-parallel: the plan does not know what it saves and costs; drop it",
     "tensor --measure --data digits": "--measure computes a whole model; give the --compute-ms of",
     "tensor --gpus 3 --data digits": "--tensor-parallel 2 and GPUS=3: neither divides the other",
-    "tensor --tensor-parallel 16 --nodes 1": "--tensor-parallel 16 does not divide 8 ranks; change it, NODES",
+    "tensor --tensor-parallel 16 --nodes 1": "--tensor-parallel 16 does not divide",
     "tensor --model resnet18": "--model resnet18: it has no plan of what to split; use lenet,",
     "fsdp --replicas 16 --nodes 1": "--replicas 16 does not divide 8 ranks; change it, NODES or GPUS",
     "ddp --data digits --local-batch-size 2 --accumulate-steps 8": "--local-batch-size 2 on 8 ranks: --global-"

@@ -94,6 +94,17 @@ def test_collectives_of_one_name_in_a_row_count_once(args):
         watch.close()
 
 
+def test_after_a_collective_inside_of_another_the_outer_one_is_watched(args):
+    watch = Watch(0, 2, args, None)
+    with watch("gradients", computes=True):
+        with watch("agreement"):
+            pass
+        at = watch._at
+        assert (at.name, at.is_inside, at.limit_s, at.entered) == ("gradients", True, 2 * args.timeout_s + 1, 2)
+    assert not watch._at.is_inside
+    watch.close()
+
+
 def test_a_dead_peer_is_told_from_one_that_hangs(args):
     watch = Watch(0, 1, args, None)
     try:

@@ -115,11 +115,16 @@ class Watch(NoWatch):
         """
         limit_s = self.args.timeout_s * (2 if computes else 1) + 1
         entered, now = self._at.entered + (name != self._at.name), time.monotonic()
-        if not self._at.is_inside:
-            self._busy_s += now - self._at.since
+        outer = self._at
+        if not outer.is_inside:
+            self._busy_s += now - outer.since
         self._at = At(entered, name, True, now, limit_s)
         yield
-        self._at = self._at._replace(is_inside=False, since=time.monotonic())
+        now = time.monotonic()
+        if outer.is_inside:  # back in the collective around this one
+            self._at = At(self._at.entered, outer.name, True, now, outer.limit_s)
+        else:
+            self._at = self._at._replace(is_inside=False, since=now)
 
     def follow(self, step: Callable[[], int], folder: Path | None) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
