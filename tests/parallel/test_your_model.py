@@ -343,12 +343,8 @@ def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
         ("ddp", 2, "buffered", ()),
         ("apex", 2, "buffered", ("--opt-level", "O0")),
         ("pipeline", 2, "buffered", ("--stages", "1", "--num-microbatches", "1")),
-        (
-            "pipeline",
-            4,
-            "buffered_at_the_end",
-            ("--stages", "2"),
-        ),  # not in rank 0's stage
+        # The buffers are not in rank 0's stage.
+        ("pipeline", 4, "buffered_at_the_end", ("--stages", "2")),
     ],
 )
 def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, ranks, model, argv):
@@ -356,8 +352,9 @@ def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, rank
     setup = functools.partial(import_from, folder)
     outcome = Ranks(recipe, words, ranks, tmp_path / "out", setup=setup).wait(60)
     assert outcome.statuses == [2] * ranks, outcome.text
+    who = "rank 1: " * (ranks == 4)
     assert re.findall("error: .*", outcome.text) == [
-        f"error: {'rank 1: ' * (ranks == 4)}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
+        f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     ]
 
