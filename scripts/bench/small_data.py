@@ -23,7 +23,7 @@ from scripts.bench.programs import contender, recipe
 from scripts.launch.cores import count_cores
 
 SAMPLES, SIDE, CLASSES = 60_000, 28, 10
-BATCH_SIZE, STEPS, LOG_EVERY = 256, 60, 10
+BATCH_SIZE, STEPS, LOG_EVERY = 256, 200, 10
 PEERS = {"lightning": "Lightning", "accelerate": "accelerate"}
 COMPARED = 30
 """Steps whose losses are compared. Later ones diverge, as rounding moves an activation across a ReLU's zero."""
