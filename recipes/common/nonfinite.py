@@ -83,6 +83,7 @@ class Guard:
         """
         is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1]))
         if self._is_lazy:
+            is_bad = is_bad.to(self._first_bad.device)  # a pipeline's first parameter may be on another GPU
             is_first = is_bad & (self._first_bad < 0)
             self._first_bad = torch.where(is_first, step, self._first_bad)
             self._bad_loss = torch.where(is_first, ~torch.isfinite(loss), self._bad_loss)

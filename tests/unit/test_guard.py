@@ -58,6 +58,14 @@ def test_weights_on_several_devices_are_read_together():
             guard_of("stop").is_sound(4, model)
 
 
+def test_a_gradient_on_another_gpu_than_the_loss_is_checked():
+    """As in a pipeline within a process, whose last GPU has GPT's tied matrix, the first parameter."""
+    with FakeTensorMode():
+        guard = Guard(torch.device("cuda:0"), Stop())
+        loss, gradient = (torch.ones((), device=name) for name in ("cuda:0", "cuda:1"))
+        assert guard.check_gradients(1, loss, [gradient])
+
+
 def test_a_collapsed_loss_scale_fails():
     guard = guard_of("skip")
     guard.settle(20, torch.amp.GradScaler("cpu", init_scale=1.0))
