@@ -64,9 +64,9 @@ def main() -> None:
         nn.init.kaiming_uniform_(weight, nonlinearity="relu") if weight.dim() > 1 else nn.init.zeros_(weight)
     # Tensor: a rank keeps 1/N of layer 7's rows, and the columns of layer 9 for their outputs. An all-reduce sums
     # layer 9's outputs, 84 x 4 bytes per sample, another layer 7's input gradients, 64 x 4: 2 (N-1)/N per rank.
-    plan = {"7": ColwiseParallel(), "9": RowwiseParallel()}
+    plan = {"7": ColwiseParallel(), "9": RowwiseParallel()}  # others stay plain tensors, hence foreach=False
     parallelize_module(model.to(device), mesh["tp"], plan, src_data_rank=None)  # None: the seed made ranks equal
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=0.01, foreach=False)
     first_epoch, accuracy, state = 0, 0.0, None
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):

@@ -75,7 +75,7 @@ def options_of(page, world_size, stages):
     return own.get(page, []), 1 if page == "spawn" else world_size
 
 
-def run(page, folder, world_size, argv, **env):
+def run(page, folder, world_size, argv, run_page=run_page, **env):
     """Run a page until it ends, on CPUs by default; return rank 0's output. The other ranks print no losses."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     setup = functools.partial(run_page, page, [*argv, *EVERY_STEP])
@@ -128,6 +128,19 @@ def test_it_goes_on_at_another_world_size_as_single_does(reference, tmp_path, pa
         found, evaluated = found | part.losses, evaluated | part.evaluations
     assert len(found) == EPOCHS * STEPS_PER_EPOCH == 110
     assert_same_run(Run(found, evaluated, part.result), reference)
+
+
+def run_with_steps_of_a_gpu(page, argv):
+    sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+    run_page(page, argv)
+
+
+@pytest.mark.parametrize("page", ["fsdp", "tensor"])
+def test_shards_are_updated_as_on_a_gpu(reference, tmp_path, page):
+    """On GPUs, torch's optimizers update all parameters in one call, which takes no DTensors beside tensors."""
+    argv, started = options_of(page, 2, 2)
+    found = run(page, tmp_path, started, ["--epochs", "1", *argv], run_page=run_with_steps_of_a_gpu)
+    assert found.losses == pytest.approx({step: reference.losses[step] for step in range(1, 23)}, rel=1e-5)
 
 
 def test_a_complete_run_only_repeats_its_result(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -113,6 +114,20 @@ def test_a_checkpoint_of_single_goes_on_in_shards(single, tmp_path):
     found = [line["loss"] for line in metrics(run) if "loss" in line]
     assert found == pytest.approx(losses(whole)[2:], rel=1e-5)
     assert_same_end(run, whole)
+
+
+def step_as_on_a_gpu():
+    sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+
+
+def test_shards_are_updated_as_on_a_gpu(single, tmp_path):
+    """On GPUs, torch's optimizers update all parameters in one call, DTensors beside plain tensors."""
+    argv, whole = single
+    for name, more in (("run", ()), ("later", ("--resume", str(tmp_path / "run/checkpoints/step-000000002.pt")))):
+        words = words_for(tmp_path, name, *argv, *more)
+        outcome = Ranks("tensor", words, 2, tmp_path / "out", setup=step_as_on_a_gpu).wait()
+        assert outcome.statuses == [0, 0], outcome.text
+        assert_same_end(tmp_path / name, whole)
 
 
 def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sample(tmp_path):
