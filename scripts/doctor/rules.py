@@ -413,7 +413,10 @@ def gpus_visible(case: Case) -> Findings:
         nproc = int(case.fact(rank, "variables", {}).get("NPROC_PER_NODE") or 1)
         if listed and not devices:
             what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
-            fix = too_old(listed[0].get("driver_version", ""), torch["cuda"]) or "is CUDA_VISIBLE_DEVICES empty"
+            fix = "is CUDA_VISIBLE_DEVICES empty"
+            if why := torch.get("cuda_error"):
+                what, fix = f"{what} ({why})", "see its driver and, with NVSwitch, its fabric manager"
+            fix = too_old(listed[0].get("driver_version", ""), torch["cuda"]) or fix
             yield case.error(rank, what, fix)
         elif devices and len(devices) < nproc:
             what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"

@@ -35,6 +35,11 @@ def main() -> None:
         "devices": [],
     }
     count = torch.cuda.device_count()
+    if count:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+            count, facts["cuda_error"] = 0, str(error).strip().split("\n")[0][:300]
     for device in [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]:
         facts["devices"].append(check_device(device))
     if count > 1:

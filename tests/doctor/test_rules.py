@@ -5,6 +5,7 @@ Faults of GPUs and drivers, ECC errors, heat and a broken torch are planted only
 
 import contextlib
 import copy
+import json
 import re
 import socket
 import threading
@@ -17,7 +18,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
-from scripts.doctor import collectives, kernel_log, meeting, node, report
+from scripts.doctor import collectives, kernel_log, meeting, node, report, torch_facts
 from scripts.doctor.ranks import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 from scripts.launch.processes import Ended
@@ -232,6 +233,10 @@ GPU_FAULTS = {
             [gpu.update(driver_version="570.86.15") for gpu in case.facts[1]["gpus"]],
         ],
         "sees none; driver 570.86.15 is too old for CUDA 13.0: install 580 or later, or a torch of an",
+    ),
+    "gpus_visible, CUDA": (
+        set_in("torch", devices=[], cuda_error="Error 802: system not yet initialized"),
+        "torch 2.14.1 sees none (Error 802: system not yet initialized); see its driver and, with NVSwitch,",
     ),
     "gpus_visible, few": (
         lambda case: case.facts[1]["torch"]["devices"].pop(),
@@ -689,3 +694,17 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert node.torch_facts() == {"error": "ImportError: libcudart.so.13: cannot open shared object file"}
+
+
+def test_gpus_that_torch_counts_and_cannot_use_do_not_count(monkeypatch, capsys):
+    """NVML counts GPUs whatever their driver: only CUDA itself tells that torch cannot use them."""
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    torch_facts.main()
+    found = json.loads(capsys.readouterr().out)
+    assert [device["device"] for device in found["devices"]] == ["cpu"]
+    assert found["cuda_error"] == "The NVIDIA driver on your system is too old (found version 12080)."

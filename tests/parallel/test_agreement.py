@@ -5,6 +5,7 @@ import functools
 import importlib
 import os
 import pickle
+import re
 import shutil
 import weakref
 
@@ -16,7 +17,8 @@ from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
 from recipes.common.job import Job
 from recipes.common.process import entry
-from recipes.common.world import agreement
+from recipes.common.world import agreement, devices
+from recipes.common.world.devices import start_gpu
 from recipes.common.world.tree import broadcast_tree
 from tests.conftest import need_horovod
 from tests.images import make_images
@@ -42,6 +44,7 @@ def my_rank():
 def see_gpus(count):
     entry.REFUSAL_GRACE_S = 0.0  # no launcher ends the ranks of these nodes
     torch.cuda.device_count = lambda: count
+    devices.start_gpu = lambda device: None
     torch.cuda.get_device_name = lambda device=None: "a stand-in"
 
 
@@ -51,6 +54,16 @@ def see_a_gpu_on_rank_0():
 
 def see_one_gpu():
     see_gpus(1)
+
+
+def see_gpus_but_rank_1_has_an_old_driver():
+    see_gpus(2)
+    devices.start_gpu = start_gpu if my_rank() == 1 else devices.start_gpu
+    torch.cuda.set_device = fail_as_with_an_old_driver
+
+
+def fail_as_with_an_old_driver(device):
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).")
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
@@ -71,6 +84,13 @@ def test_fewer_gpus_than_processes(tmp_path, recipe):
     assert line.endswith(
         " need a GPU each, 1 visible; start at most 1 on each node (NPROC_PER_NODE) or use --device cpu"
     )
+
+
+def test_a_gpu_that_torch_counts_and_cannot_use(tmp_path):
+    argv = ["--timeout-s", "20"]
+    line = refusal(Ranks("ddp", argv, 2, tmp_path, setup=see_gpus_but_rank_1_has_an_old_driver).wait())
+    assert re.match(r"error: cuda:1 on \S+ does not work: The NVIDIA driver on your system is too old", line)
+    assert line.endswith(" (found version 12080).; see `make doctor` for the cause, or use --device cpu")
 
 
 def test_cpus_can_be_asked_for_where_there_are_gpus(tmp_path):

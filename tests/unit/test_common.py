@@ -35,7 +35,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
-from recipes.common.record.facts import versions
+from recipes.common.record.facts import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.restore import restore
 from recipes.common.seeding import mix, permutation, seed_step
@@ -584,6 +584,9 @@ class TestRecord:
         assert config["hardware"]["cpus"] == os.cpu_count()
         models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         assert config["hardware"]["cpu"] == (models[0] if models else None)
+        if not torch.cuda.is_available():  # also where torch counts GPUs that its CUDA cannot use
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+            assert hardware()["gpus"] == []
         assert [launch["world_size"] for launch in config["launches"]] == [2]
         assert config["launches"][0]["make"] == "make run RECIPE=single"
 

@@ -23,7 +23,7 @@ from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import COLLECT_S, GATHER_S, Report, summarize
 from recipes.common.watch.watch import NOTE_S, Watch, stragglers
-from recipes.common.world import world
+from recipes.common.world import devices, world
 from recipes.single import train as single
 from scripts.launch.local import free_port
 from tests.support import wait_until
@@ -290,7 +290,7 @@ def test_the_watch_reports_before_nccl_aborts(args, monkeypatch, kind, bound_s):
     made = {}
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     monkeypatch.setattr(world, "choose_device", lambda *unused: device)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(devices, "start_gpu", lambda device: None)
     monkeypatch.setattr(
         world.dist, "init_process_group", lambda backend, timeout, **unused: made.update(own=timeout)
     )

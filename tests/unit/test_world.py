@@ -18,6 +18,7 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
 from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.alone import choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect
@@ -151,3 +152,14 @@ def test_every_world_of_several_ranks_exchanges_by_itself():
     for kind in (World, horovod.World):
         methods = {name for name in vars(Peers) if not name.startswith("_")}
         assert methods == {name for name in methods if name in vars(kind)}
+
+
+def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch):
+    def set_device(device):
+        raise torch.cuda.DeferredCudaCallError("CUDA call failed lazily with error: invalid\n\nIt was called at:")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(UserError, match=r"^cuda:0 on \S+ does not work: CUDA call failed .*: invalid; see `make"):
+        choose_devices("auto")
+    assert choose_devices("cpu") == [torch.device("cpu")]

@@ -30,7 +30,9 @@ def hardware() -> dict[str, Any]:
     """Return this machine's system, processor and GPUs."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    # torch counts GPUs also with a driver that is too old for it, and then knows no names.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(i) for i in range(count)]
     return {
         "machine": platform.machine(),
         "system": platform.platform(),

@@ -42,14 +42,31 @@ def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl
     return torch.device("cuda", ranks.local_rank * devices_per_rank)
 
 
+def start_gpu(device: torch.device) -> None:
+    """Make a GPU this process's current device, and compute a number on it.
+
+    Raises UserError if that fails: torch counts GPUs even if its CUDA cannot use them, as with an old driver.
+    """
+    try:
+        torch.cuda.set_device(device)
+        torch.ones((), device=device).item()
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+        reason = str(error).strip().split("\n")[0][:300]
+        fix = "see `make doctor` for the cause, or use --device cpu"
+        raise UserError(f"{device} on {socket.gethostname()} does not work: {reason}; {fix}") from None
+
+
 def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exchange) -> torch.device:
     """Return this rank's device once all ranks have chosen the same kind; call it on all ranks.
 
-    Raises UserError on all ranks if one of them cannot use its GPUs, or some have GPUs and some have none.
+    A GPU is its process's current device then. Raises UserError on all ranks if one of them cannot use its GPU, or
+    some have GPUs and some have none.
     """
     here = f"rank {rank} on {socket.gethostname()}"
     try:
         device = choose()
+        if device.type == "cuda":
+            start_gpu(device)
         kind, text = device.type, here
     except UserError as error:
         kind, text = "error", str(error)
@@ -62,6 +79,4 @@ def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exc
             f"{found['cuda']} has a GPU, {found['cpu']} has none or does not use it; "
             "make GPUs visible on every node, or use --device cpu on all"
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     return device
