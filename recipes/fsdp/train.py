@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -90,7 +91,9 @@ def check_replicas(world_size: int, replicas: int) -> None:
 def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
     """Return the mesh of replicas x shards; call it on all ranks."""
     if args.replicas == 1:
-        return DeviceMesh(world.device.type, torch.arange(world.world_size), mesh_dim_names=("shard",))
+        # Where GPUs are visible, DeviceMesh() would replace a group of CPUs by one that waits for 30 minutes.
+        everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+        return DeviceMesh.from_group(everyone, world.device.type, mesh_dim_names=("shard",))
     # HSDP: a group for each row (a replica's shards: best within a node) and each column (a shard's copies).
     return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +23,11 @@ from recipes.common.language import LanguageModel
 from recipes.common.models.models import build_model
 from recipes.common.process.ranks import read_ranks
 from recipes.common.watch.watch import Watch
+from recipes.common.world.peers import Peers
 from recipes.common.world.world import connected_world
 from recipes.fsdp import train as fsdp
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
-from recipes.fsdp.train import blocks, build, options, wrap
+from recipes.fsdp.train import blocks, build, build_mesh, options, wrap
 from tests import observe
 from tests.conftest import slow
 from tests.support import ROOT, Ranks, largest_difference, losses, metrics, train, weights, words_for
@@ -52,6 +54,18 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, world_size, arg
     run = train("fsdp", tmp_path, world_size, *TEXT, *argv)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
     assert largest_difference(weights(run), weights(single)) < 1e-5
+
+
+def test_cpus_beside_gpus_wait_in_the_group_that_has_the_time_out(monkeypatch):
+    """Where CUDA is available, DeviceMesh() replaces a group of gloo by one that waits for half an hour."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        mesh = build_mesh(options([]), Peers(torch.device("cpu")))
+        assert mesh.get_group() is dist.group.WORLD
+        assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("shard",), [0])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bf16_gathers_half_and_stays_close(single, tmp_path):
