@@ -6,15 +6,16 @@ is measured with and without CUDA graphs, and compared with the epoch time that 
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from scripts.bench import jpeg, small_data
-from scripts.bench.figures import Figure, speed_figure, spread, take_turns, unmeasured
+from scripts.bench.figures import Figure, Rounds, speed_figure, spread, take_turns, unmeasured
 from scripts.bench.programs import contender, parse_result, recipe, run
+from scripts.launch.cores import count_cores
 
 BATCH, STEPS, IMAGES = 256, 60, 2048
 OPTIONS = ("--model", "resnet50", "--image-size", "224", "--epochs", "1000")
@@ -43,7 +44,12 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 def resnet(rounds: int, folder: Path) -> list[Figure]:
     """Measure resnet50 with the data on the GPU and from JPEGs."""
     jpeg.write_photos(folder / "photos", IMAGES)
-    photos = ("--data", "imagefolder", "--data-dir", str(folder / "photos"), "--workers", str(os.cpu_count()))
+    # All steps are one epoch: each epoch begins with a wait until a worker has decoded a whole batch.
+    for path in list((folder / "photos" / "train").rglob("*.jpg")):
+        for number in range(BATCH * (STEPS + 1) // IMAGES):
+            path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
+    cores = count_cores()
+    photos = ("--data", "imagefolder", "--data-dir", str(folder / "photos"), "--workers", str(cores))
     size = ("--global-batch-size", str(BATCH), "--max-steps")
     memory: list[float] = []
 
@@ -57,7 +63,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
         step_ms = contender("bare_step", ["--steps", str(STEPS), *words, "--", *of_recipe])["step_ms"]
         return 1000 * BATCH / step_ms
 
-    values = take_turns(
+    values, faults = measure_working(
         {
             "ours": lambda: ours(*RESIDENT),
             "photos": lambda: ours(*photos),
@@ -68,26 +74,45 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
             "roofline": lambda: matmul_tflops() * 1e12 / TRAINING_FLOP,
         },
         rounds,
-        warm_up=True,  # puts the compiled kernels into torch's cache
     )
-    peak = f"images/s; peak memory {max(memory) / 2**30:.1f} GiB"
+    peak = f"images/s; peak memory {max(memory, default=0) / 2**30:.1f} GiB"
     peers = {
         "fp32": "eager fp32 loop on ready tensors",
         "tf32": "eager TF32 loop on ready tensors",
         "roofline": "bf16 matrix products",
-        "photos": f"the same from JPEGs, decoded by {os.cpu_count()} cores",
-        "photos, decoded by it": f"the same from JPEGs, read by {os.cpu_count()} processes and decoded by the GPU",
+        "photos": f"the same from JPEGs, decoded by {cores} cores",
+        "photos, decoded by it": f"the same from JPEGs, read by {cores} processes and decoded by the GPU",
     }
     return [
-        speed_figure(RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")
+        unmeasured(RESNET, f"{faults.get('ours') or faults[name]} ({peer})")
+        if faults.keys() & {"ours", name}
+        else speed_figure(RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")
         for name, peer in peers.items()
     ]
+
+
+def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) -> tuple[Rounds, dict[str, str]]:
+    """Call each contender once to warm up; return the rounds of those that work, and why the others do not.
+
+    The first call puts the compiled kernels into torch's cache.
+    """
+    faults = {}
+    for name, call in contenders.items():
+        try:
+            call()
+        except RuntimeError as error:
+            print(f"warning: {name}: {error}", file=sys.stderr, flush=True)
+            faults[name] = str(error).strip().splitlines()[-1]
+    return take_turns({name: call for name, call in contenders.items() if name not in faults}, rounds), faults
 
 
 def matmul_tflops() -> float:
     """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures in a process of its own."""
     command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
-    return parse_result(command, run(command))["devices"][0]["tflops"]
+    device = parse_result(command, run(command))["devices"][0]
+    if not device["tflops"]:
+        raise RuntimeError(f"{device['device']}: {device.get('error', 'it is no GPU')}")
+    return device["tflops"]
 
 
 def lenet(rounds: int, folder: Path) -> list[Figure]:
@@ -99,10 +124,12 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
     def epoch_s(*more: str) -> float:
         return small_data.SAMPLES / recipe("single", folder, [*options, *more])["samples_per_s"]
 
-    values = take_turns({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds, warm_up=True)
+    values, faults = measure_working({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
     reason = "kernels shorter than their launch"
     return [
         Figure(f"{LENET}, {how}", *spread(values[name]), goal, peer, no_limit=reason)
+        if name in values
+        else unmeasured(f"{LENET}, {how}", faults[name], goal)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

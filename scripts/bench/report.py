@@ -140,9 +140,16 @@ def page(runs: Sequence[Run], others: Sequence[str], drill: Sequence[Figure]) ->
     return "\n".join(lines).rstrip() + "\n"
 
 
+def answering(runs: Sequence[Run]) -> Run:
+    """Return the newest run that answers a question of README.md: one of a GPU alone may answer none."""
+    asked = [question for question in QUESTIONS if question.chinese]
+    return next((run for run in runs if any(question.figure(run.figures) for question in asked)), runs[0])
+
+
 def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
-    """Return the table of README.md, or of README.zh-CN.md, from the newest run and the drill."""
-    figures = [*runs[0].figures, *drill]
+    """Return the table of README.md, or of README.zh-CN.md, from the newest run that answers it and the drill."""
+    run = answering(runs)
+    figures = [*run.figures, *drill]
     titles = ("问题", "回答") if is_chinese else ("question", "answer")
     rows = [
         (question.chinese[0] if is_chinese else question.text, question.said(figures, is_chinese))
@@ -151,7 +158,7 @@ def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool =
     ]
     more = "[全部数字](docs/benchmarks/README.md); `make bench` 测量你的机器。"
     more = more if is_chinese else "[all figures](docs/benchmarks/README.md), `make bench` measures yours."
-    return "\n".join([*table_lines(titles, rows), "", f"{runs[0].date}, {runs[0].device}; {more}"])
+    return "\n".join([*table_lines(titles, rows), "", f"{run.date}, {run.device}; {more}"])
 
 
 def between_markers(text: str, content: str) -> str:
@@ -182,9 +189,10 @@ def read_drill() -> list[Figure]:
 
 def evidence() -> str:
     """Return the text of docs/evidence.md: the documents' claims, and the figures of README.md's table."""
+    runs = read_runs(claims.FIGURES)
     benchmark = [
         (question.said(run.figures), figure, run.facts)
-        for run in read_runs(claims.FIGURES)[:1]
+        for run in ([answering(runs)] if runs else [])
         for question in QUESTIONS
         if question.chinese and (figure := question.figure(run.figures))
     ]

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from recipes.common.models.models import LeNet
-from scripts.bench import jpeg, programs
+from scripts.bench import gpu, jpeg, programs
 from scripts.bench.contenders import lenet
 from tests.support import has_ended, wait_until
 
@@ -55,3 +55,26 @@ def test_a_contender_without_a_result_is_an_error_that_shows_what_it_printed(mon
     monkeypatch.setattr(programs, "run", lambda *_: "no server\n")
     with pytest.raises(RuntimeError, match=r"contenders.bare_step.* printed no result, but: 'no server\\n'"):
         programs.contender("bare_step", [])
+
+
+def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, capsys):
+    def recipe(name, folder, options):
+        if "--decode" in options:
+            raise RuntimeError("python ... ended with status 2:\nerror: --decode gpu needs nvImageCodec")
+        return {"samples_per_s": 3000.0, "peak_memory_bytes": 2**30}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "recipe", recipe)
+    monkeypatch.setattr(gpu, "contender", lambda *_: {"step_ms": 256.0})
+    monkeypatch.setattr(gpu, "matmul_tflops", lambda: 700.0)
+    monkeypatch.setattr(gpu.small_data, "write_data", lambda folder: None)
+    monkeypatch.setattr(gpu, "IMAGES", 2048 // 8)
+    figures = gpu.measure(2, tmp_path)
+    found = {figure.peer: figure.measured for figure in figures if figure.measured}
+    assert len(figures) == 7
+    assert found["eager fp32 loop on ready tensors"] == 3.0
+    assert found["the tutorial's epoch, on its authors' GPU"] == 20.0
+    (lost,) = [figure for figure in figures if figure.measured is None]
+    assert lost.note.startswith("not measured: error: --decode gpu needs nvImageCodec (the same from JPEGs, read")
+    assert "warning: photos, decoded by it: python ... ended with status 2" in capsys.readouterr().err
+    assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) >= gpu.BATCH * (gpu.STEPS + 1)

@@ -108,6 +108,11 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
         "the least time possible |" in readme
     )
     assert "| An elastic job that loses a node trains again after 24.1 s; the bound is 30 s |" in readme
+    # A run that answers none of its questions leaves it as it is.
+    write(tmp_path, "2026-03-01-gpu.json", "2026-03-01", MISSED, gpus=["H200"])
+    text, [unchanged, _] = report.render(tmp_path, [README] * 2, [LOST])
+    assert "## 2026-03-01, gpu" in text
+    assert unchanged == readme
     assert len(re.findall(r"^\| .* (?:1.25 倍|24.1 秒.*) \|$", chinese, re.MULTILINE)) == 2
     assert chinese.count("\n| ") == readme.count("\n| ")
     assert report.render(tmp_path, [readme, chinese], [LOST]) == (text, [readme, chinese]), "and it stays"
