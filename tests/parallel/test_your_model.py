@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.common.errors import UserError
+from recipes.common.parallel.buckets import checked_buffers
+from recipes.single.train import options
 from tests.conftest import need_horovod, slow
 from tests.support import (
     ROOT,
@@ -357,6 +360,15 @@ def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, rank
         f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     ]
+
+
+def test_buffers_that_nccl_cannot_send_are_refused_in_one_line_too():
+    said = "Input tensor data type is not supported for NCCL process group: Short"  # ProcessGroupNCCL.cpp
+    line = "^--model lenet: DDP cannot send its int16 or float8 buffers over NCCL; use another dtype, or"
+    with pytest.raises(UserError, match=line), checked_buffers(options([])):
+        raise TypeError(said)
+    with pytest.raises(TypeError, match="another"), checked_buffers(options([])):
+        raise TypeError("another")
 
 
 DTYPES = [

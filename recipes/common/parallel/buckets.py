@@ -23,15 +23,20 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 """The argument that stops DistributedDataParallel from broadcasting buffers; newer torch has renamed it."""
 
 
+REFUSED_TYPES = {"Invalid scalar type": "gloo", "data type is not supported for NCCL": "NCCL"}
+"""Phrases in the errors about a type that a backend cannot send: a RuntimeError of gloo, a TypeError of NCCL."""
+
+
 @contextlib.contextmanager
 def checked_buffers(args: Options) -> Iterator[None]:
     """Turn DDP's error about a buffer that it cannot send into a UserError."""
     try:
         yield
-    except RuntimeError as error:
-        if "Invalid scalar type" not in str(error):
+    except (RuntimeError, TypeError) as error:
+        backend = next((name for text, name in REFUSED_TYPES.items() if text in str(error)), None)
+        if not backend:
             raise
-        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over gloo"
+        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over {backend}"
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 
