@@ -134,9 +134,21 @@ Last error:
 Net : Connection closed by remote peer n2<50260>"""
 
 
+MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 9.88 MiB "
+    "is free. Including non-PyTorch memory, this process has 79.09 GiB memory in use. Of the allocated memory 77"
+)
+
+
 @pytest.mark.parametrize(
     ("message", "kind", "reason"),
     [
+        (
+            MEMORY,
+            "has no GPU memory left (Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+            "which 9.88 MiB is free); use a smaller --global",
+            " or --amp bf16",
+        ),
         ("[../gloo/pair.cc:544] Connection closed by peer [10.0.0.2]:41230. No.", "lost another rank: C", "41230"),
         (REMOTE, "lost another rank: NCCL error in: ", "from 10.0.0.2<33759> failed : Connection reset by peer"),
         (INTERNAL, "lost another rank: NCCL error in: ", "Net : Connection closed by remote peer n2<50260>"),
@@ -147,7 +159,7 @@ Net : Connection closed by remote peer n2<50260>"""
             "aborted on rank 1.",
         ),
     ],
-    ids=["gloo", "remote", "internal", "system", "aborted"],
+    ids=["memory", "gloo", "remote", "internal", "system", "aborted"],
 )
 def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)

@@ -44,6 +44,9 @@ LOST_PEER = (
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
 
+OUT_OF_MEMORY = "CUDA out of memory. "
+"""Start of the message of torch.OutOfMemoryError, which goes on to say how much was tried and what is free."""
+
 NCCL_ERROR = "NCCL error"
 """Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
 
@@ -58,6 +61,8 @@ def exit_status(main: Callable[[], object]) -> int:
     A lost connection to another rank is reported in one line, too, with status 1. That rank reports its own error,
     and a traceback through the collective that noticed it would add nothing. If a rank does not answer within
     --timeout-s, the report names it and where all others wait for it: see watch.py.
+
+    A GPU without memory is one line, too: most often all ranks run out of it in the same step.
 
     Torch's 300,000 objects never become garbage. Freezing them saves 0.1 s in each garbage collection: a rank
     needs 1 s less CPU time to start and to end.
@@ -93,7 +98,7 @@ def _end_now(status: int) -> NoReturn:
 
 
 def _explain(error: RuntimeError) -> bool:
-    """Print one line about a failed collective; return False for an error of another kind.
+    """Print one line about a failed collective or a full GPU; return False for an error of another kind.
 
     If a rank does not answer, report the hang instead, and end this process.
     """
@@ -101,7 +106,7 @@ def _explain(error: RuntimeError) -> bool:
     reason = _reason(said)
     if reason is None:
         return False
-    if Watch.active and Watch.active.is_hang(said):
+    if Watch.active and OUT_OF_MEMORY not in said and Watch.active.is_hang(said):
         Watch.active.end(error)
     rank, host = os.environ.get("RANK", "0"), socket.gethostname()
     print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
@@ -127,7 +132,11 @@ def _print_refusal(error: UserError) -> None:
 
 
 def _reason(said: str) -> str | None:
-    """Return a one-line reason for a collective that failed with this message; None for any other message."""
+    """Return a one-line reason for a collective that failed, or a GPU that is full; None for any other message."""
+    if OUT_OF_MEMORY in said:
+        facts = said[said.index(OUT_OF_MEMORY) :].split("\n")[0].removeprefix(OUT_OF_MEMORY).split(". ")
+        fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
+        return f"has no GPU memory left ({'. '.join(facts[:2])}); {fix}"
     lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
     if NCCL_ERROR in said:
         text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
