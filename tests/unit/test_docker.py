@@ -320,6 +320,7 @@ def test_more_nodes_and_their_gpus(tmp_path):
     for node, gpus in (("node0", ["0", "1"]), ("node1", ["2", "3"]), ("node2", ["4", "5"])):
         [device] = services[node]["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
+        assert services[node]["shm_size"] == "16gb"
     assert services["node2"]["extends"] == {"file": str(ROOT / "docker/compose.yaml"), "service": "node1"}
     assert services["node2"]["environment"] == {"NODE_RANK": "2"}
     assert services["node2"]["hostname"] == "node2"
