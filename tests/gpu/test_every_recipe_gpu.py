@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.conftest import need_gpus, need_horovod, require
 from tests.parallel import test_minimal as minimal
-from tests.support import Ranks, accuracies, losses, train, words_for
+from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, train, weights, words_for
 
 STEPS = ("--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
 FP32 = 1000 * 2**-24
@@ -121,6 +121,25 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
 def test_dataparallel_on_every_gpu_equals_the_cpu(tmp_path, cpu):
     need_gpus(2)
     assert_same_run(train("dataparallel", tmp_path, 1, *STEPS, "--device", "cuda"), cpu)
+
+
+def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
+    words = (*STEPS, "--device", "cuda", "--cpu-offload", "--checkpoint-every", "30")
+    run = train("fsdp", tmp_path, 1, *words)
+    assert_same_run(run, cpu)
+    middle = run / "checkpoints" / "step-000000030.pt"
+    later = train("fsdp", tmp_path / "later", 1, *words, "--resume", str(middle))
+    assert largest_difference(weights(later), weights(run)) < 1e-5
+
+
+def test_a_pipeline_on_two_gpus_of_a_process_equals_the_cpu(tmp_path):
+    """GPT's first parameter is on the last GPU, whose stage needs it too."""
+    need_gpus(2)
+    text = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
+    words = (*text, *STEPS, "--clip-grad-norm", "1")
+    split = ("--split", "in-process", "--stages", "2", "--num-microbatches", "2")
+    run = train("pipeline", tmp_path, 1, *words, "--device", "cuda", *split)
+    assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
 
 
 @pytest.mark.parametrize("page", minimal.PAGES)
