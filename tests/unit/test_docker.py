@@ -60,6 +60,13 @@ def test_images_hold_what_nccl_loads_for_rdma():
     assert part.index("sha256sum --check") < part.index("efa_installer.sh")
 
 
+def test_images_get_the_driver_s_library_for_the_jpeg_engines():
+    """nvidia/cuda asks for compute,utility; nvJPEG opens libnvcuvid.so.1, which the engine mounts for video."""
+    part = stage("FROM ${BASE_IMAGE} AS base")
+    [asked] = re.findall(r"^ENV NVIDIA_DRIVER_CAPABILITIES=(.*)$", part, re.MULTILINE)
+    assert asked.split(",") == ["compute", "utility", "video"]
+
+
 def test_an_installer_without_a_digest_is_refused():
     env = {"EFA_INSTALLER": "1.43.2", "DOCKER": "true"}
     result = run_command("docker/image.sh", "build", "ddp", **env)
