@@ -18,7 +18,7 @@ from scripts.bench.programs import contender, parse_result, recipe, run
 from scripts.launch.cores import count_cores
 
 BATCH, STEPS, IMAGES = 256, 60, 2048
-OPTIONS = ("--model", "resnet50", "--image-size", "224", "--epochs", "1000")
+OPTIONS = ("--device", "cuda", "--model", "resnet50", "--image-size", "224", "--epochs", "1000")
 RESIDENT = ("--data", "synthetic", "--num-samples", str(IMAGES))
 FAST = ("--amp", "bf16", "--channels-last", "--compile")
 GRAPHS = ("--compile", "--compile-mode", "reduce-overhead")
@@ -118,7 +118,7 @@ def matmul_tflops() -> float:
 def lenet(rounds: int, folder: Path) -> list[Figure]:
     """Measure an epoch of the tutorial's training on the GPU, in eager mode and with CUDA graphs."""
     small_data.write_data(folder / "small")
-    options = ["--data", "fashion-mnist", "--data-dir", str(folder / "small"), "--epochs", "4"]
+    options = ["--device", "cuda", "--data", "fashion-mnist", "--data-dir", str(folder / "small"), "--epochs", "4"]
     options += ["--global-batch-size", "256", "--log-every", "100"]
 
     def epoch_s(*more: str) -> float:

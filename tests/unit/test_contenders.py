@@ -59,6 +59,7 @@ def test_a_contender_without_a_result_is_an_error_that_shows_what_it_printed(mon
 
 def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, capsys):
     def recipe(name, folder, options):
+        assert options[:2] == ["--device", "cuda"], "it does not turn to the CPU"
         if "--decode" in options:
             raise RuntimeError("python ... ended with status 2:\nerror: --decode gpu needs nvImageCodec")
         return {"samples_per_s": 3000.0, "peak_memory_bytes": 2**30}
