@@ -57,6 +57,8 @@ ERROR_GRACE_S = 3.0
 PORT_TRIES = 3
 """How many ports are tried: another process may take one after it was chosen, before rank 0 listens."""
 
+GPU_DEVICE = Path("/dev/nvidia0")
+
 MOST_PER_CORE = 8
 """More processes per core than this are worth a warning: each imports torch, and 60 on two cores take minutes."""
 
@@ -78,6 +80,9 @@ def visible_gpus() -> list[str]:
             return []
         return [gpu for gpu in listed.split(",") if gpu.strip()]
     if not shutil.which("nvidia-smi"):
+        if GPU_DEVICE.exists():
+            what = f"{GPU_DEVICE} is there and nvidia-smi is not in PATH: no GPU is used"
+            print(f"warning: {what}; set CUDA_VISIBLE_DEVICES=0,1,... to use them", file=sys.stderr, flush=True)
         return []
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)

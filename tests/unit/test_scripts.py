@@ -63,10 +63,15 @@ def test_visible_gpus_of_the_environment(monkeypatch, value, gpus):
     assert local.visible_gpus() == gpus
 
 
-def test_visible_gpus_of_the_machine(monkeypatch, tmp_path):
+def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(local, "GPU_DEVICE", tmp_path / "nvidia0")
     assert local.visible_gpus() == []
+    assert capsys.readouterr().err == ""
+    local.GPU_DEVICE.touch()
+    assert local.visible_gpus() == []
+    assert "nvidia0 is there and nvidia-smi is not in PATH: no GPU is used; set " in capsys.readouterr().err
     script = tmp_path / "nvidia-smi"
     script.write_text(
         '#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H100 (UUID: b)\\n"\n'
