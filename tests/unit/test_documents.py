@@ -34,57 +34,14 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 
 OTHERS_FLAGS = {
-    "--nproc-per-node",
-    "--nnodes",
-    "--node-rank",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--standalone",
-    "--master-addr",
-    "--master-port",
-    "--nodes",
-    "--junit-xml",
-    "--list",
-    "--help",
-    "--require-hashes",
-    "--gpus",
-    "--ntasks-per-node",
-    "--gpus-per-node",
-    "--gpus-per-task",
-    "--cpus-per-task",
-    "--time",
-    "--partition",
-    "--account",
-    "--array",
-    "--output",
-    "--exclusive",
-    "--gres",
-    "--hint",
-    "--list-reasons",
-    "--mem",
-    "--mem-bind",
-    "--zstd",
-    "--max-count",
-    "--mpi",
-    "--container-image",
-    "--kill-on-bad-exit",
-    "--signal",
-    "--requeue",
-    "--open-mode",
-    "--export",
-    "--rm",
-    "--build",
-    "--shm-size",
-    "--logdir",
-    "--gloo",
-    "--check-build",
-    "--max-restarts",
-    "--render",
-    "--out",
-    "--batch-size",  # this and the next are options of a user's script
-    "--checkpoint",
+    *("--max-restarts", "--gloo", "--check-build"),  # torchrun, horovodrun
+    *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm
+    *("--kill-on-bad-exit", "--list-reasons", "--mem-bind", "--mpi", "--ntasks-per-node", "--signal"),
+    *("--shm-size", "--zstd", "--max-count"),  # docker, tar, grep
+    *("--junit-xml", "--require-hashes"),  # pytest, pip
+    *("--batch-size", "--checkpoint", "--out"),  # a user's script
 }
+"""Flags in the documents of programs that are not ours."""
 
 
 def text_of(name):
