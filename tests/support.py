@@ -377,6 +377,16 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
+def assert_same_run(run: Path, expected: Path, rel: float = 1e-5) -> None:
+    """Compare the losses, the accuracies and the last weights of two runs."""
+    import pytest  # here, as each rank imports this file
+
+    assert len(losses(run)) == len(losses(expected)) > 0
+    assert losses(run) == pytest.approx(losses(expected), rel=rel)
+    assert accuracies(run) == accuracies(expected)
+    assert largest_difference(weights(run), weights(expected)) < rel
+
+
 @dataclass(frozen=True)
 class Result:
     """Exit status and output of a command."""

@@ -19,7 +19,7 @@ from tests.conftest import slow
 from tests.support import (
     ROOT,
     accuracies,
-    largest_difference,
+    assert_same_run,
     local,
     losses,
     metrics,
@@ -38,13 +38,6 @@ STEPS = ("--max-steps", "60", "--seed", "1")
 def baseline(tmp_path_factory):
     """Return a function that returns the one-process run with some options; each is trained once."""
     return functools.cache(lambda *argv: train("single", tmp_path_factory.mktemp("single"), 1, *argv))
-
-
-def assert_same_run(run, single, tolerance=1e-5):
-    assert len(losses(run)) == len(losses(single)) > 0
-    assert losses(run) == pytest.approx(losses(single), rel=tolerance)
-    assert accuracies(run) == accuracies(single)
-    assert largest_difference(weights(run), weights(single)) < tolerance
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(1, 1), (4, 2), *slow((4, 1))])

@@ -11,7 +11,7 @@ from torch import nn
 from tests.conftest import slow
 from tests.support import (
     Ranks,
-    accuracies,
+    assert_same_run,
     largest_difference,
     losses,
     metrics,
@@ -36,9 +36,7 @@ def single(tmp_path_factory):
 
 
 def assert_equal(run, expected, rel=1e-5):
-    assert losses(run) == pytest.approx(losses(expected), rel=rel)
-    assert accuracies(run) == accuracies(expected)
-    assert largest_difference(weights(run), weights(expected)) < rel
+    assert_same_run(run, expected, rel)
     ours, theirs = (optimizer_state(newest_checkpoint(each)) for each in (run, expected))
     assert largest_difference(ours, theirs) < rel * 10  # momenta add up ten gradients
 

@@ -15,7 +15,7 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.world.world import join_world, leave_world
 from recipes.scratch import train as scratch
 from scripts.launch.local import free_port
-from tests.support import Ranks, accuracies, largest_difference, losses, run_ranks, train, weights
+from tests.support import Ranks, assert_same_run, run_ranks, train
 
 STEPS = shlex.split(
     "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "
@@ -33,9 +33,7 @@ def single(tmp_path_factory):
 def test_every_step_of_naive_equals_single(single, tmp_path):
     """test_contract.py tests the ring."""
     run = train("scratch", tmp_path, 2, *STEPS, "--allreduce", "naive")
-    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
-    assert accuracies(run) == accuracies(single)
-    assert largest_difference(weights(run), weights(single)) < 1e-5
+    assert_same_run(run, single)
 
 
 def in_ranks(function, world_size, folder, **env):

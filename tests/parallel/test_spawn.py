@@ -17,7 +17,14 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.spawn import train as spawn
 from scripts.launch.local import free_port
-from tests.support import ROOT, TIMEOUT_S, accuracies, largest_difference, losses, train, weights
+from tests.support import (
+    ROOT,
+    TIMEOUT_S,
+    assert_same_run,
+    run_command,
+    train,
+    weights,
+)
 
 STEPS = shlex.split(
     "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "
@@ -116,9 +123,7 @@ def single(tmp_path_factory):
 @pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
     run = train_spawned(tmp_path, nnodes, nproc_per_node, *STEPS)
-    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
-    assert accuracies(run) == accuracies(single)
-    assert largest_difference(weights(run), weights(single)) < 1e-5
+    assert_same_run(run, single)
 
 
 @pytest.mark.slow
@@ -225,14 +230,7 @@ def test_a_taken_port_is_refused_in_one_line():
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            ["scripts/launch.sh", "spawn"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHON": sys.executable, "MASTER_PORT": port},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 2
+        done = run_command("scripts/launch.sh", "spawn", PYTHON=sys.executable, MASTER_PORT=port)
+    assert done.status == 2
     assert done.stderr == f"error: MASTER_PORT {port} is taken; choose another one\n"
     assert not done.stdout
