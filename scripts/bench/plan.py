@@ -12,6 +12,7 @@ docs/plan.md has the figures.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -155,15 +156,9 @@ def predict(probed: dict[str, float], gradients: Sequence[Gradient], nodes: int)
 
 def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
     """Run a rank on each node, on links of `mbit` Mbit/s (0: unlimited)."""
-    limited = range(nodes if mbit else 0)
-    for node in limited:
-        net.narrow(node, f"{mbit}mbit")
     rank = [sys.executable, "-m", "scripts.bench.plan", str(folder)]
-    try:
+    with net.narrowed(nodes, f"{mbit}mbit") if mbit else contextlib.nullcontext():
         net.run_ranks(rank, nodes, max(1, count_cores() // nodes), TIMEOUT_S)
-    finally:
-        for node in limited:
-            net.restore(node)
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
 from scripts.plan.model import ring_bytes
 
-RATE, RATE_BITS = "1gbit", 1e9
+RATE, RATE_BITS, BURST = "1gbit", 1e9, "256kb"
 PACKET, DATA = 1514, 1448
 """Bytes of a full packet on the link, and of the data in it. The link's speed counts packets, as tbf
 does; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
@@ -159,18 +160,6 @@ def count_bytes(variant: Variant, net: Network, nodes: int, folder: Path) -> lis
     return [(more - few) / COUNTED for few, more in zip(*totals, strict=True)]
 
 
-def narrow_links(net: Network, nodes: int) -> None:
-    """Limit the links of all nodes to RATE."""
-    for node in range(nodes):
-        net.narrow(node, RATE, burst="256kb")
-
-
-def restore_links(net: Network, nodes: int) -> None:
-    """Undo narrow_links()."""
-    for node in range(nodes):
-        net.restore(node)
-
-
 def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tuple[float, float]:
     """Return the median seconds of a step on narrow links and on free ones, from one run."""
 
@@ -181,12 +170,11 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
 
     last_free = variant.warm + FREE
     command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
-    with programs.running(command, lambda: last_free in speeds(), {}):
+    with ExitStack() as links, programs.running(command, lambda: last_free in speeds(), {}):
         free = [speed for step, speed in speeds().items() if step > variant.warm]
-        narrow_links(net, nodes)
+        links.enter_context(net.narrowed(nodes, RATE, BURST))  # until the run has ended
         mixed = max(speeds()) + LOG_EVERY
     narrow = [speed for step, speed in speeds().items() if step > mixed]
-    restore_links(net, nodes)
     shutil.rmtree(folder / "run")
     if len(narrow) < 2:
         raise RuntimeError(f"{variant.name}: its steps ended before the links were narrow; raise NARROW")
@@ -202,11 +190,9 @@ def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
 
 def time_bare(variant: Variant, net: Network, nodes: int) -> float:
     """Return the mean seconds of a step of a bare loop with Horovod, on narrow links."""
-    narrow_links(net, nodes)
     flags = ["--horovod", variant.options[-1], "--steps", str(NARROW)]
-    step_ms = bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes))
-    restore_links(net, nodes)
-    return step_ms / 1e3
+    with net.narrowed(nodes, RATE, BURST):
+        return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

@@ -6,13 +6,14 @@ command that needs it (the drill, the benchmarks): however that command ends, th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -120,6 +121,17 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
         call("tc", "qdisc", "add", "dev", f"v{node}", *shape)
         call("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+    @contextlib.contextmanager
+    def narrowed(self, nodes: int, rate: str, burst: str = "32kb") -> Iterator[None]:
+        """Limit the first nodes' links, as narrow() does, while the block runs; then undo all changes to them."""
+        try:
+            for node in range(nodes):
+                self.narrow(node, rate, burst)
+            yield
+        finally:
+            for node in range(nodes):
+                self.restore(node)
 
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
         """Return the command line that runs a command in a node's network."""

@@ -11,6 +11,7 @@ from recipes.common.models.models import build_model
 from recipes.single.train import options
 from scripts.bench import overlap, programs, wire
 from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
+from scripts.lab.network import Network
 from scripts.plan.model import ring_bytes
 
 
@@ -59,7 +60,7 @@ def test_figures_by_hand():
 @pytest.mark.parametrize("last", [28, 32])
 def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monkeypatch, last):
     """Links are free up to step 16; line 20 comes while they are narrowed, and steps 21 to 24 may begin so."""
-    path, narrowed = tmp_path / "run" / "metrics.jsonl", []
+    path, limited = tmp_path / "run" / "metrics.jsonl", []
 
     def log(speeds):
         with path.open("a") as file:
@@ -74,13 +75,14 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
 
     class Net:
         option = staticmethod(lambda: "n0=a,n1=b")
-        restore = staticmethod(lambda node: narrowed.remove(node))
+        narrowed = Network.narrowed
+        restore = staticmethod(lambda node: limited.remove(node))
 
         @staticmethod
         def narrow(node, rate, burst):
-            if not narrowed:
+            if not limited:
                 log({20: 7.0})
-            narrowed.append(node)
+            limited.append(node)
 
     path.parent.mkdir()
     log({4: 99.0, 8: 10.0, 12: 10.0, 16: 20.0})
@@ -91,7 +93,7 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
             wire.time_steps(variant, Net(), 2, tmp_path)
     else:
         assert wire.time_steps(variant, Net(), 2, tmp_path) == (4 / 5, 4 / 10)
-    assert (narrowed, path.exists()) == ([], False)
+    assert (limited, path.exists()) == ([], False)
 
 
 def test_no_step_is_below_the_longer_of_two_sums():
