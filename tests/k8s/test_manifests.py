@@ -25,14 +25,7 @@ from tests.support import ROOT
 FILES = sorted(path.name for path in ROOT.glob("k8s/*.yaml") if path.name != "kustomization.yaml")
 COMPONENTS = sorted(path.name for path in ROOT.glob("k8s/components/*"))
 VOCABULARY = {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT"}  # scripts/launch.sh
-VOCABULARY |= {
-    "FABRIC",
-    "RDZV_TIMEOUT_S",
-    "RDZV_ID",
-    "STOPPED_STATUS",
-    "MIN_NODES",
-    "MAX_RESTARTS",
-}  # optional
+VOCABULARY |= {"FABRIC", "RDZV_TIMEOUT_S", "RDZV_ID", "STOPPED_STATUS", "MIN_NODES", "MAX_RESTARTS"}  # optional
 VOCABULARY |= {"NODE_NAME", "SSH_OPTIONS", "CPU_REQUEST"}  # used only in manifests
 CUSTOM = [name for name in FILES if name not in ("cluster.yaml", "indexed-job.yaml", "doctor.yaml")]
 

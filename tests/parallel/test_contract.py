@@ -368,17 +368,8 @@ def test_all_ranks_evaluate_with_rank_0s_batch_norm(train, observed_data, recipe
 # ---- batch norm over groups of the global batch, which no number of ranks changes
 
 
-NORM = (
-    "--model",
-    "norm",
-    *DIGITS,
-    "--global-batch-size",
-    "126",
-    "--batchnorm-group",
-    "3",
-    "--checkpoint-every",
-    "4",
-)
+NORM = ("--model", "norm", *DIGITS)
+NORM += ("--global-batch-size", "126", "--batchnorm-group", "3", "--checkpoint-every", "4")
 GROUPED = (*NORM, "--max-steps", "15", "--keep-checkpoints", "9")
 """42 groups per step and 6 steps per epoch, so that some checkpoints are within epochs."""
 

@@ -1,9 +1,7 @@
 """nn.DataParallel: on one device it is single, and says so; on several GPUs it has the same numbers."""
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -11,11 +9,11 @@ import torch
 
 from tests.conftest import need_gpus
 from tests.support import (
-    ROOT,
     accuracies,
     largest_difference,
     losses,
     newest_checkpoint,
+    run_command,
     run_ranks,
     train,
     weights,
@@ -69,29 +67,16 @@ def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
 def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     """Several GPUs still get one process; these two do not exist, so the run uses the CPU."""
     options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options]
+    done = run_command(*command, CUDA_VISIBLE_DEVICES="0,1")
+    assert done.status == 0, done.stderr
     assert "result recipe=dataparallel world_size=1 " in done.stdout
 
 
 @pytest.mark.parametrize("variable", ["NNODES", "NPROC_PER_NODE"])
 def test_several_processes_are_refused_with_the_recipe_to_use(variable):
-    done = subprocess.run(
-        ["scripts/launch.sh", "dataparallel"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHON": sys.executable, variable: "2"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 2
+    done = run_command("scripts/launch.sh", "dataparallel", PYTHON=sys.executable, **{variable: "2"})
+    assert done.status == 2
     assert re.fullmatch(r"error: dataparallel is one process; .*RECIPE=ddp\n", done.stderr)
 
 

@@ -1,6 +1,7 @@
 """Bad input: one line that begins with `error: `, status 2 on every rank, and no process left, on every path."""
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -161,16 +162,8 @@ def test_what_one_rank_alone_meets_ends_all(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train(
-        "ddp",
-        tmp_path_factory.mktemp("trained"),
-        2,
-        "--max-steps",
-        "25",
-        "--checkpoint-every",
-        "10",
-        "--deterministic",
-    )
+    words = shlex.split("--max-steps 25 --checkpoint-every 10 --deterministic")
+    return train("ddp", tmp_path_factory.mktemp("trained"), 2, *words)
 
 
 def test_a_taken_name_is_refused(trained, tmp_path):

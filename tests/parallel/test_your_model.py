@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -166,18 +167,7 @@ def run(folder):
     return functools.cache(start)
 
 
-SPIRALS = (
-    "--data",
-    "mine:spirals",
-    "--model",
-    "mine:net",
-    "--max-steps",
-    "36",
-    "--warmup-steps",
-    "9",
-    "--lr",
-    "0.1",
-)
+SPIRALS = shlex.split("--data mine:spirals --model mine:net --max-steps 36 --warmup-steps 9 --lr 0.1")
 
 
 def test_the_module_has_thirty_lines():

@@ -19,18 +19,8 @@ from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import interface_to
 from tests.support import ROOT
 
-NAMES = (
-    "NCCL_",
-    "GLOO_",
-    "FI_",
-    "OMP_",
-    "SLURM_",
-    "OMPI_",
-    "FABRIC",
-    "CPU_REQUEST",
-    "NPROC_PER_NODE",
-    "MASTER_ADDR",
-)
+LIBRARIES = ("NCCL_", "GLOO_", "FI_", "OMP_")
+NAMES = (*LIBRARIES, "SLURM_", "OMPI_", "FABRIC", "CPU_REQUEST", "NPROC_PER_NODE", "MASTER_ADDR")
 
 
 def source(fabric, sysfs="/nowhere", **env):
@@ -41,9 +31,7 @@ def source(fabric, sysfs="/nowhere", **env):
     command = ["bash", "-c", "source scripts/launch/fabric.sh && env --null >&2"]
     result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30)
     found = dict(item.split("=", 1) for item in result.stderr.split("\0") if "=" in item)
-    variables = {
-        name: value for name, value in found.items() if name.startswith(("NCCL_", "GLOO_", "FI_", "OMP_"))
-    }
+    variables = {name: value for name, value in found.items() if name.startswith(LIBRARIES)}
     return result.returncode, result.stdout + (result.stderr if result.returncode else ""), variables
 
 

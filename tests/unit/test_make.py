@@ -311,14 +311,8 @@ def test_a_folder_as_a_name_is_refused_before_anything_is_installed(monkeypatch)
 
 def test_the_list_of_variables_is_complete():
     names = set(re.findall(r'"([A-Z][A-Z_]+)"', (ROOT / "scripts/make.py").read_text()))
-    assert names - set(make.VARIABLES) == {
-        "FABRIC",
-        "MAKEFLAGS",
-        "MAKE_LINE",
-        "PYTHON",
-        "RESUME",
-        "WSL_DISTRO_NAME",
-    }
+    others = {"FABRIC", "MAKEFLAGS", "MAKE_LINE", "PYTHON", "RESUME", "WSL_DISTRO_NAME"}
+    assert names - set(make.VARIABLES) == others
 
 
 def test_installation_comes_before_the_command(monkeypatch):
