@@ -73,13 +73,6 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     assert "result recipe=dataparallel world_size=1 " in done.stdout
 
 
-@pytest.mark.parametrize("variable", ["NNODES", "NPROC_PER_NODE"])
-def test_several_processes_are_refused_with_the_recipe_to_use(variable):
-    done = run_command("scripts/launch.sh", "dataparallel", PYTHON=sys.executable, **{variable: "2"})
-    assert done.status == 2
-    assert re.fullmatch(r"error: dataparallel is one process; .*RECIPE=ddp\n", done.stderr)
-
-
 def test_bad_input_is_one_line(tmp_path):
     argv = ["--runs-dir", str(tmp_path), "--model", "lenett"]
     outcome = run_ranks("dataparallel", argv, 1, tmp_path / "out", check=False)

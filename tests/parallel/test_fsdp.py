@@ -229,7 +229,6 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
     ("argv", "message"),
     [
         (("--replicas", "2"), "--replicas 2 does not divide 3 processes; start a multiple of 2"),
-        (("--amp", "fp16"), "--amp fp16: its gradient scaler does not support shards; use --amp bf16"),
         (("--cpu-offload",), "--cpu-offload: shards are in main memory already on a CPU; drop it"),
         (
             ("--model", "tests.parallel.test_fsdp:normed_model", "--activation-checkpointing"),

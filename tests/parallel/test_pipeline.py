@@ -137,10 +137,6 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
             ("--global-batch-size", "62"),
             "does not divide into 1 replicas x 1 passes x 4 microbatches; use 60 or 64",
         ),
-        (2, ("--schedule", "interleaved", "--stages", "2", "--num-microbatches", "5"), "use 2 stages or more"),
-        (2, ("--schedule", "1f1b", "--num-microbatches", "1"), "use at least 2, or --schedule gpipe"),
-        (2, ("--amp", "fp16"), "use --amp bf16"),
-        (2, ("--sync-batchnorm",), "use --batchnorm-group"),
         (
             2,
             ("--model", "densenet121", "--data", "synthetic", "--image-size", "64", "--num-samples", "64"),

@@ -156,7 +156,6 @@ def test_a_lost_rank_ends_the_others(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--allreduce", "rign"], "did you mean 'ring'?"),
         (["--global-batch-size", "1"], "use at least 2"),
         (["--sync-batchnorm"], "for GPUs only"),
     ],

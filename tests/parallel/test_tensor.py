@@ -157,7 +157,6 @@ def test_bf16_stays_close(tmp_path):
             "--tensor-parallel 3 does not divide the 4 attention heads of gpt-tiny",
         ),
         (2, ("--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet, vit-tiny, "),
-        (2, ("--amp", "fp16"), "--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16"),
         (
             2,
             (SEQUENCE,),

@@ -99,6 +99,18 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("pipeline", GRAPHS, "a CUDA graph overwrites the outputs"),
         ("single", [*GROUPS, "--accumulate-steps", "8"], "each of 8 passes is compiled by itself"),
         ("pipeline", [*GROUPS, "--num-microbatches", "8"], "use up to 7 passes, or drop --compile"),
+        ("pipeline", ["--schedule", "interleaved", "--num-microbatches", "5"], "use 2 stages or more"),
+        ("pipeline", ["--schedule", "1f1b", "--num-microbatches", "1"], "use at least 2, or --schedule gpipe"),
+        ("pipeline", ["--amp", "fp16"], "use --amp bf16"),
+        ("pipeline", ["--sync-batchnorm"], "use --batchnorm-group"),
+        (
+            "tensor",
+            ["--amp", "fp16"],
+            "--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16",
+        ),
+        ("fsdp", ["--amp", "fp16"], "its gradient scaler does not support shards; use --amp bf16"),
+        ("scratch", ["--allreduce", "rign"], "did you mean 'ring'?"),
+        ("ddp", ["--grad-compression", "fp32"], "did you mean 'fp16'?"),
         ("ddp", ["--shuffle-block", "2"], "--shuffle-block 2 is for --data shards; drop it"),
         ("ddp", ["--num-samples", "5"], "--num-samples 5 is for --data synthetic; drop it"),
         ("ddp", ["--download"], "--download is for --data fashion-mnist and cifar10; drop it"),
@@ -246,7 +258,7 @@ class TestConfig:
     def test_a_missing_a_binary_and_a_folder_are_refused(self, tmp_path):
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
         for name, words in (("none", "No such file"), ("binary", "is not YAML"), (".", "Is a directory")):
-            with pytest.raises(UserError, match=words):
+            with pytest.raises(UserError, match=rf"^--config {re.escape(str(tmp_path / name))}:? {words}"):
                 single.options(["--config", str(tmp_path / name)])
 
 
