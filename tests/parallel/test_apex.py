@@ -38,11 +38,6 @@ STEPS = ("--max-steps", str(NUM_STEPS), "--seed", "1", "--warmup-steps", "1", "-
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
-
-
-@pytest.fixture(scope="module")
 def apex(tmp_path_factory):
     """Return a function that runs the recipe at a level and world size, once."""
     runs = {}

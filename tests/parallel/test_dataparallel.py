@@ -25,11 +25,6 @@ STEPS = shlex.split(
 )
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
-
-
 def test_every_step_equals_single(single, tmp_path):
     run = train("dataparallel", tmp_path, 1, *STEPS)
     exact = torch.cuda.device_count() < 2

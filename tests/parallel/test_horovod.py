@@ -10,7 +10,6 @@ from tests.support import (
     local,
     losses,
     run_command,
-    train,
     words_for,
 )
 
@@ -22,11 +21,6 @@ HALF = 2.0**-11
 @pytest.fixture(autouse=True)
 def horovod():
     need_horovod()
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
 
 
 def run(folder, nodes, nproc_per_node, *argv, **env):

@@ -30,11 +30,6 @@ RESNET = shlex.split(
 )
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
-
-
 def assert_equal(run, expected, rel=1e-5):
     assert_same_run(run, expected, rel)
     ours, theirs = (optimizer_state(newest_checkpoint(each)) for each in (run, expected))

@@ -25,11 +25,6 @@ SIZES = (1, 2, 7, 1000, 100_003)
 """Numbers of floats in a buffer: fewer than ranks, even, and uneven."""
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
-
-
 def test_every_step_of_naive_equals_single(single, tmp_path):
     """test_contract.py tests the ring."""
     run = train("scratch", tmp_path, 2, *STEPS, "--allreduce", "naive")

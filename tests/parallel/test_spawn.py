@@ -22,7 +22,6 @@ from tests.support import (
     TIMEOUT_S,
     assert_same_run,
     run_command,
-    train,
     weights,
 )
 
@@ -113,11 +112,6 @@ def train_spawned(folder: Path, nnodes: int, nproc_per_node: int, *argv: str) ->
     assert starters.wait() == [0] * nnodes, starters.text()
     assert f"result recipe=spawn world_size={nnodes * nproc_per_node} " in starters.text()
     return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *STEPS)
 
 
 @pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
