@@ -18,7 +18,7 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.signals import Stop
-from recipes.common.world.alone import choose_devices
+from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 
 

@@ -19,8 +19,7 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
 from recipes.common.world.agreement import run_on_all_ranks
-from recipes.common.world.alone import choose_devices
-from recipes.common.world.devices import choose_device
+from recipes.common.world.devices import choose_device, choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect

@@ -1,4 +1,4 @@
-"""Which device each rank works on: all ranks use GPUs, or all use CPUs."""
+"""Which devices the processes of a job work on: all ranks use GPUs, or all use CPUs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from collections.abc import Callable, Mapping
 import torch
 
 from recipes.common.errors import UserError
+from recipes.common.options import read_number
 from recipes.common.process.ranks import HAVE_MET, Ranks
 
 Exchange = Callable[[str, str], Mapping[str, str]]
 """Sends a kind and a text to all ranks; returns, for each kind that any rank sent, the text of one such rank."""
+
+
+def choose_devices(wanted: str) -> list[torch.device]:
+    """Return the devices of a job of one process: all visible GPUs, or the CPU if there are none.
+
+    Raises UserError if --device is cuda, and no GPU is visible; if the first GPU does not work; or if a launcher
+    has started several processes, each of which would train by itself.
+    """
+    if (count := read_number("WORLD_SIZE", 1)) > 1:
+        fix = "start one, without torchrun, or use RECIPE=ddp"
+        raise UserError(f"{count} processes were started, and this recipe is one; {fix}")
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cuda" and not count:
+        raise UserError("--device cuda: no GPU is visible; use --device cpu")
+    if not count:
+        return [torch.device("cpu")]
+    devices = [torch.device("cuda", i) for i in range(count)]
+    start_gpu(devices[0])
+    return devices
 
 
 def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl: bool = True) -> torch.device:
