@@ -150,24 +150,26 @@ class Ranks:
         path = self.folder / f"rank{rank}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait_for_text(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until a rank has printed the text; fail the test if it ends first, or after timeout_s."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.output(rank):
-            alive = self.processes[rank].is_alive()
-            assert alive, f"rank {rank} ended before it printed {text!r}:\n{self.output(rank)}"
-            assert time.monotonic() < deadline, f"rank {rank} did not print {text!r}:\n{self.output(rank)}"
-            time.sleep(0.01)
+    def wait_for_text(self, text: str, rank: int = 0) -> None:
+        """Wait until a rank has printed the text; fail the test if it ends first, or after TIMEOUT_S."""
 
-    def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until rank 0 has logged the step; fail the test if a rank ends first, or after timeout_s."""
+        def is_printed() -> bool:
+            alive = self.processes[rank].is_alive()
+            printed = self.output(rank)
+            assert alive or text in printed, f"rank {rank} ended before it printed {text!r}:\n{printed}"
+            return text in printed
+
+        wait_until(is_printed, TIMEOUT_S, lambda: f"{text!r} of rank {rank}:\n{self.output(rank)}")
+
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Wait until rank 0 has logged the step; fail the test if a rank ends first, or after TIMEOUT_S."""
 
         def is_logged() -> bool:
             ended = [rank for rank, process in enumerate(self.processes) if not process.is_alive()]
             assert not ended, f"ranks {ended} ended before step {step}:\n{self.output(ended[0])}"
             return last_step(run) >= step
 
-        wait_until(is_logged, timeout_s, f"step {step} of {run}")
+        wait_until(is_logged, TIMEOUT_S, f"step {step} of {run}")
 
     def kill(self) -> None:
         """Kill the ranks that still run."""
@@ -470,14 +472,14 @@ class Command:
             lambda: not self.processes(), within_s, lambda: f"all processes gone: {self.processes()}\n{self.text}"
         )
 
-    def wait_for_step(self, run: Path, step: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait until the run has logged the step; fail the test if the command ends first, or after timeout_s."""
+    def wait_for_step(self, run: Path, step: int) -> None:
+        """Wait until the run has logged the step; fail the test if the command ends first, or after TIMEOUT_S."""
 
         def is_logged() -> bool:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
             return last_step(run) >= step
 
-        wait_until(is_logged, timeout_s, lambda: f"step {step} of {run}\n{self.text}")
+        wait_until(is_logged, TIMEOUT_S, lambda: f"step {step} of {run}\n{self.text}")
 
     @property
     def text(self) -> str:

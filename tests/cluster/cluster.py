@@ -118,9 +118,9 @@ class Job:
         assert match, self.text
         return Path(match[1])
 
-    def wait_for_text(self, text: str, timeout_s: float = TIMEOUT_S) -> None:
+    def wait_for_text(self, text: str) -> None:
         """Wait until the batch script or the head node has printed the text."""
-        wait_until(lambda: text in self.text, timeout_s, lambda: f"{text!r} in:\n{self.text}")
+        wait_until(lambda: text in self.text, TIMEOUT_S, lambda: f"{text!r} in:\n{self.text}")
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for the job's end; return its state. No process of it may be left over."""

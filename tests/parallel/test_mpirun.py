@@ -72,8 +72,8 @@ def test_a_script_of_the_users_own(mpi, tmp_path):
     assert done.stderr == f"error: SCRIPT {tmp_path}/tran.py does not exist; did you mean 'train.py'?\n"
 
 
-def assert_gone(processes, bound_s=20):
-    wait_until(lambda: all(map(has_ended, processes)), bound_s, lambda: f"the end of {processes}")
+def assert_gone(processes):
+    wait_until(lambda: all(map(has_ended, processes)), 20, lambda: f"the end of {processes}")
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
@@ -120,7 +120,7 @@ def test_no_rank_outlives_mpirun(mpi, tmp_path):
         assert_gone(ranks)
 
 
-def mpi4py_with(vendor=("Open MPI", (4, 1, 4)), error=None):
+def mpi4py_with(error=None):
     """Return an mpi4py module of one process, or one whose MPI does not load."""
     module = types.ModuleType("mpi4py")
     if error:
@@ -131,7 +131,7 @@ def mpi4py_with(vendor=("Open MPI", (4, 1, 4)), error=None):
         module.__getattr__ = fail
     else:
         world = types.SimpleNamespace(size=1, rank=0)
-        module.MPI = types.SimpleNamespace(COMM_WORLD=world, get_vendor=lambda: vendor)
+        module.MPI = types.SimpleNamespace(COMM_WORLD=world, get_vendor=lambda: ("Open MPI", (4, 1, 4)))
     return module
 
 

@@ -146,12 +146,12 @@ class TestShares:
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def tiny_data(samples=100, channels=1, size=8, classes=10, test=10):
+def tiny_data(channels=1, size=8, classes=10):
     def split(count):
         images = torch.randint(256, (count, channels, size, size), dtype=torch.uint8)
         return TensorSplit(images, torch.arange(count) % classes, torch.zeros(channels), torch.ones(channels))
 
-    return Data.of_images(split(samples), split(test), channels, size, classes)
+    return Data.of_images(split(100), split(10), channels, size, classes)
 
 
 class OnGPU(torch.Tensor):
