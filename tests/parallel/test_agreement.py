@@ -82,7 +82,8 @@ def test_fewer_gpus_than_processes(tmp_path, recipe):
     line = refusal(Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, setup=see_one_gpu).wait())
     assert line.startswith("error: --device auto: 2 processes on ")
     assert line.endswith(
-        " need a GPU each, 1 visible; start at most 1 on each node (NPROC_PER_NODE) or use --device cpu"
+        " need a GPU each, 1 visible; start at most 1 on each node (NPROC_PER_NODE), or let each process see "
+        "all GPUs of its node, or use --device cpu"
     )
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import re
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
 from recipes.common.world.agreement import run_on_all_ranks
-from recipes.common.world.devices import choose_device, choose_devices
+from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import NO_PICKLE, World, connect
@@ -164,19 +163,3 @@ def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch
     with pytest.raises(UserError, match=r"^cuda:0 on \S+ does not work: CUDA call failed .*: invalid; see `make"):
         choose_devices("auto")
     assert choose_devices("cpu") == [torch.device("cpu")]
-
-
-def test_too_few_gpus_under_slurm_may_be_tasks_that_are_bound_to_one_each(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    ranks = Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2)
-    for name, words in (
-        ("SLURM_PROCID", ", let each task see all GPUs of its node (srun"),
-        ("OTHER", " or use --"),
-    ):
-        with monkeypatch.context() as environment:
-            environment.delenv("SLURM_PROCID", raising=False)
-            environment.setenv(name, "0")
-            with pytest.raises(
-                UserError, match=re.escape(f"start at most 1 on each node (NPROC_PER_NODE){words}")
-            ):
-                choose_device("auto", ranks)

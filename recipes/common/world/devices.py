@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Mapping
 
@@ -51,8 +50,8 @@ def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl
         each = f"{devices_per_rank} GPUs" if devices_per_rank > 1 else "a GPU"
         most = visible // devices_per_rank
         fix = f"start at most {most} on each node (NPROC_PER_NODE)" if most else "make GPUs visible there"
-        if most and "SLURM_PROCID" in os.environ:
-            fix += ", let each task see all GPUs of its node (srun --gpus-per-node, without --gpus-per-task),"
+        if most:  # such as under srun --gpus-per-task
+            fix += ", or let each process see all GPUs of its node,"
         raise UserError(
             f"--device {wanted}: {on_node} processes on {host} need {each} each, {visible} visible; "
             f"{fix} or use --device cpu"
