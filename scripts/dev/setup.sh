@@ -66,7 +66,13 @@ show_progress() {
 }
 
 log=.venv/setup.log
-runs || "$python" -m venv --clear .venv
+# One that was interrupted, or had no space, may have a Python and no pip, or part of it.
+if ! runs || ! .venv/bin/python -m pip --version &>/dev/null; then
+    "$python" -m venv --clear .venv >&2 || {
+        echo "error: $python could not make $PWD/.venv; its reason is above" >&2
+        exit 2
+    }
+fi
 size="PyTorch with CUDA: about 6 GB, some minutes"
 if cmp --silent .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"

@@ -478,16 +478,29 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert ("into .venv (only what is missing);" in more) == (want == "dev")
 
 
-def test_an_environment_whose_python_has_gone_is_made_anew(checkout):
-    for path in ("requirements/run.txt", ".venv/.installed/run.txt"):
-        (checkout / path).parent.mkdir(exist_ok=True)
-        (checkout / path).write_text("")
+@pytest.mark.parametrize("fault", ["its Python has gone", "its making was interrupted before it had pip"])
+def test_an_environment_that_does_not_work_is_made_anew(checkout, fault):
+    (checkout / "requirements/run.txt").write_text("")
     python = checkout / ".venv/bin/python"
-    python.unlink()
-    python.symlink_to("/nowhere/python3")
+    if "pip" in fault:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", checkout / ".venv"], check=True)
+    else:
+        (checkout / ".venv/.installed").mkdir()
+        (checkout / ".venv/.installed/run.txt").write_text("")
+        python.unlink()
+        python.symlink_to("/nowhere/python3")
     result = run_command(str(checkout / "scripts/dev/setup.sh"), "run")
     assert result.status == 0, result.stderr
-    assert run_command(str(python), "--version").status == 0
+    assert run_command(str(python), "-m", "pip", "--version").status == 0
+
+
+def test_a_folder_in_which_no_environment_can_be_made_is_refused_in_a_line(checkout):
+    folder = checkout.rename(checkout.with_name("a:b"))  # PATH could not hold its .venv
+    shutil.rmtree(folder / ".venv")
+    result = run_command(str(folder / "scripts/dev/setup.sh"), "run", PYTHON=sys.executable)
+    assert result.status == 2
+    assert "because it contains the PATH separator :" in result.stderr
+    assert result.errors[0].endswith(f" could not make {folder}/.venv; its reason is above")
 
 
 def test_setup_that_fails_shows_pips_last_lines(checkout):
