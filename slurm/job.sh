@@ -409,7 +409,7 @@ start_again() {
 begin_submitted() {
     local run_dirs=("${@:5}")
     identify_job
-    PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]}
+    PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]} recipe=""
     srun=(srun) container=() gpus=${SLURM_GPUS_ON_NODE:-0} started=$logs/$job.started
     # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
     export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
@@ -447,7 +447,17 @@ is_complete() {
     if [[ -n ${SCRIPT:-} ]]; then
         [[ -z $signal ]]
     else
-        [[ $run_dir/result.json -nt $started || (! -e $run_dir/config.json && -z $signal) ]] # the probe keeps no record
+        [[ $run_dir/result.json -nt $started ]] || { keeps_no_record && [[ -z $signal ]]; }
+    fi
+}
+
+# Whether status 0 without a record is the end: of the probe, and of --help. Ranks that got a signal which this script did
+# not see, such as scancel --signal=TERM, end with it as well. In make submit (no $recipe), rank 0 hands on its signal.
+keeps_no_record() {
+    if [[ -z $recipe ]]; then
+        [[ ! -e $run_dir/config.json ]]
+    else
+        [[ $recipe == probe || " ${options[*]} " == *" --help "* ]]
     fi
 }
 

@@ -533,6 +533,7 @@ def file(job, tmp_path):
         (tmp_path / "srun").write_text(
             f'#!/bin/sh\ncase $* in --mpi=list) echo "{plugins}"; exit ;; esac\n'
             f'echo "$RDZV_ID $*" >>{tmp_path}/srun.txt\n'
+            f'for run in {tmp_path}/runs/*/; do touch "$run/result.json"; done\n'
         )
         called = [command or f"{ROOT}/slurm/{name}", *words, "--runs-dir", str(tmp_path / "runs")]
         (tmp_path / "scontrol").write_text(
@@ -824,14 +825,21 @@ def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi
             "job 7: it was stopped before its end",
         ),  # while the nodes waited for each other
         ("signal=USR1 status=2", False, "error: job 7 ended with status 2"),  # its checkpoint could not be written
-        ("status=0", False, ""),  # the probe
+        # Its ranks got a signal that the batch script did not see (scancel --signal=TERM) before rank 0 had begun.
+        ("status=0", False, "error: job 7: its ranks were told to stop before their end; to resume: "),
     ],
 )
 def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, is_requeued, said):
     done = job(then=f"{then}; greatest=$status; end_job")
     assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
     assert said in done.stdout + done.stderr
-    assert (done.returncode == 0) is (then == "status=0")
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize(("begin", "options"), [('begin_job probe "$@"', ()), ('begin_job ddp "$@"', ("--help",))])
+def test_what_keeps_no_record_is_complete_without_one(job, begin, options):
+    done = job(*options, begin=begin, then="status=0 greatest=0; end_job")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"resume": "auto"}', "name: mine"])
