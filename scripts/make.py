@@ -3,9 +3,9 @@
     RECIPE=ddp NODES=2 ARGS="--epochs 3" scripts/dev/python.sh -m scripts.make run
 
 `make run RECIPE=ddp NODES=2 ARGS="--epochs 3"` calls it. Variables arrive in the environment, as typed: neither
-make nor a shell expands them. ARGS is split into arguments by a shell's rules for quotes, without expansions. An
-invalid variable is reported in one line, with status 2, before anything is installed (names in FAULTS and CLAIMS
-after that). This module needs no package: it creates .venv for the targets that use it.
+make nor a shell expands them; ~/ at the start of a path is the home folder. ARGS is split into arguments by a
+shell's rules for quotes. An invalid variable is reported in one line, with status 2, before anything is
+installed. This module needs no package: it creates .venv for the targets that use it.
 """
 
 from __future__ import annotations
@@ -226,6 +226,21 @@ def bench() -> Command:
     return module("scripts.bench", own, packages="bench", needs_horovod=True)
 
 
+def drill() -> Command:
+    """Return the command that plants faults in jobs."""
+    from scripts.drill.faults import FAULTS
+
+    return module("scripts.drill", [*choices("FAULTS", FAULTS), *flags("NODES", "ROUNDS", "SEED")])
+
+
+def evidence() -> Command:
+    """Return the command that checks the claims of the documents."""
+    from scripts.bench.claims import read_claims
+
+    own = [*choices("CLAIMS", read_claims()), *flags("REPORT"), "--", *args()]
+    return module("scripts.bench.evidence", own, packages="dev")
+
+
 TARGETS: dict[str, Callable[[], Command]] = {
     "list": lambda: module("scripts.launch.local", ["--list"], packages=""),
     "run": run,
@@ -239,14 +254,12 @@ TARGETS: dict[str, Callable[[], Command]] = {
     "horovod": lambda: Command(["scripts/horovod/build.sh"]),
     "compare": compare,
     "same": same,
-    "drill": lambda: module("scripts.drill", [*choices("FAULTS"), *flags("NODES", "ROUNDS", "SEED")]),
+    "drill": drill,
     "bench": bench,
     "commbench": commbench,
     "plan": plan,
     "report": lambda: module("scripts.bench.report", []),
-    "evidence": lambda: module(
-        "scripts.bench.evidence", [*choices("CLAIMS"), *flags("REPORT"), "--", *args()], packages="dev"
-    ),
+    "evidence": evidence,
     "slurm-up": lambda: Command(["scripts/lab/slurm_cluster.sh", "up", value("NODES") or "2"], packages=""),
     "k8s": k8s,
     "k8s-delete": k8s_delete,

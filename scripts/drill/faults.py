@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from scripts.lab import network
 
 if TYPE_CHECKING:
+    import psutil
+
     from scripts.drill.trial import Trial
 
 LIBRARY = "drill-clock.so"
@@ -71,6 +71,8 @@ def expect(holds: object, otherwise: str) -> None:
 
 def send(process: psutil.Process, number: signal.Signals) -> bool:
     """Send a signal; return False if that failed, because the process may have ended."""
+    import psutil  # here, as scripts/make.py reads FAULTS before .venv exists
+
     try:
         process.send_signal(number)
     except psutil.Error:

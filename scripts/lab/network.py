@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
-
 from recipes.common.errors import UserError
 from scripts.launch.local import free_port, node_environment
 from scripts.launch.processes import rank_environment, run_side_by_side
@@ -163,6 +161,8 @@ class Network:
 
     def sent_bytes(self, node: int) -> int:
         """Return how many bytes a node has sent so far, as counted at the bridge's end of its link."""
+        import psutil  # here, as the names of faults are read before .venv exists
+
         return int(psutil.net_io_counters(pernic=True, nowrap=False)[f"v{node}"].bytes_recv)
 
     def restore(self, node: int) -> None:

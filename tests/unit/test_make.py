@@ -241,6 +241,10 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ),
         ("test", {"ARGS": "x\n\\"}, "ARGS: no escaped character in 'x\\n\\\\'; "),
         ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS: expected names separated by spaces, got '--plain'"),
+        ("drill", {"FAULTS": "kil-rank"}, "FAULTS: invalid choice 'kil-rank'; did you mean 'kill-rank'? (choose"),
+        ("evidence", {"CLAIMS": "one-cruve"}, "CLAIMS: invalid choice 'one-cruve'; did you mean 'one-curve'? (ch"),
+        ("submit", {"RECIPE": "ddp", "GPUS": "8:h100"}, "GPUS expects a whole number of at least 0, got '8:h100'"),
+        ("k8s", {"RECIPE": "ddp", "GPUS": "h100:8"}, "GPUS expects a whole number of at least 0, got 'h100:8'"),
         ("same", {"GLOBAL_BATCH": "many"}, "GLOBAL_BATCH expects a whole number of at least 0, got 'many'"),
         ("k8s-delete", {}, "NAME is empty; name the job: make k8s-delete NAME=mine"),
         ("export", {"RUN": "runs/mine"}, "OUT is empty; make export RUN=runs/ddp-001 OUT=model.pt"),
@@ -299,6 +303,14 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
     with pytest.raises(make.UserError) if error else contextlib.nullcontext() as caught:
         make.check_used(target)
     assert not error or str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize(("target", "variable"), [("drill", "FAULTS"), ("evidence", "CLAIMS")])
+def test_names_are_checked_by_a_python_without_packages(target, variable):
+    words = [sys.executable, "-S", "-m", "scripts.make", target]
+    result = run_command(*words, **{variable: "x"})
+    assert (result.status, len(result.errors)) == (2, 1), result.stderr
+    assert result.stderr.startswith(f"error: {variable}: invalid choice 'x' (choose from ")
 
 
 def test_a_folder_as_a_name_is_refused_before_anything_is_installed(monkeypatch):
