@@ -20,7 +20,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, plain_name, read_number
@@ -46,6 +45,9 @@ VARIABLES = re.findall(
     """,
 )
 """Variables of some targets, which others refuse. Not FABRIC and RESUME: scripts/launch.sh reads them as well."""
+
+PATHS = ("DATA_DIR", "OUT", "REPORT", "RUN")
+"""Variables in which ~/ is the home folder: zsh, and bash within quotes, leave it as it is."""
 
 WITH_OPTIONS = ("run", "submit", "k8s", "compare", "plan")
 """Targets whose ARGS take the options of a recipe."""
@@ -76,7 +78,14 @@ def value(name: str) -> str:
     USED.add(name)
     if name in NUMBERS:
         read_number(name, 0)
-    return os.environ.get(name, "")
+    text = os.environ.get(name, "")
+    return at_home(text) if name in PATHS else text
+
+
+def at_home(word: str) -> str:
+    """Return a word in which a ~/ at its start, or after --option=, is the home folder."""
+    home = os.path.expanduser("~")  # noqa: PTH111 (Path.expanduser() raises an error if there is no home)
+    return re.sub(r"\A(--[\w-]+=)?~(?=/)", lambda found: (found[1] or "") + home, word)
 
 
 def is_on(name: str) -> bool:
@@ -110,7 +119,7 @@ def args() -> list[str]:
         raise UserError(
             f"ARGS: {str(error).lower()} in {text!r}; put \\ before a quote or backslash that stands for itself"
         ) from None
-    return [str(Path(word).expanduser()) if word.startswith("~/") else word for word in words]
+    return [at_home(word) for word in words]
 
 
 def flags(*names: str, **named: str) -> list[str]:

@@ -91,6 +91,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
         ("new", "NAME=mine FROM=ddp", "HOST scripts.dev.new --name=mine --from=ddp"),
         ("shards", "DATA_DIR='a b' OUT=c", "scripts.dev.shards 'a b' c"),
         ("export", "RUN='a b' OUT=-c", "scripts.dev.export -- 'a b' -c"),
+        ("export", "RUN='~/a b' OUT='~/c'", "scripts.dev.export -- '/home/me/a b' /home/me/c"),
         ("doctor", "ARGS=--quick", "scripts.doctor --nodes=1 --quick"),
         ("image", "RECIPE=apex", "./docker/image.sh build apex"),
         ("push", "RECIPE=apex", "./docker/image.sh push apex"),
@@ -150,7 +151,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
 )
 def test_the_command_of_a_target(monkeypatch, target, variables, command):
     """The command is a module in .venv; HOST: run by this Python; ./: a script."""
-    for word in shlex.split(variables):
+    for word in ("HOME=/home/me", *shlex.split(variables)):
         monkeypatch.setenv(*word.split("=", 1))
     first, *words = shlex.split(command)
     if first == "HOST":
@@ -162,9 +163,9 @@ def test_the_command_of_a_target(monkeypatch, target, variables, command):
 
 def test_args_are_words_as_a_shell_quotes_them_and_nothing_is_expanded(monkeypatch):
     monkeypatch.setenv("RECIPE", "ddp")
-    monkeypatch.setenv("ARGS", "--data-dir 'two words' --name=\"it's\"\n--x $HOME `a` $(b) ~/data x~/y")
+    monkeypatch.setenv("ARGS", "--data-dir 'two words' --name=\"it's\"\n--x $HOME `a` $(b) ~/data x~/y --y=~/z")
     words = ["--data-dir", "two words", "--name=it's", "--x", "$HOME", "`a`", "$(b)"]
-    words += [f"{Path.home()}/data", "x~/y"]
+    words += [f"{Path.home()}/data", "x~/y", f"--y={Path.home()}/z"]
     assert make.TARGETS["run"]().argv == [*RUN, "ddp", "--", *words]
 
 
