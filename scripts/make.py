@@ -168,12 +168,20 @@ def plan() -> Command:
     return module("scripts.plan", [recipe(), *flags("NODES", "GPUS", "FABRIC", "MODEL"), *args()])
 
 
+def gpus_of_slurm() -> list[str]:
+    """Return --gpus-per-node for GPUS=8, or with Slurm's name of their type, GPUS=h100:8; raises UserError."""
+    if not re.fullmatch(r"[A-Za-z][\w.-]*:[1-9][0-9]*", os.environ.get("GPUS", "")):
+        return flags(gpus_per_node="GPUS")
+    USED.add("GPUS")
+    return [f"--gpus-per-node={os.environ['GPUS']}"]
+
+
 def submit() -> Command:
     """Return the command that submits a recipe to Slurm."""
     own = flags(
         "NODES", "NPROC_PER_NODE", "PARTITION", "TIME", "MEM", "CONSTRAINT", "ACCOUNT", "QOS", "NAME", "SWEEP"
     )
-    own += flags(gpus_per_node="GPUS", cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
+    own += gpus_of_slurm() + flags(cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
     return module("slurm.submit", [recipe(), *own, "--", *args()])
 
 

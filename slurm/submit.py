@@ -65,7 +65,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     parser.add_argument("recipe", metavar="RECIPE")
     add = parser.add_argument_group("resources (default: the cluster's)").add_argument
     add("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")
-    add("--gpus-per-node", type=non_negative_int, metavar="G", help="GPUs to ask for on each node")
+    add("--gpus-per-node", type=gpus, metavar="G", help="GPUs to ask for on each node: 8, or h100:8")
     add("--nproc-per-node", type=positive_int, metavar="P", help="processes a node (default: its GPUs, else 1)")
     add("--cpus-per-task", type=positive_int, metavar="C", help="cores for each process")
     add("--mem", help="memory of a node, such as 64GB")
@@ -80,7 +80,15 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add("--follow", action=BooleanOptionalAction, default=True, help="watch the job until its end")
     args = parse(parser, argv)
     check_recipe(args.recipe)
+    args.gpus = None if args.gpus_per_node is None else int(args.gpus_per_node.rpartition(":")[2])
     return args
+
+
+def gpus(text: str) -> str:
+    """Return a number of GPUs, with their type if that is given, as Slurm writes them: 8, h100:8."""
+    if not re.fullmatch(r"([A-Za-z][\w.-]*:)?[0-9]+", text, re.ASCII):
+        raise ArgumentTypeError(f"expects a whole number, or a type and a number (h100:8), got {text!r}")
+    return text
 
 
 def minutes(text: str) -> int:
@@ -102,8 +110,8 @@ def check(args: Namespace) -> None:
     is_single = args.recipe in ONE_PROCESS
     if is_single and (args.nodes, args.nproc_per_node or 1) != (1, 1):
         raise UserError(f"{args.recipe} is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp")
-    if not args.local or args.gpus_per_node is not None:  # else the local launcher decides
-        args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus_per_node) or 1
+    if not args.local or args.gpus is not None:  # else the local launcher decides
+        args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus) or 1
     if args.local and not args.follow:
         raise UserError("--local is followed to its end; drop --no-follow")
     for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol"):
@@ -139,7 +147,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         if resume == "auto" and not name:
             raise UserError("--resume auto needs the run's name: NAME=... (--name)")
         # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, asks.
-        device = ["--device", "cuda"] if args.gpus_per_node and parsed.device == "auto" else []
+        device = ["--device", "cuda"] if args.gpus and parsed.device == "auto" else []
     argvs = [[*device, *args.options, *words(point)] for point in points]
     for argv in argvs if not script.is_set() else ():
         parse_options(argv)
@@ -176,7 +184,7 @@ def slurm_options(args: Namespace) -> dict[str, Any]:
     given = {
         "nodes": args.nodes,
         "ntasks-per-node": args.nproc_per_node,
-        "gpus-per-node": args.gpus_per_node or None,
+        "gpus-per-node": args.gpus_per_node if args.gpus else None,
         "signal": f"{SIGNAL.name.removeprefix('SIG')}@{min(SIGNAL_DELAY_S, limit_s // 4)}",
         **{name: getattr(args, name) for name in ("mem", "time", "partition", "constraint", "account", "qos")},
         "cpus-per-task": args.cpus_per_task,
@@ -380,9 +388,9 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
 def describe(args: Namespace, runs: list[Run]) -> str:
     """Return a description of what is started."""
     points = f"{len(runs)} points of {runs[0].program}" if args.sweep else runs[0].program
-    gpus = f", {args.gpus_per_node} GPUs a node" if args.gpus_per_node else ""
+    with_gpus = f", {args.gpus} GPUs a node" if args.gpus else ""
     processes = f" x {args.nproc_per_node} processes" if args.nproc_per_node else f" node{'s' * (args.nodes > 1)}"
-    return f"{points} on {args.nodes}{processes}{gpus}"
+    return f"{points} on {args.nodes}{processes}{with_gpus}"
 
 
 @command

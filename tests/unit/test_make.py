@@ -102,6 +102,7 @@ RUN = (".venv/bin/python", "-m", "scripts.launch.local")
         ("test", "ARGS=\"-k 'a or b' -x\"", "./scripts/dev/test.sh quick -k 'a or b' -x"),
         ("test-all", "", "./scripts/dev/test.sh all"),
         ("submit", "RECIPE=ddp LOCAL=0", "slurm.submit ddp --"),
+        ("submit", "RECIPE=ddp GPUS=h100:8", "slurm.submit ddp --gpus-per-node=h100:8 --"),
         (
             "submit",
             "RECIPE=ddp NODES=2 GPUS=8 CPUS=12 MEM=64GB TIME=2:00:00 PARTITION=gpu CONSTRAINT='a&b' ACCOUNT=c "

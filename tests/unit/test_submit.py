@@ -94,6 +94,12 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
     assert "#SBATCH --ntasks-per-node=2\n" in text
 
 
+def test_gpus_may_have_a_type(tmp_path, sbatch_file):
+    text = sbatch_file(tmp_path / "mine", "ddp", "--gpus-per-node", "h100:8")
+    assert "#SBATCH --gpus-per-node=h100:8\n" in text
+    assert "#SBATCH --ntasks-per-node=8\n" in text
+
+
 def test_ranks_have_a_quarter_of_a_short_limit_for_the_checkpoint(tmp_path, sbatch_file):
     assert "#SBATCH --signal=USR1@15\n" in sbatch_file(tmp_path, "ddp", "--time", "1")
 
@@ -134,7 +140,7 @@ def test_the_names_of_a_sweeps_runs(points, names):
         ("dataparallel --nproc-per-node 2", "dataparallel is one process"),
         ("ddp --nodes 0", "NODES expects a whole number of at least 1, got '0'"),
         ("ddp --time soon", "TIME expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got 'soon'"),
-        ("ddp --gpus-per-node x", "GPUS expects a whole number of at least 0, got 'x'"),
+        ("ddp --gpus-per-node x", "GPUS expects a whole number, or a type and a number (h100:8), got 'x'"),
         ("ddp --cpus-per-task 0", "CPUS expects a whole number of at least 1, got '0'"),
         ("ddp --name ../x", "NAME expects at most 100 letters"),
         ("ddp --partitoin x", "unknown option --partitoin; did you mean '--partition'?"),
