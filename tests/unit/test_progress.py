@@ -4,6 +4,9 @@ import io
 import shlex
 import sys
 
+import pytest
+
+from recipes.common.errors import UserError
 from recipes.common.record.bar import Bar
 from recipes.common.record.progress import Progress
 from recipes.common.record.record import start_progress
@@ -47,6 +50,14 @@ def test_a_run_whose_reader_has_gone_ends_in_one_line(tmp_path):
     assert (result.status, result.stdout.count("\n")) == (2, 1)
     remedy = "to resume: --resume auto, with the output in a file"
     assert result.stderr == f"error: standard output is closed; {remedy}\n"
+
+
+def test_a_run_whose_output_goes_to_a_full_disk_ends_in_one_line(monkeypatch):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(UserError, match=r"^standard output failed: No space left on device; to resume: "):
+            Progress().say("epoch 1")
+        print("more", flush=True)  # as at exit
 
 
 def test_without_a_terminal_there_are_lines(capsys):

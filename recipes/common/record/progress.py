@@ -39,10 +39,11 @@ class Progress:
         self._spoke_at = time.monotonic()
         try:
             print(text, flush=True)
-        except BrokenPipeError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
+            what = "is closed" if isinstance(error, BrokenPipeError) else f"failed: {error.strerror}"
             raise UserError(
-                "standard output is closed; to resume: --resume auto, with the output in a file"
+                f"standard output {what}; to resume: --resume auto, with the output in a file"
             ) from None
 
     def close(self) -> None:
