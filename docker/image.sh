@@ -93,7 +93,7 @@ fi
 if [[ -n ${BUILD_IMAGE:-} && $image != ddp ]]; then arguments+=(--build-arg "BUILD_IMAGE=$BUILD_IMAGE"); fi
 if [[ $image == horovod ]]; then
     trap 'rm -rf docker/wheels' EXIT
-    wheels=${XDG_CACHE_HOME:-$HOME/.cache}/cluster-recipes
+    wheels=${XDG_CACHE_HOME:-${HOME:-~}/.cache}/cluster-recipes
     if [[ -d $wheels ]]; then mkdir -p docker/wheels && cp -r "$wheels" docker/wheels; fi
 fi
 echo "image: building $name (PyTorch with CUDA: about 6 GB, some minutes)"

@@ -30,6 +30,7 @@ if [[ -n ${SCRIPT:-} ]]; then
     export SCRIPT WORKDIR RUNS_DIR
 fi
 cd "$root" || exit 1
+unset PYTHONHOME PYTHONSAFEPATH # as in scripts/launch.sh
 # Else srun exports only the variables named by sbatch --export, and uses the CPU binding of an enclosing srun, ...
 unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 # ... and how that distributes its tasks. Without one, SLURM_DISTRIBUTION is what the user gave to sbatch.

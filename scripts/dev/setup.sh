@@ -10,6 +10,7 @@ set -euo pipefail
 
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
+unset PYTHONHOME # as venv's own activate does
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
     echo "usage: scripts/dev/setup.sh run|dev|bench" >&2
     exit 2

@@ -18,7 +18,7 @@ root=$(dirname "$(dirname "$here")")
 python=${PYTHON:-$root/.venv/bin/python}
 patch_file=$here/horovod-$VERSION.patch
 lock_file=$root/requirements/horovod-build.txt
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/cluster-recipes/horovod
+cache=${XDG_CACHE_HOME:-${HOME:-~}/.cache}/cluster-recipes/horovod
 
 say() { printf 'horovod: %s\n' "$*"; }
 die() {

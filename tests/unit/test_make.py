@@ -307,6 +307,27 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
     assert not error or str(caught.value).startswith(error)
 
 
+@pytest.mark.parametrize("command", ["make list", "scripts/launch.sh probe"])
+def test_python_gets_all_standard_streams_and_no_variables_of_another_python(tmp_path, command):
+    """Closed streams, as daemons have them, would be the next files that are opened."""
+    python = tmp_path / "python"
+    wanted = "-z ${PYTHONHOME:-}${PYTHONSAFEPATH:-} && -e /dev/fd/0 && -e /dev/fd/1 && -e /dev/fd/2"
+    python.write_text(f"#!/usr/bin/env bash\n[[ {wanted} ]]\n")
+    python.chmod(0o755)
+    own = {"PYTHON": str(python), "PYTHONHOME": "/nowhere", "PYTHONSAFEPATH": "1"}
+    assert run_command("bash", "-c", f"{command} <&- >&- 2>&-", **own).status == 0
+
+
+def test_horovod_needs_no_home(tmp_path):
+    """Services and some containers have no HOME."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    command = ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "scripts/horovod/build.sh", "--if-missing"]
+    result = run_command(*command, PYTHON=str(python))
+    assert (result.status, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("target", "variable"), [("drill", "FAULTS"), ("evidence", "CLAIMS")])
 def test_names_are_checked_by_a_python_without_packages(target, variable):
     words = [sys.executable, "-S", "-m", "scripts.make", target]
