@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,7 @@ def reports(tmp_path_factory):
     return folder
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git; install it")
 def test_figures_that_a_part_has_written_do_not_make_the_code_of_the_next_dirty(tmp_path, monkeypatch):
     for name in ("docs/benchmarks/2026-01-31-cpu.json", "scripts/a.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
