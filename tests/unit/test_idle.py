@@ -1,7 +1,12 @@
-"""For how long a device waits for data, and the line that says so."""
+"""For how long a device waits for data, and the line that says so; where the sockets of workers are."""
 
+import multiprocessing
+import shutil
 import signal
+import tempfile
 import time
+from multiprocessing import connection, util
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +139,19 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
             raise error
     with pytest.raises(RuntimeError, match="no such kernel"), workers.bounded(60):
         raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(("length", "is_used"), [(75, True), (76, False)])
+def test_the_sockets_of_workers_are_in_tmp_if_their_paths_would_be_too_long(monkeypatch, length, is_used):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = f"{short}/".ljust(length, "x")
+        Path(folder).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+        monkeypatch.setattr(util, "Finalize", lambda *_, **__: None)  # it would remove the folder at exit
+        workers.choose_socket_folder()
+        address = connection.arbitrary_address("AF_UNIX")
+        shutil.rmtree(Path(address).parent)
+        assert len(address) <= 107
+        assert address.startswith(f"{folder}/") is is_used
+        assert tempfile.gettempdir() == folder

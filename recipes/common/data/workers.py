@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,9 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
+
+LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes: Linux takes at most 107 for the path of a socket."""
 
 MAX_WARNINGS = 10
 """Most warnings about skipped images; all of them are counted."""
@@ -68,6 +72,14 @@ def start_tracker() -> None:
         resource_tracker.ensure_running()
 
 
+def choose_socket_folder() -> None:
+    """Let multiprocessing keep its sockets in /tmp if TMPDIR is too long for their paths, as Python 3.14 does."""
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        util.get_temp_dir()  # makes the folder once for this process and its workers
+        tempfile.tempdir = before
+
+
 @functools.cache
 def start_server() -> BaseContext:
     """Start the fork server, which takes as long as importing torch; return the context that starts workers."""
@@ -76,6 +88,7 @@ def start_server() -> BaseContext:
     # After a rank was killed, the tracker removes what workers shared with it. It need not warn about that.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_tracker()
+    choose_socket_folder()
     with _blocked(*STOP_SIGNALS):  # the workers that it starts inherit this
         forkserver.ensure_running()
     # Runs at the rank's exit before multiprocessing sends TERM to workers, which they block, and waits for them.
