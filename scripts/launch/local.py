@@ -184,6 +184,8 @@ class LocalJob:
     def listen(self) -> None:
         """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
         signal.signal(signal.SIGINT, self.interrupt)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # a lost connection; nohup ignores it
+            signal.signal(signal.SIGHUP, self.interrupt)
         for number in STOP_SIGNALS:
             signal.signal(number, self.pass_on)
 
@@ -193,7 +195,7 @@ class LocalJob:
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Record Ctrl-C; wait() then ends everything."""
+        """Record Ctrl-C, or the end of the terminal; wait() then ends everything."""
         self.interrupted_by = number
 
     def wait(self) -> int:

@@ -387,16 +387,20 @@ ctypes.CDLL = CDLL
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "without", [None, pytest.param(without_prctl, marks=pytest.mark.slow)], ids=["", "without-prctl"]
+    ("number", "without"),
+    [(signal.SIGINT, None), (signal.SIGINT, without_prctl), (signal.SIGHUP, None)],
+    ids=["ctrl-c", "without-prctl", "hang-up"],
 )
-def test_ctrl_c_ends_everything_at_once(tmp_path, without):
+def test_ctrl_c_and_a_lost_terminal_end_everything_at_once(tmp_path, number, without):
     env = without(tmp_path) if without else {}
-    job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS), **env)
+    (tmp_path / "tmp").mkdir()
+    job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS), TMPDIR=str(tmp_path / "tmp"), **env)
     job.wait_for_step(tmp_path / "c", 5)
-    job.process.send_signal(signal.SIGINT)
+    job.process.send_signal(number)
     result = job.wait(timeout_s=10)
-    assert result.status == 130
+    assert result.status == 128 + number
     assert "interrupted; " in result.stderr
+    assert not [*(tmp_path / "tmp").iterdir()]
 
 
 VICTIMS = {
