@@ -60,7 +60,8 @@ if [[ -n ${ATTEST:-} ]]; then
     [[ -n ${REGISTRY:-} ]] || refuse "ATTEST pushes the image: REGISTRY=registry.example.com/team"
 fi
 
-revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
+revision=$({ git ls-files --error-unmatch docker/image.sh >/dev/null && git describe --always --dirty --abbrev=40; } 2>/dev/null ||
+    echo unknown) # an archive may be within another repository
 arguments=(--build-arg "RECIPE=$image" --build-arg "REVISION=$revision")
 if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
     for variable in BASE_IMAGE BUILD_IMAGE; do

@@ -8,8 +8,10 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import time
 from datetime import datetime, timedelta
 from importlib.metadata import version
@@ -35,6 +37,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
+from recipes.common.record import facts
 from recipes.common.record.facts import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.restore import restore
@@ -889,3 +892,22 @@ def test_a_thousand_nodes_are_told_in_eight_lines():
     assert shown[:7] == lines[:7]
     assert shown[7:] == ["... and 121 more such lines in config.json"]
     assert shorten(lines[:8]) == lines[:8]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git; install it")
+def test_an_archive_within_another_repository_has_no_revision(tmp_path, monkeypatch):
+    def git(*words):
+        own = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.delenv("SOURCE_REVISION", raising=False)
+    path = tmp_path / "archive/facts.py"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setattr(facts, "__file__", str(path))
+    assert facts.revision() is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message=a")
+    assert facts.revision() is None
+    git("add", ".")
+    assert facts.revision() == git("rev-parse", "HEAD") + "-dirty"

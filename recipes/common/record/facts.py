@@ -54,10 +54,15 @@ def _first_line(path: Path, pattern: str) -> str | None:
 def revision() -> str | None:
     """Return the git revision of the code, with "-dirty" if tracked files differ from it; None if unknown.
 
-    A container image holds no repository: its Dockerfile sets SOURCE_REVISION to the revision that was built.
+    A container image holds no repository: its Dockerfile sets SOURCE_REVISION to the revision that was built. An
+    archive may be unpacked within another repository, whose revision says nothing about it.
     """
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    path = Path(__file__)
+    is_tracked = ["ls-files", "--error-unmatch", path.name]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        for words in (is_tracked, ["describe", "--always", "--dirty", "--abbrev=40"]):
+            command = ["git", "-C", str(path.parent), *words]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("SOURCE_REVISION")
