@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,14 +163,21 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for the files of a job's processes; raises UserError if it cannot be made."""
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Yield a temporary folder for the files of a job's processes; raises UserError if one cannot be written."""
+    fix = "free some space, or set TMPDIR"
     try:
-        return tempfile.TemporaryDirectory(prefix="cluster-recipes-")
+        folder = tempfile.TemporaryDirectory(prefix="cluster-recipes-")
     except OSError as error:
-        raise UserError(
-            f"cannot make a temporary folder: {error.strerror}; free some space, or set TMPDIR"
-        ) from None
+        raise UserError(f"cannot make a temporary folder: {error.strerror}; {fix}") from None
+    with folder as name:
+        try:
+            yield name
+        except OSError as error:
+            if not str(error.filename).startswith(name):
+                raise
+            raise UserError(f"cannot write {error.filename}: {error.strerror}; {fix}") from None
 
 
 def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -1,5 +1,6 @@
 """The local launcher, with shell commands in the place of nodes: what it prints of how they ended."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
+from recipes.common.errors import UserError
 from scripts.launch import local
+from scripts.launch.command import temporary_folder
 from tests.support import ROOT, wait_until
 
 HELD_BACK = "echo 'error: a disk is slow'"
@@ -81,3 +84,11 @@ def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
     job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", "kill -TERM $$")
     job.stop_signals.add(signal.SIGTERM)
     assert job.wait() == 0
+
+
+def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
+    with pytest.raises(UserError, match=r"^cannot write /.*/a: No space left on device; free .* TMPDIR$"):
+        with temporary_folder() as folder:
+            raise OSError(errno.ENOSPC, "No space left on device", f"{folder}/a")
+    with pytest.raises(OSError, match="elsewhere"), temporary_folder():
+        raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere")
