@@ -349,6 +349,11 @@ def processes_per_node(args: argparse.Namespace, shares: list[list[str]]) -> int
     return processes
 
 
+def name_run(recipe: str) -> str:
+    """Return a name for a run of a recipe: two jobs may start in one second."""
+    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
 @command
 def main(argv: list[str]) -> int:
     """Start the nodes, wait until they have ended, and return the job's exit status."""
@@ -397,7 +402,7 @@ def run_job(
     job = LocalJob()
     if elastic:
         if not script.is_set() and not option("--name", "", args.options):  # a restart resumes this run
-            args.options = ["--name", f"{args.recipe}-{time.strftime('%Y%m%d-%H%M%S')}", *args.options]
+            args.options = ["--name", name_run(args.recipe), *args.options]
         words = f"--name {option('--name', '', args.options)} --resume auto"
         if script.is_set():
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"

@@ -92,3 +92,10 @@ def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
             raise OSError(errno.ENOSPC, "No space left on device", f"{folder}/a")
     with pytest.raises(OSError, match="elsewhere"), temporary_folder():
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere")
+
+
+def test_two_elastic_jobs_that_start_in_one_second_have_two_names(monkeypatch):
+    monkeypatch.setattr(local.time, "strftime", lambda _: "20260131-100000")
+    own = local.name_run("ddp")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert local.name_run("ddp") != own
