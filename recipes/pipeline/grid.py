@@ -137,9 +137,10 @@ def build_grid(args: PipelineOptions, world: World) -> Grid:
     # Pipeline: the world is a grid of replicas x stages, with a group for each column (one stage's gradients)
     # and each row (a replica's activations).
     mesh = grid_mesh(args, world, stages, ("dp", "pp"))
-    first_replica = cast(
-        dist.ProcessGroup, dist.new_group(list(range(stages)), timeout=bound_of_waits(args), backend="gloo")
-    )
+    with world.watch("groups"):
+        first_replica = cast(
+            dist.ProcessGroup, dist.new_group(list(range(stages)), timeout=bound_of_waits(args), backend="gloo")
+        )
     replica, stage = divmod(world.rank, stages)
     replicas = world.world_size // stages
     return Grid(

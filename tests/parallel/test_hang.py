@@ -1,6 +1,7 @@
 """A rank that does not answer, or does not come, is named within the bound, with the stacks of the others."""
 
 import functools
+import os
 import re
 import signal
 import time
@@ -11,6 +12,7 @@ from recipes.common import job as jobs
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.record import resume
 from recipes.common.watch.bounds import HANG_STATUS
+from recipes.tensor import train as tensor
 from tests.conftest import need_horovod, slow
 from tests.support import Interrupt, Ranks, local, newest_checkpoint, train, words_for
 
@@ -95,6 +97,24 @@ def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_p
     assert re.search(r'; ranks 0, 2 waited 4 s in "metrics" after step 7; ', lines[0])
     assert "time.sleep(interrupt.sleep_s)" in (run / "hang" / "rank-1.txt").read_text()
     assert_reported(run, lines[0], None, [0, 1, 2])
+
+
+def stay_away():
+    """Make rank 1 sleep where the others make the groups of a replica."""
+    if os.environ["RANK"] == "1":
+        tensor.grid_mesh = lambda *_: time.sleep(600)
+
+
+def test_a_rank_that_does_not_come_to_make_groups_is_named(tmp_path):
+    """The store's own time-out ends that wait, with another error than gloo's."""
+    ranks = Ranks("tensor", words_for(tmp_path, "run", *WORDS), 2, tmp_path / "out", setup=stay_away)
+    ranks.processes[0].join(40)
+    assert ranks.processes[0].exitcode == HANG_STATUS, ranks.output(0)
+    ranks.kill()
+    lines = [line for rank in (0, 1) for line in re.findall("error: .*", ranks.output(rank))]
+    assert len(lines) == 1, lines
+    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"agreement\" ", lines[0])
+    assert re.search(r'; rank 0 waited [45] s in "groups"; ', lines[0])
 
 
 def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
-from recipes.common.world.world import NO_PICKLE, World, connect
+from recipes.common.world.world import NO_PICKLE, World, bounded, connect
 from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
 
@@ -128,6 +130,21 @@ def test_a_rank_that_cannot_connect_to_another_names_the_address(monkeypatch, sa
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(error, match=expected):
         connect("cpu", Ranks(0, 0, 1, 1), timedelta(seconds=9))
+
+
+def test_gloo_may_not_connect_for_five_time_outs(monkeypatch, capfd):
+    """It does if another rank has ended after it stored its address."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set() if status == 1 else None)
+    with bounded(3, timedelta(seconds=0.05)):
+        assert ended.wait(20)
+    assert re.match(
+        r"error: rank 3 on .* cannot connect .* \(no answer within 0\.1 s\); set GLOO_", capfd.readouterr().err
+    )
+    ended.clear()
+    with bounded(3, timedelta(seconds=0.5)):
+        pass
+    assert not ended.wait(1.5)
 
 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])

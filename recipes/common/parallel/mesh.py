@@ -20,5 +20,6 @@ def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]
     """
     grid = torch.arange(world.world_size).view(-1, row_size)
     timeout = bound_of_group(bound_of_waits(args), world.device.type)
-    groups = [dist.new_subgroups_by_enumeration(lines.tolist(), timeout=timeout)[0] for lines in (grid.T, grid)]
+    with world.watch("groups"):
+        groups = [dist.new_subgroups_by_enumeration(some.tolist(), timeout=timeout)[0] for some in (grid.T, grid)]
     return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)

@@ -35,6 +35,7 @@ LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    "Failed to recv, got 0 bytes",
     # NCCL
     "Connection closed by remote peer",
     "remote process exited",

@@ -12,6 +12,7 @@ HANG_STATUS = 3
 
 TIME_OUTS = (
     "Timed out waiting",  # gloo
+    "wait timeout after",  # the store, while gloo connects
     "Watchdog caught collective operation timeout",  # NCCL
     "timed out in blocking wait",  # NCCL with TORCH_NCCL_BLOCKING_WAIT=1
 )

@@ -8,6 +8,8 @@ import inspect
 import io
 import os
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -109,7 +111,8 @@ class World(Peers):
         A rank may wait there for `allowed_s` seconds longer than for --timeout-s.
         """
         timeout = bound_of_waits(args) + timedelta(seconds=allowed_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        with self.watch("groups"):
+            group = dist.new_group(backend="gloo", timeout=timeout)
         return replace(self, control=cast(dist.ProcessGroup, group))
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
@@ -167,14 +170,15 @@ def connect(
             backend = "cpu:gloo,cuda:nccl"
             log_nccl()
         groups = dist.PrefixStore("groups", store)
-        dist.init_process_group(
-            backend,
-            timeout=bound_of_group(timeout, device.type),
-            store=groups,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
-        return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+        with bounded(ranks.rank, timeout):
+            dist.init_process_group(
+                backend,
+                timeout=bound_of_group(timeout, device.type),
+                store=groups,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+            )
+            return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     except dist.DistError as error:
         from recipes.common.process.meeting import cannot_meet
 
@@ -185,6 +189,29 @@ def connect(
         from recipes.common.process.meeting import cannot_connect
 
         raise cannot_connect(ranks.rank, str(error)) from None
+
+
+@contextlib.contextmanager
+def bounded(rank: int, timeout: timedelta) -> Iterator[None]:
+    """End this process if gloo connects for longer than two time-outs: for a rank to come, and for its answer.
+
+    Gloo itself waits for five, if a rank ends after it has stored its address.
+    """
+
+    def give_up() -> None:
+        from recipes.common.process.meeting import MissingNodeError, cannot_connect
+
+        reason = f"no answer within {2 * timeout.total_seconds():g} s"
+        print(f"error: {cannot_connect(rank, reason)}", file=sys.stderr, flush=True)
+        os._exit(MissingNodeError.status)
+
+    timer = threading.Timer(2 * timeout.total_seconds(), give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
