@@ -13,7 +13,7 @@ from recipes.common.world.agreement import wait_for_all
 from recipes.common.world.peers import Peers
 
 LONGEST = 10
-"""Times --timeout-s that rank 0 may take: on a CPU, 256 tokens of a large model need more than one."""
+"""Times --timeout-s that a sample may take: on a CPU, 256 tokens of a large model need more than one."""
 
 
 def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, timeout_s: float) -> str:
@@ -23,7 +23,7 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
     Otherwise rank 0 samples in a thread, and keeps the others from taking that for a hang.
     """
     if exchanges:
-        with peers.watch("sample", computes=True):
+        with peers.watch("sample", computes=LONGEST):
             return sample_here(task, model, peers, exchanges)
     if peers.world_size == 1:
         return sample_here(task, model, peers, exchanges)

@@ -182,35 +182,55 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     return fully_shard(model, mp_policy=policy, **settings)
 
 
-@contextlib.contextmanager
-def same_blocks(model: nn.Module, peers: Peers) -> Iterator[None]:
-    """Check in a forward pass that all ranks gather the same blocks in the same order; call it on all ranks.
+class SameBlocks:
+    """Checks that all ranks gather the same blocks in the same order.
 
-    FSDP matches gathers by their order alone: ranks would mix weights, or gloo would abort them.
-
-    Raises UserError on all ranks before the first gather that differs.
+    FSDP matches gathers by their order alone: ranks would mix weights, or gloo would abort them. In the first pass
+    of training and of evaluation, ranks compare each block before they gather it. In later passes, a rank compares
+    its blocks with that pass's.
     """
 
-    def compare(name: str, *_: Any) -> None:
-        # FSDP: each rank sends the name of the block that it is about to gather.
-        with peers.watch("gradients", computes=True):
-            names = peers.gather_objects(name)
-        for rank, other in enumerate(names):
-            if other != names[0]:
-                what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
-                raise UserError(f"{what}; run the same blocks on all ranks, or use RECIPE=horovod")
+    def __init__(self, model: nn.Module, args: FSDPOptions, peers: Peers) -> None:
+        self.model, self.peers = model, peers
+        self.first: dict[bool, list[str]] = {}
+        """The blocks of the first pass, in evaluation (False) and in training (True)."""
+        self.done: list[str] | None = None
+        """Those of the current pass so far; None outside of a pass."""
+        # A block is compiled with its hooks.
+        compare = torch.compiler.disable(self.compare) if args.compile else self.compare
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                model.get_submodule(name).register_forward_pre_hook(partial(compare, name), prepend=True)
 
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(partial(compare, name), prepend=True)
-        for name, module in model.named_modules()
-        if isinstance(module, FSDPModule)
-    ]
-    try:
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """Check a forward pass; call it on all ranks.
+
+        Raises UserError before the first gather that differs: in the first pass on all ranks, later on this one.
+        """
+        self.done = []
         yield
-        compare("nothing")
-    finally:
-        for hook in hooks:
-            hook.remove()
+        self.compare("nothing")
+        self.first.setdefault(self.model.training, self.done)
+        self.done = None
+
+    def compare(self, name: str, *_: Any) -> None:
+        """Raise UserError if another block than this one is next."""
+        if self.done is None:  # a sample may call some of the blocks
+            return
+        fix = "run the same blocks on all ranks, or use RECIPE=horovod"
+        if not (first := self.first.get(self.model.training)):
+            # FSDP: each rank sends the name of the block that it is about to gather.
+            with self.peers.watch("gradients" if self.model.training else "evaluation", computes=True):
+                names = self.peers.gather_objects(name)
+            for rank, other in enumerate(names):
+                if other != names[0]:
+                    what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
+                    raise UserError(f"{what}; {fix}")
+        elif name != first[len(self.done)]:
+            what = f"rank {self.peers.rank} runs {name} where its first pass ran {first[len(self.done)]}"
+            raise UserError(f"{what}, and FSDP gathers in order; {fix}", on_one_rank=True)
+        self.done.append(name)
 
 
 @dataclass
@@ -261,17 +281,15 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
-    check_gradients = SameGradients(trained(model), job)
+    same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
         # FSDP: gradients are exchanged only in the last of the accumulated passes; until then each rank keeps
         # whole gradients.
         module.set_requires_gradient_sync(is_last)
-        # A compiled block would be compiled once more without the hooks.
-        is_checked = check_gradients.expected is None and not args.compile
         with world.watch("gradients", computes=True):
-            with same_blocks(model, world) if is_checked else contextlib.nullcontext():
+            with same_blocks.checked():
                 output = model(inputs)
             loss = job.loss(output, targets)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
@@ -282,7 +300,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
 
     def predict(inputs: Tensor) -> Tensor:
         # FSDP: evaluation gathers weights too, so all ranks run the same number of passes.
-        with world.watch("evaluation", computes=True):
+        with world.watch("evaluation", computes=True), same_blocks.checked():
             return model(inputs)
 
     state = own_state if args.sharded_checkpoints else gather_state

@@ -67,7 +67,9 @@ class BrokenModel(nn.Sequential):
 
 class SlowSample(Classification):
     def sample(self, model, device):
-        time.sleep(8)
+        for _ in range(4):
+            time.sleep(3)
+            model(torch.zeros(1, 2))
         return "a slow sample"
 
 def broken_line(data):
@@ -88,13 +90,16 @@ class Branches(nn.Module):
         return self.head(torch.cat(parts))
 
 class Experts(nn.Module):
-    "With two ranks, rank 1 runs another expert than rank 0, none, or all in another order."
+    "With two ranks, rank 1 runs, from step FROM, another expert than rank 0, none, or all in another order."
     def __init__(self, data):
         super().__init__()
+        self.step = 0
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, n), nn.Linear(n, 3)) for n in (4, 8))
     def forward(self, inputs):
         first, second = self.experts
-        case = os.environ.get("CASE") if os.environ.get("RANK") == "1" and self.training else ""
+        self.step += self.training
+        is_other = os.environ.get("RANK") == "1" and self.training and self.step >= int(os.environ.get("FROM", 1))
+        case = os.environ.get("CASE") if is_other else ""
         order = {"other": [second], "none": [], "order": [second, first]}.get(case, [first])
         if os.environ.get("CASE") == "order" and not case:
             order = [first, second]
@@ -321,6 +326,28 @@ def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_pat
     ]
 
 
+@pytest.mark.parametrize(
+    ("case", "what", "first", "argv"),
+    [
+        ("other", "experts.1.0", "experts.0.0", ()),
+        ("none", "nothing", "experts.0.0", ()),
+        *slow(("order", "experts.1.0", "experts.0.0", ("--compile",))),
+    ],
+)
+def test_a_rank_of_fsdp_that_runs_other_blocks_in_a_later_step_says_so(folder, tmp_path, case, what, first, argv):
+    argv = ("--data", "mine:spirals", "--model", "mine:Experts", "--device", "cpu", *argv)
+    setup = functools.partial(import_from, folder)
+    words = words_for(tmp_path, "run", *argv)
+    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case, FROM="3").wait()
+    assert outcome.statuses == [1, 2], outcome.text
+    assert re.findall("error: .*", outcome.outputs[1]) == [
+        f"error: rank 1 runs {what} where its first pass ran {first}, and FSDP gathers in order; "
+        "run the same blocks on all ranks, or use RECIPE=horovod"
+    ]
+    assert re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", outcome.outputs[0].splitlines()[-1])
+    assert len(losses(tmp_path / "run")) == 2
+
+
 BUFFERED = ("--data", "mine:spirals", "--model", "mine:buffered", "--max-steps", "2")
 
 
@@ -393,7 +420,7 @@ def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_pa
     assert re.findall("error: .*", outcome.text) == [f"error: --model mine:Mixed: {message}"]
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "horovod"])
+@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("fsdp")])
 def test_ranks_wait_for_a_sample_that_takes_longer_than_their_time_limit(folder, tmp_path, recipe):
     if recipe == "horovod":
         need_horovod()
