@@ -149,8 +149,15 @@ def is_reference(text: str) -> bool:
 
 def url_of(place: Path) -> str | None:
     """Return the URL that was given as a path (a Path turns its two slashes into one); None for a local path."""
-    match = re.match(r"([a-z][a-z0-9+.-]+):/(?=[^/])", str(place))
-    return f"{match[1]}://{str(place)[match.end() :]}" if match else None
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?=[^/])", str(place))
+    return f"{match[1].lower()}://{str(place)[match.end() :]}" if match else None
+
+
+def path_or_url(text: str) -> Path:
+    """Return a path, or a URL as url_of() reads it; refuse one without a host, which a Path would invent."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:///", text):
+        raise argparse.ArgumentTypeError(f"expects a path, or a URL with a host, got {text!r}")
+    return Path(text)
 
 
 def applies(name: str, data: str) -> bool:
@@ -236,7 +243,7 @@ class DataOptions(RunOptions):
     )
     data_dir: Path = option(
         Path("data"),
-        Path,
+        path_or_url,
         "folder of the data set; shards: also a URL (https://, or a protocol of fsspec such as s3://); text: "
         "default is Python's standard library",
         "DIR",

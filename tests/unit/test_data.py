@@ -120,6 +120,23 @@ def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monk
         load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_download_into_a_folder_that_cannot_be_written(fashion, monkeypatch, number):
+    """As on a read-only volume: it is no fault if all files are there."""
+    argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
+    load(*argv)
+
+    def refuse(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    assert len(load(*argv).train) == 50
+    next(fashion[0].glob("FashionMNIST/raw/t10k-images*-ubyte")).unlink()
+    monkeypatch.setattr(os, "makedirs", refuse)
+    with pytest.raises(UserError, match=rf"^--data fashion-mnist from --data-dir .*{os.strerror(number)}"):
+        load(*argv)
+
+
 @pytest.mark.parametrize("size", [0, 3, 1000])
 def test_an_unpacked_file_that_was_cut_is_refused_with_the_fix(fashion, size):
     """A kill while the file was unpacked leaves it so, and torchvision takes it for whole."""
@@ -268,6 +285,17 @@ class TestImageFolder:
         data = self.load(tmp_path)
         paths = [os.path.relpath(data.train.dataset.path(i), tmp_path) for i in range(len(data.train))]
         assert paths == ["train/a/0.jpg", "train/a/more/9.jpg", f"train/{odd}/0.jpg"]
+
+    def test_links_that_lead_back_are_left_out(self, tmp_path):
+        """A walk through two of them would visit each folder 2^40 times, until the system refuses the path."""
+        for name in ("train/a/0.jpg", "train/b/0.jpg", "val/a/0.jpg"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(b"x")
+        for name, target in (("a/here", "."), ("a/up", ".."), ("a/b", "../b"), ("b/a", "../a"), ("all", ".")):
+            (tmp_path / "train" / name).symlink_to(target)
+        data = self.load(tmp_path)
+        paths = [os.path.relpath(data.train.dataset.path(i), tmp_path) for i in range(len(data.train))]
+        assert paths == ["train/a/0.jpg", "train/a/b/0.jpg", "train/b/0.jpg", "train/b/a/0.jpg"]
 
     def test_the_fingerprint_is_that_of_the_names_wherever_they_are(self, tmp_path):
         for root, file in (("one", "0.jpg"), ("two", "0.jpg"), ("three", "1.jpg")):

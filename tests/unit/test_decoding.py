@@ -224,12 +224,26 @@ class TestCrops:
             theirs = v2.functional.resized_crop(rgb, top, left, height, width, [32, 32], antialias=True)
             assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
 
-    @pytest.mark.parametrize(("width", "height"), [(83, 61), (61, 83), (50, 50), (300, 31)])
+    @pytest.mark.parametrize(
+        ("width", "height"), [(83, 61), (61, 83), (50, 50), (300, 31), (400, 10), (7, 400), (1, 900)]
+    )
     def test_the_view_for_evaluation_is_that_of_torchvision(self, width, height):
         image = picture().resize((width, height))
         theirs = v2.Compose([v2.Resize(round(32 * 256 / 224)), v2.CenterCrop(32)])(image)
         ours = centre_crop(torch.from_numpy(np.array(image)), 32)
         assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
+
+    def test_a_thin_image_takes_little_memory(self, monkeypatch):
+        """Scaled as a whole, this one would take 12 GB."""
+        sizes = []
+
+        def noting_resize(pixels, height, width):
+            sizes.append(3 * height * width)
+            return resize(pixels, height, width)
+
+        monkeypatch.setattr(imagefolder, "resize", noting_resize)
+        assert centre_crop(torch.full((65_000, 1, 3), 7, dtype=torch.uint8), 224).eq(7).all()
+        assert sizes == [3 * 32 * 256 * 256]
 
 
 BOXES = [Box(116, 21, 351, 328), Box(200, 100, 237, 186), Box(211, 132, 213, 226)]

@@ -56,6 +56,11 @@ REFUSED = {
     ),
     "a wait for ever": (["--timeout-s", "1e30"], "--timeout-s: expects a number above 0 and of at most 1e9"),
     "lr inf": (["--lr", "inf"], "--lr"),
+    "url without a host": (
+        ["--data", "shards", "--data-dir", "hdfs:///x"],
+        "--data-dir: expects a path, or a URL with a host, got 'hdfs:///x'",
+    ),
+    "url in capitals": (["--data-dir", "HTTPS://host/X"], "--data-dir https://host/X: only shards can be read"),
     "momentum 1": (["--momentum", "1"], "--momentum: expects a number of at least 0 and below 1, got '1'"),
     "accumulate 0": (["--accumulate-steps", "0"], "--accumulate-steps"),
     "workers -1": (["--workers", "-1"], "--workers"),

@@ -41,6 +41,9 @@ MEAN = torch.tensor([0.485, 0.456, 0.406]) * 255
 STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 """ImageNet's mean and standard deviation per channel, in units of the raw pixels."""
 
+LONGEST = 32
+"""Of an image with a longer side than this many times the shorter one, evaluation scales the middle only."""
+
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """For random-resized crops: share of the image's area, width over height, attempts before the centre is taken."""
 
@@ -169,6 +172,11 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 def centre_crop(pixels: Tensor, size: int) -> Tensor:
     """Return ImageNet's usual view for evaluation: scale the shorter side to 256/224 of size, crop the centre."""
     height, width = pixels.shape[:2]
+    if (longest := LONGEST * min(height, width)) < max(height, width):
+        # Of 1 x 4000 pixels, the scaled image would take 800 MB, and the crop needs one of these pixels.
+        top, left = (height - min(height, longest)) // 2, (width - min(width, longest)) // 2
+        pixels = pixels[top : top + longest, left : left + longest]
+        height, width = pixels.shape[:2]
     short = round(size * 256 / 224)
     # The longer side is rounded down, as torchvision's Resize does it.
     rows = short if height <= width else int(short * height / width)
@@ -285,10 +293,19 @@ def _state(folder: Path) -> str:
     return state.hexdigest()
 
 
+def leads_back(path: Path) -> bool:
+    """Return whether a link leads to a folder that it is in: a walk through it would not end."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return any(parent.resolve().is_relative_to(target) for parent in path.absolute().parents)
+
+
 def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     """Return the classes of half/CLASS and the paths of their images below the folder, both sorted.
 
-    Hidden files and folders of tools are left out: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash.
+    Hidden files and folders of tools are left out: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash. So are links
+    that lead back.
     """
     root, layout = folder / half, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
 
@@ -297,7 +314,8 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
         raise UserError(f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}")
 
     try:
-        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != ".")
+        entries = [entry for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != "."]
+        names = sorted(entry.name for entry in entries if not leads_back(Path(entry.path)))
     except OSError as error:
         refuse(error)
     if not names:
@@ -305,7 +323,7 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     classes: dict[str, list[str]] = {name: [] for name in names}
     for name, paths in classes.items():
         for place, folders, files in os.walk(root / name, onerror=refuse, followlinks=True):
-            folders[:] = [inner for inner in folders if inner[0] != "."]
+            folders[:] = [f for f in folders if f[0] != "." and not leads_back(Path(place, f))]
             images = [file for file in files if file.lower().endswith(EXTENSIONS) and file[0] != "."]
             paths += [os.path.relpath(os.path.join(place, file), folder) for file in images]
         if not paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import socket
 from collections.abc import Iterator
@@ -52,8 +53,16 @@ def load_torchvision(args: Options) -> RawSplits:
 @contextlib.contextmanager
 def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     """Let one rank of a node download while the others wait; they then find the files in place."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".download.lock", "w") as lock:
+    path = folder / ".download.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        yield  # all files may be there; if not, torchvision raises the same error
+        return
+    with open(path, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
