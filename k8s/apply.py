@@ -31,7 +31,7 @@ from typing import Any
 
 from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, pod_templates, render, to_text
 from recipes.common.errors import UserError
-from recipes.common.options import positive_int, whole_number
+from recipes.common.options import Options, positive_int, whole_number
 from scripts.doctor import __main__ as doctor
 from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
 from scripts.launch.stopped_status import option
@@ -501,7 +501,7 @@ def make_request(args: Namespace) -> Request:
 
 
 def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None:
-    """Raise UserError for options that each pod would refuse, unless they go with a --config file of the pods."""
+    """Raise UserError for what each pod would refuse, unless options go with a --config file of the pods."""
     config = option("--config", "", request.options)
     if request.script or not request.options or (config and not Path(config).exists()):
         return
@@ -517,7 +517,9 @@ def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None
     words = next(spec["args"] for spec in specs if "args" in spec)
     if any("$(" in word.replace("$$", "") for word in words):
         return  # Kubernetes expands it in the pods
-    recipe.options([word.replace("$$", "$") for word in words[not words[0].startswith("-") :]])
+    own = recipe.options([word.replace("$$", "$") for word in words[not words[0].startswith("-") :]])
+    if request.gpus is not None and isinstance(own, Options):
+        own.check_world_size(request.nodes * max(request.gpus, 1))
 
 
 @command

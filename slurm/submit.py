@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int, plain_name, positive_int
+from recipes.common.options import Options, non_negative_int, plain_name, positive_int
 from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch import script
 from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, next_folder, parse
@@ -150,7 +150,9 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
         device = ["--device", "cuda"] if args.gpus and parsed.device == "auto" else []
     argvs = [[*device, *args.options, *words(point)] for point in points]
     for argv in argvs if not script.is_set() else ():
-        parse_options(argv)
+        own = parse_options(argv)
+        if args.nproc_per_node and isinstance(own, Options):
+            own.check_world_size(args.nodes * args.nproc_per_node)
     folder = runs_dir / name if name else next_folder(kind, runs_dir)
     folders = [runs_dir / run_name for run_name in run_names(folder.name, points)]
     runs = [Run(args.recipe, *of_run) for of_run in zip(argvs, folders, points, strict=True)]

@@ -387,6 +387,9 @@ class Options(TrainingOptions):
                 "--batchnorm-group and --sync-batchnorm: statistics are over groups or the batch; drop one"
             )
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError if the recipe cannot share out its work among so many processes."""
+
     @property
     def has_own_code(self) -> bool:
         """Whether --data, --model or --task names the user's own code."""

@@ -75,17 +75,16 @@ class FSDPOptions(Options):
             fix = "drop --activation-checkpointing"
             raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError if the number of replicas does not divide the world size."""
+        if world_size % self.replicas:
+            fix = f"start a multiple of {self.replicas} processes, or give --replicas 1"
+            raise UserError(f"--replicas {self.replicas} does not divide {world_size} processes; {fix}")
+
 
 def options(argv: Sequence[str] | None = None) -> FSDPOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(FSDPOptions, "fsdp", __doc__, argv)
-
-
-def check_replicas(world_size: int, replicas: int) -> None:
-    """Raise UserError if the number of replicas does not divide the world size."""
-    if world_size % replicas:
-        fix = f"start a multiple of {replicas} processes, or give --replicas 1"
-        raise UserError(f"--replicas {replicas} does not divide {world_size} processes; {fix}")
 
 
 def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
@@ -325,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = Stop()
     # FSDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
     ranks = read_ranks("fsdp")
-    check_replicas(ranks.world_size, args.replicas)
+    args.check_world_size(ranks.world_size)
     with connected_world(args, ranks) as world:
         train(args, world, stop)
 

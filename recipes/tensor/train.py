@@ -62,17 +62,18 @@ class TensorOptions(Options):
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError if the world size is not a multiple of the ranks per replica."""
+        if world_size % self.tensor_parallel:
+            fix = f"start a multiple of {self.tensor_parallel} processes, or give --tensor-parallel {world_size}"
+            raise UserError(
+                f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes; {fix}"
+            )
+
 
 def options(argv: Sequence[str] | None = None) -> TensorOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""
     return parse(TensorOptions, "tensor", __doc__, argv)
-
-
-def check_replicas(world_size: int, tensor_parallel: int) -> None:
-    """Raise UserError if the world size is not a multiple of the ranks per replica."""
-    if world_size % tensor_parallel:
-        fix = f"start a multiple of {tensor_parallel} processes, or give --tensor-parallel {world_size}"
-        raise UserError(f"--tensor-parallel {tensor_parallel} does not divide {world_size} processes; {fix}")
 
 
 class GradientSum:
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = Stop()
     # Tensor: a launcher (torchrun, srun, mpirun) gives each process its rank.
     ranks = read_ranks("tensor")
-    check_replicas(ranks.world_size, args.tensor_parallel)
+    args.check_world_size(ranks.world_size)
     with connected_world(args, ranks) as world:
         train(args, world, stop)
 

@@ -132,8 +132,8 @@ def notes_of(folder: Path, args: Namespace) -> list[str]:
     ]
 
 
-def check_options(recipes: Sequence[str], options: Sequence[str]) -> None:
-    """Raise UserError if a recipe refuses the options, or keeps no record to compare."""
+def check_options(recipes: Sequence[str], options: Sequence[str], processes: int) -> None:
+    """Raise UserError if a recipe refuses the options or so many processes, or keeps no record to compare."""
     for word in options:
         if word.split("=")[0] in ("--name", "--runs-dir", "--resume"):
             raise UserError(f"{word.split('=')[0]} is set by compare itself; leave it out of ARGS")
@@ -144,6 +144,7 @@ def check_options(recipes: Sequence[str], options: Sequence[str]) -> None:
             raise UserError(f"{recipe}: {error}") from None
         if not hasattr(args, "runs_dir"):
             raise UserError(f"{recipe} trains nothing; leave it out of RECIPES")
+        args.check_world_size(processes)
 
 
 @command
@@ -161,7 +162,7 @@ def main(argv: list[str]) -> int:
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
-    check_options(recipes, args.options)
+    check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)

@@ -481,6 +481,10 @@ def test_delete_of_what_is_not_there(tmp_path):
         (["ddp", "--kind", "trainjob", "--render", "--", "--lr", "0"], "--lr: expects a number above 0, got '0'"),
         (["horovod", "--kind", "mpijob", "--", "--resume"], "--resume: expected one argument"),
         (["probe", "--", "--quik"], "unknown option --quik; did you mean '--quick'?"),
+        (
+            ["tensor", "--nodes", "3", "--gpus", "1", "--", "--epochs=3"],
+            "--tensor-parallel 2 does not divide 3 processes; start a multiple of 2 processes",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(argv, words):

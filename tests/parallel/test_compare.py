@@ -53,6 +53,10 @@ def test_table_and_picture_hold_every_run(runs, tmp_path):
         (["single", "--", "--name", "x"], "--name is set by compare itself; leave it out of ARGS"),
         (["ddp", "single", "--", "--zero"], "single: unknown option --zero"),
         (["single", "probe"], "probe trains nothing; leave it out of RECIPES"),
+        (
+            ["single", "pipeline", "--nodes", "3"],
+            "--stages 2 needs a multiple of 2 processes, got 3; start 2 or 4",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(words, error, capsys):

@@ -151,6 +151,10 @@ def test_the_names_of_a_sweeps_runs(points, names):
         ("ddp --local -- --resume auto", "--resume auto needs the run's name: NAME=... (--name)"),
         ("ddp --local --sweep lr", "SWEEP expects options such as lr=0.1,0.2, got 'lr'"),
         ("ddp --local --sweep lr=fast", "--lr: expects a number above 0, got 'fast'"),
+        (
+            "fsdp --local --nodes 2 --gpus-per-node 2 -- --replicas 3",
+            "--replicas 3 does not divide 4 processes; start a multiple of 3 processes, or give --replicas 1",
+        ),
     ],
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
