@@ -59,6 +59,7 @@ from scripts.launch.rejoin import (
     LOST_STATUS,
     UnsavedStopError,
     how_to_go_on,
+    last_launch,
     options_of_later_rounds,
     say,
 )
@@ -523,7 +524,10 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     try:
         handler = create_handler(endpoint, job, min_nodes, node.nnodes, address, node.rdzv_timeout_s)
         spec = worker_spec(node, recipe, options, handler, max_restarts, local_addr=address)
-        agent = Agent(spec, logs, handler, lambda: rank_command(recipe, options_of_later_rounds(options))[1:])
+        replaced = handler.notes.compare_set("replaced", "", last_launch(options)).decode()
+        agent = Agent(
+            spec, logs, handler, lambda: rank_command(recipe, options_of_later_rounds(options, replaced))[1:]
+        )
         announce.append(handler.announce_stop)
         threading.Thread(target=handler.watch_store, args=(give_up,), daemon=True).start()
         try:

@@ -8,6 +8,7 @@ it, node 0 serves a store at MASTER_ADDR:MASTER_PORT. MAX_RESTARTS (3) limits th
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -64,16 +65,29 @@ def report_unsaved_stop(number: int) -> int:
     return UnsavedStopError.status
 
 
-def options_of_later_rounds(options: list[str]) -> list[str]:
+def last_launch(options: list[str]) -> str:
+    """Return what identifies the newest launch of the run that the options name; "none" if it has none."""
+    run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
+    try:
+        return str(json.loads((run / "config.json").read_text())["launches"][-1].get("id", "unknown"))
+    except (OSError, ValueError, LookupError):
+        return "none"
+
+
+def options_of_later_rounds(options: list[str], replaced: str = "none") -> list[str]:
     """Return the options of a round after the first: they resume the run from its newest checkpoint.
 
-    A script reads RESUME instead, which is set here for everything that this process starts from now on.
+    `replaced` is what last_launch() returned before the first round: --overwrite replaces a run whose launch it
+    still is, since no round has begun a new one. A script reads RESUME instead of options, which is set here for
+    everything that this process starts from now on.
     """
     if script.is_set():
         os.environ["RESUME"] = "auto"
         return options
     run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     begun_from = option("--resume", "none", options)
+    if begun_from != "auto" and last_launch(options) == replaced != "none":
+        return options
     if begun_from not in ("none", "auto") and not (run / "config.json").exists():
         return [*options, "--no-overwrite"]  # the run has not begun: start from the same checkpoint again
     return [*options, "--resume", "auto"]

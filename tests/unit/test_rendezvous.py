@@ -1,5 +1,6 @@
 """The rendezvous of an elastic job: who is noticed to be lost, who joins, and what a node does then."""
 
+import json
 import os
 import signal
 import socket
@@ -567,6 +568,7 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
     handler = FakeHandler()
     handler.job_status, handler.shutdown = lambda: int(ended == 2), lambda: None
     handler.watch_store = lambda give_up: None
+    handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
 
     class Agent:
         failures = {0: ended}, {0: 7}
@@ -662,6 +664,22 @@ def test_later_rounds_go_on_with_the_run(tmp_path):
     (tmp_path / "x/config.json").touch()
     for other in ([*words, "--resume", "other.pt"], [*configured, "--resume", "other.pt"]):
         assert rejoin.options_of_later_rounds(other) == [*other, "--resume", "auto"]
+
+
+def test_later_rounds_do_not_resume_a_run_that_the_job_replaces(tmp_path):
+    words = ["--runs-dir", str(tmp_path), "--name", "x", "--overwrite"]
+    config = tmp_path / "x/config.json"
+    config.parent.mkdir()
+    for launch in ({"id": "abc"}, {}):  # the latter: of an old version
+        config.write_text(json.dumps({"launches": [launch]}))
+        replaced = rejoin.last_launch(words)
+        assert rejoin.options_of_later_rounds(words, replaced) == words, "no round has begun"
+        other = [*words, "--resume", "other.pt"]
+        assert rejoin.options_of_later_rounds(other, replaced) == other
+        assert rejoin.options_of_later_rounds([*words, "--resume", "auto"], replaced)[-2:] == ["--resume", "auto"]
+        config.write_text(json.dumps({"launches": [{"id": "new"}]}))
+        for begun in (words, other):
+            assert rejoin.options_of_later_rounds(begun, replaced) == [*begun, "--resume", "auto"]
 
 
 def test_later_rounds_tell_a_script_to_resume(monkeypatch):
