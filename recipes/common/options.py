@@ -396,6 +396,11 @@ class Options(TrainingOptions):
         return any(map(is_reference, (self.data, self.model, self.task)))
 
     @property
+    def takes_sparse_gradients(self) -> bool:
+        """Whether gradients that hold some rows only, as of nn.Embedding(sparse=True), are summed and applied."""
+        return self.optimizer == "sgd" and not self.weight_decay
+
+    @property
     def passes(self) -> int:
         """Number of a rank's passes through a model in a step, one after another."""
         return self.accumulate_steps

@@ -56,6 +56,11 @@ class DDPOptions(Options):
             if self.on_nonfinite == "skip":
                 raise UserError(f"--on-nonfinite skip: {why}; drop one of the two")
 
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """Compression does not."""
+        return super().takes_sparse_gradients and self.grad_compression == "none"
+
 
 def options(argv: Sequence[str] | None = None) -> DDPOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""

@@ -75,6 +75,11 @@ class FSDPOptions(Options):
             fix = "drop --activation-checkpointing"
             raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
 
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """No: shards are exchanged as whole tensors."""
+        return False
+
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""
         if world_size % self.replicas:

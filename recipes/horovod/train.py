@@ -48,6 +48,11 @@ class HorovodOptions(Options):
 
     compression: str = choice("how gradients cross the wire; none: as fp32", "fp16", "none")
 
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """Compression does not."""
+        return super().takes_sparse_gradients and self.compression == "none"
+
 
 def options(argv: Sequence[str] | None = None) -> HorovodOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""

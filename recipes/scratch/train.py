@@ -41,6 +41,11 @@ class ScratchOptions(Options):
     )
     log_bytes: bool = switch("print at the end what each rank has sent in a step")
 
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """No: they travel as one flat buffer."""
+        return False
+
 
 def options(argv: Sequence[str] | None = None) -> ScratchOptions:
     """Return this recipe's options; raises UserError if they are invalid or do not combine."""

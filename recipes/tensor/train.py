@@ -62,6 +62,11 @@ class TensorOptions(Options):
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 
+    @property
+    def takes_sparse_gradients(self) -> bool:
+        """No: shards are exchanged as whole tensors."""
+        return False
+
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks per replica."""
         if world_size % self.tensor_parallel:

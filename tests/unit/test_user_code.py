@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501 (messages stand in one line)
 
+import contextlib
+import importlib
 import re
 import sys
 
@@ -13,7 +15,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.own import check_on
+from recipes.common.models.own import check_on, check_sparse
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
@@ -647,6 +649,36 @@ def test_two_samples_prove_nothing_against_a_quotient():
 def test_what_a_model_keeps_beside_tensors_and_a_checkpoint_gives_back_is_taken():
     _, model = load("--data", "mine:classes", "--model", "mine:KeepsNumbers")
     assert model.get_extra_state()["a"] == [1, 2.5]
+
+
+SGD = ("--weight-decay", "0")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "is_taken"),
+    [
+        ("single", SGD, True),
+        ("single", (), False),
+        ("single", (*SGD, "--optimizer", "adamw"), False),
+        ("ddp", (*SGD, "--zero", "--clip-grad-norm", "1"), True),
+        ("ddp", (*SGD, "--grad-compression", "fp16"), False),
+        ("horovod", (*SGD, "--compression", "none"), True),
+        ("horovod", SGD, False),
+        *((recipe, SGD, False) for recipe in ("scratch", "fsdp", "tensor")),
+    ],
+)
+def test_sparse_gradients_are_refused_where_nothing_takes_them(recipe, argv, is_taken):
+    args = importlib.import_module(f"recipes.{recipe}.train").options(["--model", "mine:net", *argv])
+    model = nn.Sequential(nn.Embedding(9, 2), nn.EmbeddingBag(9, 2, mode="sum", sparse=True))
+    with (
+        contextlib.nullcontext()
+        if is_taken
+        else pytest.raises(
+            UserError, match=r"^--model mine:net: 1 has sparse gradients, .*; make it without sparse=True; "
+        )
+    ):
+        check_sparse(model, args)
+    check_sparse(model[:1], args)
 
 
 def test_what_is_built_into_python_has_no_digest():

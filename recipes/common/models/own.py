@@ -66,6 +66,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
     """
     check_state(model, args)
+    check_sparse(model, args)
     inputs, targets = _two_samples(data)
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -109,6 +110,17 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if getattr(model, "is_sequence", False):
         check_sequence(model, args, data)
     model.train()
+
+
+def check_sparse(model: nn.Module, args: Options) -> None:
+    """Raise UserError if an embedding has sparse gradients, and the recipe or the optimizer does not take them."""
+    if args.takes_sparse_gradients:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            what = f"--model {args.model}: {name or 'it'} has sparse gradients"
+            fix = "make it without sparse=True; RECIPE=ddp takes them with --optimizer sgd --weight-decay 0"
+            raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
 
 
 def check_state(model: nn.Module, args: Options) -> None:
