@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
@@ -45,9 +45,9 @@ def main() -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Tensor: the ranks form a grid, a row for each replica. The ranks of a replica take the same samples.
-    replicas = world_size // args.tensor_parallel
-    mesh = init_device_mesh(device.type, (replicas, args.tensor_parallel), mesh_dim_names=("dp", "tp"))
-    replica, dp = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
+    grid = torch.arange(world_size).view(-1, args.tensor_parallel)
+    mesh = DeviceMesh(device.type, grid, mesh_dim_names=("dp", "tp"))
+    replicas, replica, dp = mesh.size(0), mesh.get_local_rank("dp"), mesh.get_group("dp")
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(digits.images).float()[order, None], torch.tensor(digits.target)[order]
