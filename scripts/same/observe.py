@@ -7,7 +7,7 @@ optimizer step with its samples, gradients and weights, or an evaluation. Tensor
 over 61 interleaved parts. Sketches are linear, so a factor between tensors is also one between their sketches.
 
 Randomness that may differ between world sizes is removed: dropout is off, and the global random generators are
-seeded by a sample's index while the data set returns it.
+seeded by rank before the script begins, and by a sample's index while the data set returns it.
 
 Variables: SAME_FOLDER, where to write; SAME_CONTROL=1 reverses each training batch (without a DataLoader: rounds
 gradients differently) to measure rounding; SAME_REPLAY, a JSON file with the batches to draw, by loader iteration;
@@ -102,6 +102,17 @@ def restore_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(torch.from_numpy(states["torch"]))
     random.setstate(states["random"])
     np.random.set_state(states["numpy"])
+
+
+def seed_generators(rank: int) -> None:
+    """Seed the global random generators by rank.
+
+    A script that does not seed them then does the same in each run. Ranks differ, as they do without a seed: those
+    that are forked from one process would have the same state.
+    """
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
 
 
 def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
@@ -407,6 +418,7 @@ def run_script(script: str, argv: list[str]) -> None:
     rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     folder = Path(os.environ["SAME_FOLDER"])
     os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
+    seed_generators(int(rank))
     observer = Observer(folder, int(rank))
     install(observer)
     sys.argv = [script, *argv]

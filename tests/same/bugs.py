@@ -69,6 +69,9 @@ BUGS = {
     "no broadcast": Bug(
         "no-broadcast", {**UNWRAPPED, STEP: BY_HAND + STEP, "torch.manual_seed(0)": "torch.manual_seed(rank)"}
     ),
+    "no broadcast and no seed": Bug(
+        "no-broadcast", {**UNWRAPPED, STEP: BY_HAND + STEP, "torch.manual_seed(0)\n": ""}
+    ),
     "learning rate scaled": Bug("learning-rate-scaled", {"lr=0.1,": "lr=0.1 * world_size,"}),
     "learning rate scaled twice": Bug("learning-rate-scaled", {"lr=0.1,": "lr=0.1 * world_size**2,"}),
     "one seed for augmentation": Bug("same-augmentation", {"torch.manual_seed(100 + rank)\n": ""}),

@@ -108,6 +108,18 @@ def test_accumulation_raises_no_alarm(capsys):
     assert named(capsys.readouterr().out) == set()
 
 
+@pytest.mark.parametrize(
+    "launcher", [(), ("--launch", f"{sys.executable} -m torch.distributed.run --nproc-per-node {{world_size}}")]
+)
+def test_a_script_without_a_seed_raises_no_alarm(capsys, tmp_path, launcher):
+    script = str(plant({"torch.manual_seed(0)\n": "", "torch.manual_seed(100 + rank)\n": ""}, tmp_path))
+    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *launcher, *LOCAL_BATCH])
+    output = capsys.readouterr().out
+    assert "same to rounding at 1 and 2 processes\n  gradients differ by up to" in output
+    assert "[" not in output, output
+    assert status == 0
+
+
 def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
     path = tmp_path / "script.py"
     for text, error in (
