@@ -154,9 +154,12 @@ class Session:
             hint += "" if first.steps else f"; {stays}"
             raise UserError(f"SCRIPT {args.script} prints no loss that can be read; {hint}")
         control = self.run(1, SAME_CONTROL="1")
-        if first.steps and not control.steps:
-            what = f"does {len(first.steps)} steps, and none when it is started again"
+        if len(control.steps) != len(first.steps):
+            what = f"does {len(first.steps)} steps, and {len(control.steps) or 'none'} when it is started again"
             raise UserError(f"SCRIPT {args.script} {what}; {stays}")
+        if compare.begins_differently(control, first):
+            what = "begins with other weights when it is started again"
+            raise UserError(f"SCRIPT {args.script} {what}; {stays}; otherwise seed its generators by a constant")
         rounding = Rounding(first, control)
         self.measured = max(rounding.gradient, default=0.0)
         self.runs.append(first)

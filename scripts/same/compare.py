@@ -167,6 +167,13 @@ def pair_steps(run: Run, reference: Run, start: int = 0) -> list[tuple[Step, Ste
     return [(ours[0], theirs[0]) for ours, theirs in zip(run.steps, reference.steps[start:], strict=False)]
 
 
+def begins_differently(run: Run, reference: Run) -> bool:
+    """Return whether the first step of two runs begins with different weights."""
+    return any(
+        difference(ours["weights"], theirs["weights"]) > 1e-6 for ours, theirs in pair_steps(run, reference)[:1]
+    )
+
+
 def largest_difference(run: Run, reference: Run) -> float:
     """Return the largest relative difference of a gradient from one process's."""
     if not is_replicated(run, reference):

@@ -152,6 +152,20 @@ def test_a_script_that_goes_on_from_the_run_before_is_refused(capsys, tmp_path):
         assert capsys.readouterr().err == f"error: SCRIPT {RIGHT} {what}; {fix}\n"
 
 
+@pytest.mark.parametrize(
+    ("first_epoch", "what"),
+    [
+        ('state["epoch"] - 1', "does 12 steps, and 4 when it is started again"),
+        ("0", "begins with other weights when it is started again"),
+    ],
+)
+def test_a_script_that_repeats_epochs_of_the_run_before_is_refused(capsys, tmp_path, first_epoch, what):
+    script = plant({'first_epoch = state["epoch"]': f"first_epoch = {first_epoch}"}, tmp_path)
+    checkpoint = ("--checkpoint", str(tmp_path / "c.pt"))
+    assert main([str(script), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, *checkpoint]) == 2
+    assert capsys.readouterr().err.startswith(f"error: SCRIPT {script} {what}; if it goes on from a file")
+
+
 @pytest.mark.parametrize("launcher", ["", sys.executable])
 def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
