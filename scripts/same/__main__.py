@@ -31,6 +31,9 @@ from scripts.same.compare import Finding, Rounding, Run
 from scripts.same.ranks import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
+PARTIAL = ("uncontrolled", "chaotic", "scaled-with-batch")
+"""Notes after which not all has been compared."""
+
 STOP_SHARE = 0.6
 """Share of a run's steps after which it is killed, to be resumed."""
 
@@ -201,11 +204,12 @@ class Session:
         """Return the lines of the verdict, notes last."""
         lines = []
         if not self.is_different:
-            is_partial = any(found.cause in ("uncontrolled", "chaotic") for _, found in self.findings)
+            is_partial = any(found.cause in PARTIAL for _, found in self.findings)
             what = "no difference found, but not all was compared," if is_partial else "same to rounding"
             resumed = ", and resumed" * self.is_resumed
             lines = [f"{what} at {join(run.world_size for run in self.runs)} processes{resumed}"]
-            if self.largest or self.measured:
+            is_scaled = any(found.cause == "scaled-with-batch" for _, found in self.findings)
+            if (self.largest or self.measured) and not is_scaled:
                 control = f"by {self.measured:.0e} in the control run"
                 lines += [f"  gradients differ by up to {self.largest:.0e}; {control}"]
         found = dict.fromkeys(one.cause for _, one in self.findings)

@@ -181,6 +181,10 @@ NOTES = {
         "a step has another number of samples than at one process",
         "unless that is meant, give each process its part of the batch: GLOBAL_BATCH=48, {local_batch} in ARGS",
     ),
+    "scaled-with-batch": Cause(
+        "the learning rate and the batch depend on the number of processes, so that later steps are not compared",
+        "compare at one batch: GLOBAL_BATCH=48, {local_batch} in ARGS",
+    ),
     "redundant": Cause(
         "every process trains on the whole batch; the work is not divided",
         "start one process, or shard the data",

@@ -365,20 +365,23 @@ def is_cut(first: Run) -> bool:
     return len(iterations) == 1 and drawn < 0.9 * sizes.get(iterations.pop(), 0)
 
 
-def check_training(run: Run, reference: Run, rounding: Rounding) -> Finding | None:
-    """Return the first step and quantity that differ from those of one process on the same samples, or None."""
+def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool) -> Finding | None:
+    """Return the first step and quantity that differ from those of one process on the same samples, or None.
+
+    If the batch depends on the number of processes (is_scaled), the learning rate may, too.
+    """
     if len(run.steps) != len(reference.steps):
         return Finding("other-steps", f"{len(run.steps)} optimizer steps, {len(reference.steps)} at 1 process")
     for i, (record, expected) in enumerate(pair_steps(run, reference)):
         where = step_name(record, i)
+        apart = difference(record["final"], expected["final"])
+        if apart > rounding.limit(rounding.gradient, i):
+            return explain_gradient(run, reference, i, apart)
         for rate, right in zip(record["lr"], expected["lr"], strict=False):
             if not math.isclose(rate, right, rel_tol=1e-6, abs_tol=1e-12):
                 times = name_factor(rate / right, run.world_size) if rate and right else "not"
                 what = f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
-                return Finding("learning-rate-scaled", what)
-        apart = difference(record["final"], expected["final"])
-        if apart > rounding.limit(rounding.gradient, i):
-            return explain_gradient(run, reference, i, apart)
+                return Finding("scaled-with-batch" if is_scaled else "learning-rate-scaled", what)
         apart = difference(update(record), update(expected))
         if apart > max(rounding.limit(rounding.update, i), 10 * rounding.floor):
             return Finding("unknown", f"{where}, update of the weights: differs by {apart:.1e}")
@@ -496,7 +499,7 @@ def compare(
         reference = replay
         if not cause:
             findings.append(name_samples(run, first))
-    if training := check_training(run, reference, rounding):
+    if training := check_training(run, reference, rounding, is_scaled=bool(other_batch(run, first))):
         return [*findings, training]
     chaotic = next((i for i, apart in enumerate(rounding.gradient) if apart >= CHAOTIC), None)
     if chaotic is not None:

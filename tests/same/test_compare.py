@@ -291,6 +291,14 @@ def test_the_learning_rate_comes_before_what_it_changes():
     assert causes(record(2, GRADIENTS, rate=0.2)) == [("learning-rate-scaled", "step 1, learning rate")]
 
 
+def test_a_learning_rate_that_grows_with_the_batch_is_noted():
+    run = record(2, GRADIENTS, rate=0.2)
+    for records in run.steps:
+        records[1]["rows"] = records[1]["rows"] * 3
+    assert ("scaled-with-batch", "step 1, learning rate") in causes(run)
+    assert "learning-rate-scaled" not in dict(causes(run))
+
+
 def test_batch_norm_explains_a_difference_but_is_none_by_itself():
     assert causes(record(2, disturb(0.1), batch_norm=True)) == [("batch-norm", "step 1, gradient")]
     assert causes(record(2, disturb(1e-7), batch_norm=True)) == []
