@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.same.printed import Series, read_series
+from scripts.same.printed import Series, read_series, without_bars
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FLOOR_SHARE = 0.03
@@ -111,6 +111,8 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
         run.events.append([parse_event(line) for line in whole.splitlines()])
         for suffix in ("report", "out"):
             run.series = run.series or read_series(read(folder / f"rank{rank}.{suffix}"), pattern)
+        # The module logging writes to standard error, and so does tqdm.
+        run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.err")), pattern)
     run.events = [lines for lines in run.events if lines] or [[]]
     errors = [text for path in sorted(folder.glob("rank*.err")) if (text := read(path).strip())]
     said = [line for text in errors for line in text.splitlines() if "RuntimeError: Expected to have" in line]

@@ -15,10 +15,17 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
 METRICS = r"loss|acc|accuracy|perplexity|ppl|error|err|f1|auc|bleu|mse|mae|bpb|iou"
 PAIR = re.compile(
     rf"(?P<name>(?:\b(?:train|training|test|val|valid|validation|eval|evaluation|average|avg|mean)[\s_/-]+)*"
-    rf"(?:[A-Za-z][\w/]*[_/])?(?:{METRICS})\b(?:@\d+)?)[\"']?\s*(?:[=:]|is)?\s*(?P<value>(?:{NUMBER}))(?![\w.]*=)",
+    rf"(?:[A-Za-z][\w/]*[_/])?(?:{METRICS})\b(?:@\d+)?)[\"']?\s*(?:[=:]|is)?\s*"
+    rf"(?:[\"']|(?:tensor|np\.float\d+)\()?(?P<value>(?:{NUMBER}))(?![\w.]*=)",
     re.IGNORECASE,
 )
-"""A metric's name and its number: `loss 2.3`, `test_loss=2.3`, `Test set: Average loss: 2.3`, `"loss": 2.3`."""
+"""A metric's name and its number: `loss 2.3`, `test_loss=2.3`, `Test set: Average loss: 2.3`, `"loss": 2.3`.
+
+Or its text or representation: `'loss': '2.3'`, `loss tensor(2.3)`, `loss=np.float64(2.3)`.
+"""
+
+BAR = re.compile(r"\d+%\|.*\||\d(?:it/s|s/it)")
+"""tqdm's progress bar: it shows as many values as the time allows."""
 
 EVALUATION = re.compile(r"(?:^|[^a-z])(test|val|valid|validation|eval|evaluation)(?:[^a-z]|$)", re.IGNORECASE)
 
@@ -68,6 +75,11 @@ class Series:
     def excesses(self, other: Series) -> list[float]:
         """Return the excess of each pair of values that both series have."""
         return [self.excess(*pair, other) for pair in zip(other.values, self.values, strict=False)]
+
+
+def without_bars(text: str) -> str:
+    """Return a text without the lines of progress bars."""
+    return "\n".join(line for line in re.split(r"[\r\n]+", text) if not BAR.search(line))
 
 
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:

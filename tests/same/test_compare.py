@@ -41,6 +41,9 @@ def test_only_the_first_samples_are_checked_for_random_numbers(tmp_path, monkeyp
         ),
         ("step 1: train loss 4.1, val loss 4.2", {"train_loss": [4.1], "val_loss": [4.2]}),
         ("{'loss': 2.3e-05, 'grad_norm': 1.2}", {"loss": [2.3e-5]}),
+        ("{'eval_loss': '4.605', 'epoch': '1'}", {"eval_loss": [4.605]}),
+        ("loss tensor(2.3026, grad_fn=<NllLossBackward0>)", {"loss": [2.3026]}),
+        ("epoch 0: {'eval_accuracy': np.float64(0.75)}", {"eval_accuracy": [0.75]}),
         ('{"samples_per_s": 3, "losses": [1.5, 0.002]}', {"loss": [1.5, 0.002]}),
         ("result recipe=ddp world_size=2 samples_per_s=12", {}),
         ("lossless compression 3", {}),
@@ -275,6 +278,12 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
     whole = printed("test_loss 1.25", 2)
     found = check_resumed(resumed, whole)
     assert (found and found.cause) == cause
+
+
+def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
+    bar = "\r 50%|█████     | 5/10 [00:00<00:00, 20.12it/s, loss=1.5]"  # as many as the time allows
+    (tmp_path / "rank0.err").write_text(f"{bar}{bar}\nINFO:root:step 1 loss 2.5\n")
+    assert load(tmp_path, 1, [0]).series["loss"].values == [2.5]
 
 
 def test_a_line_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):
