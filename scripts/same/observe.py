@@ -321,8 +321,12 @@ class Observer:
         return Batches(sampler, self, len(loader.dataset))  # type: ignore[arg-type]
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
-        """Return a loader's next batch and note the state of the random generators after it."""
+        """Return a loader's next batch; note its iteration, and the state of the random generators after it."""
         batch = original(iterator)
+        if isinstance(
+            iterator._index_sampler, Batches
+        ):  # workers may have drawn it before those of another loader
+            self.iteration = iterator._index_sampler.iteration
         self.record["random"] = checksums()
         return batch
 
@@ -336,6 +340,7 @@ class Batches:
 
     def __init__(self, sampler: Any, observer: Observer, size: int) -> None:
         self.sampler, self.observer, self.size = sampler, observer, size
+        self.iteration = -1
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -350,7 +355,7 @@ class Batches:
             except (TypeError, ValueError):  # single samples, or indices of another kind
                 yield batch
                 continue
-            observer.iteration = iteration
+            self.iteration = iteration
             observer.write("batch", iteration=iteration, indices=indices, size=self.size)
             yield indices[::-1] if observer.is_control else batch
 

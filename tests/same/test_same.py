@@ -120,6 +120,20 @@ def test_a_script_without_a_seed_raises_no_alarm(capsys, tmp_path, launcher):
     assert status == 0
 
 
+def test_an_evaluation_between_batches_that_workers_have_drawn_raises_no_alarm(capsys, tmp_path):
+    """All ranks evaluate the same samples, which are no training samples; those are padded to 50."""
+    evaluate = """            mean = torch.zeros(())
+            with torch.no_grad():
+                for points, labels in DataLoader(test, 5) if i == 2 else ():
+                    print(f"test_loss {cross_entropy(model(points), labels).item():.6f}")
+    model.eval()"""
+    edits = {"Points(48,": "Points(49,", "sampler=sampler)": "sampler=sampler, num_workers=2)"}
+    edits |= {"            mean = torch.zeros(())\n    model.eval()": evaluate}
+    script = str(plant(edits, tmp_path))
+    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 0
+    assert named(capsys.readouterr().out) == set()
+
+
 def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
     path = tmp_path / "script.py"
     for text, error in (
