@@ -445,21 +445,34 @@ def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
     for c in (run.world_size, 1 / run.world_size):
         if len(ratios) > 1 and all(math.isclose(ratio, c, rel_tol=0.01) for ratio in ratios):
             return "printed-loss-scaled"
+    if is_unnamed_evaluation(series, first) and (cause := explain_evaluation(run, first)) != "unknown":
+        return cause
     return "one-rank-loss"
 
 
 def explain_evaluation(run: Run, first: Run) -> str:
     """Return why an evaluation differs, judging by the samples that ranks evaluate and their collectives."""
-    by_rank, (whole, *_) = run.of("evaluation"), first.of("evaluation")
-    if not whole or not by_rank[0]:
+    # Lightning begins with a few batches, as a check.
+    largest = [max(lines, key=lambda line: len(line["rows"]), default=None) for lines in run.of("evaluation")]
+    whole = max(first.of("evaluation")[0], key=lambda line: len(line["rows"]), default=None)
+    found = [line for line in largest if line]
+    if not whole or not largest[0]:
         return "unknown"
-    drawn = Counter(row for lines in by_rank for row in lines[0]["rows"]) if all(by_rank) else Counter()
-    expected = Counter(whole[0]["rows"])
-    if not by_rank[0][0]["collectives"]:
+    drawn = Counter(row for line in found for row in line["rows"]) if all(largest) else Counter()
+    expected = Counter(whole["rows"])
+    if not largest[0]["collectives"]:
         return "one-rank-evaluation"
     if drawn.total() > expected.total() and set(drawn) == set(expected):
         return "padded-evaluation"
-    return "mean-of-means" if len({len(lines[0]["rows"]) for lines in by_rank if lines}) > 1 else "unknown"
+    return "mean-of-means" if len({len(line["rows"]) for line in found}) > 1 else "unknown"
+
+
+def is_unnamed_evaluation(series: Series, first: Run) -> bool:
+    """Return whether a metric such as accuracy is printed once for each evaluation, and none by that name."""
+    is_training = "loss" in series.name or "train" in series.name
+    if is_training or any(other.is_evaluation for other in first.series.values()):
+        return False
+    return len(series.values) == len(first.of("evaluation")[0]) != len(first.steps)
 
 
 def compare(

@@ -102,6 +102,13 @@ def test_other_libraries_raise_no_alarm(capsys, library):
     assert status == 0, output
 
 
+def test_a_metric_that_is_not_named_as_one_of_an_evaluation_is_known_by_their_number(capsys, tmp_path):
+    edits = {'print(f"test_loss {total[0]': """print(f"accuracy {total[0]"""}
+    script = str(plant(edits | BUGS["padded evaluation"].edits, tmp_path))
+    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 1
+    assert named(capsys.readouterr().out) == {"padded-evaluation"}
+
+
 def test_accumulation_raises_no_alarm(capsys):
     argv = [str(RIGHT), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, "--accumulate", "2"]
     assert main(argv) == 0
