@@ -114,7 +114,8 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
         # The module logging writes to standard error, and so does tqdm.
         run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.err")), pattern)
     run.events = [lines for lines in run.events if lines] or [[]]
-    errors = [text for path in sorted(folder.glob("rank*.err")) if (text := read(path).strip())]
+    paths = [*sorted(folder.glob("rank*.err")), folder / "launcher.err"]
+    errors = [text for path in paths if (text := read(path).strip())]
     said = [line for text in errors for line in text.splitlines() if "RuntimeError: Expected to have" in line]
     ends = [text.splitlines()[-1] for text in errors]
     run.error = next(iter([*said, *(line for line in ends if "Connection" not in line), *ends]), "")

@@ -419,9 +419,12 @@ def install(observer: Observer) -> None:
 
 def run_script(script: str, argv: list[str]) -> None:
     """Run a file, or a module by its dotted name, as `python` does, and record it."""
-    names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+    names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     rank = next((os.environ[name] for name in names if os.environ.get(name)), "0")
     folder = Path(os.environ["SAME_FOLDER"])
+    for number, name in ((1, "out"), (2, "err")):  # a launcher would mix the lines of all ranks
+        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
     os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
     seed_generators(int(rank))
     observer = Observer(folder, int(rank))

@@ -55,14 +55,10 @@ def run(
 
 
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
-    """Act as a rank: set its variables, redirect its output to files, and run the script."""
+    """Act as a rank: set its variables, and run the script."""
     end_with_parent()
     multiprocessing.set_start_method(None, force=True)  # the script's workers use torch's default method
-    folder = Path(env["SAME_FOLDER"])
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
-    for number, name in ((1, "out"), (2, "err")):
-        file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(file, number)
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
     sys.path[:0] = [str(ROOT), os.getcwd()]
     import torch
@@ -94,7 +90,7 @@ def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, t
     """Run a launcher to its end; return its exit status, or None if it hung."""
     paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     unset = ("RANK", "LOCAL_RANK")  # the launcher's task
-    with open(folder / "rank0.out", "wb") as out, open(folder / "rank0.err", "wb") as err:
+    with open(folder / "launcher.out", "wb") as out, open(folder / "launcher.err", "wb") as err:
         try:
             process = subprocess.Popen(
                 command,

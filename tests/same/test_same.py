@@ -195,6 +195,20 @@ def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
+def test_of_ranks_that_all_print_one_is_read_under_a_launcher(tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text("print('loss 2.5')\n")
+    launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    assert ranks.run([str(script)], launcher, 2, folder, 60) == [0]
+    assert load(folder, 2, [0]).series["loss"].values == [2.5]
+
+
+def test_what_a_launcher_says_is_its_error(tmp_path):
+    launcher = f"{sys.executable} -c 'raise SystemExit(\"no such host\")'"
+    assert ranks.run(["script.py"], launcher, 2, tmp_path / "run", 60) == [1]
+    assert load(tmp_path / "run", 2, [1]).error == "no such host"
+
+
 @pytest.mark.parametrize("launcher", ["", os.path.relpath(sys.executable)])
 def test_the_script_runs_in_workdir(tmp_path, launcher):
     script, folder = tmp_path / "script", tmp_path / "run"
