@@ -92,8 +92,9 @@ def check_sizes(args: Namespace) -> None:
         raise UserError("WORLD_SIZES has only 1; add another number of processes, such as '1 2'")
     used = {name for word in [*args.options, args.launch] for name in re.findall(r"\{(\w+)\}", word)}
     for name in sorted(used.difference(PLACEHOLDERS)):
-        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
-        raise UserError(f"ARGS: unknown placeholder {{{name}}}{nearest(name, PLACEHOLDERS)}; use {known}")
+        if hint := nearest(name, PLACEHOLDERS, cutoff=0.6):  # others are the script's own, such as {epoch}
+            known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+            raise UserError(f"ARGS: unknown placeholder {{{name}}}{hint}; use {known}")
     if used & {"local_batch", "global_batch"} and not args.global_batch:
         raise UserError("ARGS has {local_batch}: give the samples of a step, such as GLOBAL_BATCH=48")
     if args.global_batch and not used & {"local_batch", "global_batch"}:
@@ -132,7 +133,7 @@ class Session:
         given = (batch // world_size, batch, world_size, own, resume)
         values = dict(zip(PLACEHOLDERS, map(str, given), strict=True))
         *words, launcher = (
-            re.sub(r"\{(\w+)\}", lambda match: values[match[1]], word)
+            re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
             for word in (*self.args.options, self.args.launch)
         )
         if sys.stderr.isatty():

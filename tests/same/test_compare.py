@@ -118,6 +118,15 @@ def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_pa
         parse_args(["~/train.py"])
 
 
+def test_braces_of_the_script_itself_are_kept(monkeypatch, tmp_path):
+    (tmp_path / "train.py").touch()
+    started = []
+    monkeypatch.setattr(ranks, "run", lambda words, *_, **__: started.append(words) or [0])
+    words = ["--name", "{epoch}-{val_loss}", "--size", "{world_size}"]
+    Session(parse_args([str(tmp_path / "train.py"), "--", *words]), tmp_path).run(1)
+    assert started[0][1:] == [*words[:3], "1"]
+
+
 @pytest.mark.parametrize(
     ("is_terminal", "said"), [(True, "same: run 1, processes: 2, time limit: 600 s\n"), (False, "")]
 )
