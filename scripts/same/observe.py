@@ -73,7 +73,7 @@ def sketch(tensor: Tensor) -> Tensor:
 def sketch_all(tensors: Iterable[Tensor | None]) -> list[float]:
     """Return the sum of the sketches of tensors, each rotated according to its position; None counts as zero."""
     sketches = [sketch(tensor).roll(7 * i) for i, tensor in enumerate(tensors) if tensor is not None]
-    return sum(sketches, torch.zeros(SKETCH_SIZE)).tolist()
+    return sum(sketches, torch.zeros(SKETCH_SIZE, device="cpu")).tolist()
 
 
 def fingerprints(batch: Tensor) -> list[str]:

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+import torch
 
 from recipes.common.errors import UserError
 from scripts.same import observe, ranks
@@ -27,6 +28,12 @@ def test_only_the_first_samples_are_checked_for_random_numbers(tmp_path, monkeyp
     samples = observe.SeededSamples(range(500), observe.Observer(tmp_path, 0))
     assert [samples[i] for i in range(500)] == list(range(500))
     assert len(calls) == 2 * observe.RANDOM_SAMPLES
+
+
+def test_a_sketch_does_not_depend_on_the_default_device():
+    tensor = torch.arange(100.0)
+    with torch.device("meta"):
+        assert sum(observe.sketch_all([tensor])) == 4950
 
 
 @pytest.mark.parametrize(
