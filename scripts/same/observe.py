@@ -417,6 +417,14 @@ def install(observer: Observer) -> None:
     patch(_utils.fetch._MapDatasetFetcher, "__init__", observer.seed_samples)
 
 
+def find_modules_as(folder: str) -> None:
+    """Let imports begin in a folder, as under python; this repository, whose packages it may hide, comes last."""
+    root = str(Path(__file__).resolve().parents[2])
+    sys.path[:] = [folder, *(path for path in sys.path if path not in ("", root)), root]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("scripts", "recipes", "tests")]:
+        del sys.modules[name]
+
+
 def run_script(script: str, argv: list[str]) -> None:
     """Run a file, or a module by its dotted name, as `python` does, and record it."""
     names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -430,9 +438,10 @@ def run_script(script: str, argv: list[str]) -> None:
     observer = Observer(folder, int(rank))
     install(observer)
     sys.argv = [script, *argv]
+    is_file = script.endswith(".py") or os.sep in script
+    find_modules_as(str(Path(script).resolve().parent) if is_file else os.getcwd())
     try:
-        if script.endswith(".py") or os.sep in script:
-            sys.path.insert(0, str(Path(script).resolve().parent))
+        if is_file:
             runpy.run_path(script, run_name="__main__")
         else:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

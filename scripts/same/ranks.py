@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,7 +59,6 @@ def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
     multiprocessing.set_start_method(None, force=True)  # the script's workers use torch's default method
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
-    sys.path[:0] = [str(ROOT), os.getcwd()]
     import torch
 
     from scripts.same.observe import run_script

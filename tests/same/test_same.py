@@ -218,6 +218,16 @@ def test_the_script_runs_in_workdir(tmp_path, launcher):
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
+def test_a_script_may_import_a_package_named_like_one_of_this_repository(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/__init__.py").touch()
+    (tmp_path / "scripts/settings.py").write_text("LOSS = 2.5\n")
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text("from scripts.settings import LOSS\nprint('loss', LOSS)\n")
+    assert ranks.run([str(script)], "", 1, folder, 60) == [0]
+    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+
+
 def test_ranks_that_wait_for_each_other_are_ended(capsys, tmp_path):
     script = str(plant({"    dist.all_reduce(total)\n": "    rank and dist.all_reduce(total)\n"}, tmp_path))
     argv = [script, *GLOBAL_BATCH, "--world-sizes", "1 2", "--timeout-s", "15", *LOCAL_BATCH]
