@@ -31,7 +31,7 @@ from scripts.same.compare import Finding, Rounding, Run
 from scripts.same.ranks import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
-PARTIAL = ("uncontrolled", "chaotic", "scaled-with-batch")
+PARTIAL = ("not-printed", "uncontrolled", "chaotic", "scaled-with-batch")
 """Notes after which not all has been compared."""
 
 STOP_SHARE = 0.6
@@ -153,10 +153,12 @@ class Session:
         if failure := first.failure():
             raise UserError(f"SCRIPT {args.script} fails at 1 process, {failure.what}; fix it, or ARGS")
         stays = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
-        if not any("loss" in name or args.loss for name in first.series):
-            hint = "print `loss 2.3` in a line, or give LOSS='(regular expression)'"
-            hint += "" if first.steps else f"; {stays}"
-            raise UserError(f"SCRIPT {args.script} prints no loss that can be read; {hint}")
+        has_loss = any("loss" in name or args.loss for name in first.series)
+        hint = "print `loss 2.3` in a line, or give LOSS='(regular expression)'"
+        hint += "" if first.steps else f"; {stays}"
+        unread = UserError(f"SCRIPT {args.script} prints no loss that can be read; {hint}")
+        if not has_loss and (args.loss or not first.steps):
+            raise unread
         control = self.run(1, SAME_CONTROL="1")
         if len(control.steps) != len(first.steps):
             what = f"does {len(first.steps)} steps, and {len(control.steps) or 'none'} when it is started again"
@@ -175,6 +177,10 @@ class Session:
                 replay = self.run(1, SAME_REPLAY=str(path))
             self.runs.append(run)
             differences = compare.compare(run, first, replay, rounding, is_divided=bool(args.global_batch))
+            if not has_loss:
+                if "not-replicated" in [found.cause for found in differences]:
+                    raise unread  # nothing else can be compared
+                differences.append(Finding("not-printed", "loss"))
             self.findings += [(size, found) for found in differences]
             self.largest = max(self.largest, compare.largest_difference(run, replay or first))
         if args.resume == "auto":

@@ -197,6 +197,10 @@ NOTES = {
         "rounding alone changes the gradient so much that a bug might not show from this step on",
         "use fewer steps, or a lower learning rate",
     ),
+    "not-printed": Cause(
+        "the script prints no loss that can be read, so that its steps are compared, and no losses",
+        "print `loss 2.3` in a line, or give LOSS='(regular expression)'",
+    ),
     "not-replicated": Cause(
         "ranks hold different parts of the model, or no optimizer of torch: only what is printed is compared",
         "no fix is needed",

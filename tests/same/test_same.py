@@ -154,6 +154,20 @@ def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
         assert lines[0].startswith(f"error: {error}")
 
 
+SILENT = {'print(f"loss {mean': 'print(f"value {mean', 'print(f"test_loss': 'print(f"result'}
+
+
+def test_the_steps_of_a_script_that_prints_no_loss_are_compared(capsys, tmp_path):
+    script = str(plant(SILENT, tmp_path))
+    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 0
+    output = capsys.readouterr().out
+    assert "no difference found, but not all was compared, at 1 and 2 processes\n  gradients differ by" in output
+    assert re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) == ["not-printed"]
+    script = str(plant(SILENT | BUGS["no exchange"].edits, tmp_path))
+    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 1
+    assert named(capsys.readouterr().out) == {"not-synchronised"}
+
+
 def test_a_script_that_goes_on_from_the_run_before_is_refused(capsys, tmp_path):
     argv = [
         str(RIGHT),
