@@ -31,7 +31,7 @@ from scripts.same.compare import Finding, Rounding, Run
 from scripts.same.ranks import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
-PARTIAL = ("not-printed", "uncontrolled", "chaotic", "scaled-with-batch")
+PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "chaotic", "scaled-with-batch")
 """Notes after which not all has been compared."""
 
 STOP_SHARE = 0.6

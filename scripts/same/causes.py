@@ -201,6 +201,10 @@ NOTES = {
         "the script prints no loss that can be read, so that its steps are compared, and no losses",
         "print `loss 2.3` in a line, or give LOSS='(regular expression)'",
     ),
+    "zero-gradient": Cause(
+        "the gradient is zero in every step, so that nothing is trained or compared",
+        "look at the loss: cross_entropy() of a single class, for example, is 0 whatever the output",
+    ),
     "not-replicated": Cause(
         "ranks hold different parts of the model, or no optimizer of torch: only what is printed is compared",
         "no fix is needed",

@@ -222,6 +222,8 @@ def step_name(record: Step, i: int) -> str:
 
 def check_ranks(run: Run) -> Iterator[Finding]:
     """Yield what differs between the ranks of one run, without a look at other runs."""
+    if not any(np.any(record["final"]) for records in run.steps for record in records):
+        yield Finding("zero-gradient", "all steps, gradient: zero")
     if (apart := spread(run.steps[0], "weights")) > 1e-12:
         yield Finding("no-broadcast", f"step 1, weights: differ between ranks by {apart:.1e}")
     for i, records in enumerate(run.steps):

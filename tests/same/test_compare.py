@@ -202,6 +202,11 @@ def test_rounding_is_no_difference():
     assert causes(record(2, disturb(3e-7))) == []
 
 
+def test_a_gradient_that_is_always_zero_is_noted():
+    run = record(2, 0 * GRADIENTS)
+    assert [found.cause for found in compare(run, run, None, Rounding(run, run))] == ["zero-gradient"]
+
+
 def test_what_exceeds_rounding_is_found_in_its_first_step():
     gradients = GRADIENTS.copy()
     gradients[2] *= 1 + 1e-3 * np.arange(SIZE)
