@@ -139,7 +139,7 @@ CAUSES = {
         "the resumed run trains the same, and evaluates otherwise: what no optimizer has is not restored",
         "save and load model.state_dict(), which has the buffers (batch norm's), and averages of weights",
     ),
-    "failed": Cause("the script fails", "see the last lines of its output, above"),
+    "failed": Cause("the script fails", "see its whole output: make run SCRIPT=... NPROC_PER_NODE=... ARGS=..."),
     "hung": Cause(
         "the script does not end: ranks wait for each other",
         "call every collective on all ranks, in the same order, as often",

@@ -145,7 +145,10 @@ def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
     path = tmp_path / "script.py"
     for text, error in (
         ("print('epoch 1 done')", f"SCRIPT {path} prints no loss that can be read; print `loss 2.3` in a line"),
-        ("raise OSError('no data')", f"SCRIPT {path} fails at 1 process, after step 0: OSError: no data; fix it"),
+        (
+            "raise OSError('no data')",
+            f"SCRIPT {path} fails at 1 process, after step 0: OSError: no data (script.py:1); fix it",
+        ),
     ):
         path.write_text(text)
         assert main([str(path)]) == 2
