@@ -215,8 +215,10 @@ class Session:
             what = "no difference found, but not all was compared," if is_partial else "same to rounding"
             resumed = ", and resumed" * self.is_resumed
             lines = [f"{what} at {join(run.world_size for run in self.runs)} processes{resumed}"]
-            is_scaled = any(found.cause == "scaled-with-batch" for _, found in self.findings)
-            if (self.largest or self.measured) and not is_scaled:
+            are_compared = not any(
+                found.cause in ("scaled-with-batch", "uncontrolled") for _, found in self.findings
+            )
+            if (self.largest or self.measured) and are_compared:
                 control = f"by {self.measured:.0e} in the control run"
                 lines += [f"  gradients differ by up to {self.largest:.0e}; {control}"]
         found = dict.fromkeys(one.cause for _, one in self.findings)

@@ -13,7 +13,7 @@ from recipes.common.errors import UserError
 from scripts.same import observe, ranks
 from scripts.same.__main__ import Session, main, parse_args
 from scripts.same.causes import CAUSES
-from scripts.same.compare import Rounding, Run, check_resumed, compare, load
+from scripts.same.compare import Finding, Rounding, Run, check_resumed, compare, load
 from scripts.same.printed import read_series
 from tests.same.bugs import BUGS, plant
 from tests.support import ROOT
@@ -336,6 +336,15 @@ def test_batch_norm_explains_a_difference_but_is_none_by_itself():
 
 def test_random_numbers_in_the_loop_forbid_a_comparison():
     assert causes(record(2, disturb(0.1), moved=["torch"])) == [("uncontrolled", "step 1, random numbers")]
+
+
+def test_gradients_that_are_not_compared_are_not_said_to_differ(tmp_path):
+    (tmp_path / "train.py").touch()
+    session = Session(parse_args([str(tmp_path / "train.py")]), tmp_path, largest=1.0, measured=1e-7)
+    session.runs = [record(1, GRADIENTS)]
+    assert "gradients differ" in "\n".join(session.verdict())
+    session.findings = [(2, Finding("uncontrolled", "step 1, random numbers"))]
+    assert "gradients differ" not in "\n".join(session.verdict())
 
 
 def test_samples_of_other_content_are_not_called_dropped():
