@@ -82,7 +82,7 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=110)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, "", argparse.SUPPRESS) or not action.help:
+        if action.default is False or action.default in (None, "", argparse.SUPPRESS) or not action.help:
             return action.help
         return f"{action.help} (default: %(default)s)"
 
@@ -213,7 +213,7 @@ class RunOptions:
         "auto|PATH|none",
     )
     checkpoint_every: int = option(
-        0, non_negative_int, "steps between checkpoints besides those at each epoch's end", "STEPS"
+        0, non_negative_int, "steps between checkpoints besides those at each epoch's end; 0: none", "STEPS"
     )
     async_checkpoints: bool = switch(
         "write checkpoints from a copy of the state while training continues", default=True
@@ -239,7 +239,10 @@ class DataOptions(RunOptions):
     """Data and model."""
 
     data: str = option(
-        "digits", one_of_or_own(*DATA), f"one of {', '.join(DATA)}, or package.module:function for your own"
+        "digits",
+        one_of_or_own(*DATA),
+        f"one of {', '.join(DATA)}, or package.module:function for your own; text has other defaults: gpt-tiny, "
+        "adamw, --lr 0.004, 300 steps",
     )
     data_dir: Path = option(
         Path("data"),
@@ -293,24 +296,26 @@ class TrainingOptions(DataOptions):
         64, positive_int, "samples per optimizer step over all ranks, whatever their number", "N"
     )
     accumulate_steps: int = option(
-        1, positive_int, "split each rank's batch into N passes whose gradients are summed", "N"
+        1, positive_int, "split each rank's batch into N passes and sum the gradients: 1/N of the activations", "N"
     )
     epochs: int = option(40, positive_int, "passes over the data", "N")
     max_steps: int | None = option(None, positive_int, "end after this many optimizer steps in all", "N")
-    optimizer: str = choice("the optimizer", "sgd", "adamw")
+    optimizer: str = choice("sgd with --momentum, or adamw", "sgd", "adamw")
     lr: float = option(0.02, positive_float, "peak learning rate")
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
-    momentum: float = option(0.9, fraction, "momentum of sgd")
-    weight_decay: float = option(0.01, non_negative_float, "weight decay")
+    momentum: float = option(0.9, fraction, "momentum of sgd", "X")
+    weight_decay: float = option(0.01, non_negative_float, "an L2 penalty in sgd, decoupled in adamw", "X")
     decay_norm_bias: bool = switch(
         "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
     )
     lr_schedule: str = choice("the learning rate after the warm-up; cosine: to zero", "cosine", "constant")
-    warmup_steps: int = option(100, non_negative_int, "steps of linear warm-up", "N")
+    warmup_steps: int = option(100, non_negative_int, "steps in which the learning rate rises linearly", "N")
     label_smoothing: float = option(
         0.0, fraction, "classification: share of a target that is spread over all classes, in test_loss too", "X"
     )
-    clip_grad_norm: float | None = option(None, positive_float, "largest norm of the whole gradient", "NORM")
+    clip_grad_norm: float | None = option(
+        None, positive_float, "scale a larger gradient of the model down to this L2 norm (default: off)", "NORM"
+    )
     on_nonfinite: str = choice(
         "a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
         "with a dynamic loss scale (fp16) the scaler decides, and skips it",

@@ -155,8 +155,8 @@ def main(argv: list[str]) -> int:
     """
     parser = CommandParser("python -m scripts.bench.compare", (__doc__ or "").split("\n")[0])
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
-    parser.add_argument("--nodes", type=count, default=1)
-    parser.add_argument("--nproc-per-node", type=count, default=1)
+    parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
+    parser.add_argument("--nproc-per-node", type=count, default=1, help="processes per node")
     parser.add_argument("--steps", type=int, default=50, help="steps over which loss curves are compared")
     args = parse(parser, argv)
     if not args.recipes:

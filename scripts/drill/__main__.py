@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add("faults", nargs="*", metavar="FAULT", help=f"some of {', '.join(FAULTS)} (all)")
     add("--nodes", type=count, default=2, help="local nodes of one process each")
     add("--rounds", type=count, help="number of faults, drawn at random: a soak")
-    add("--seed", type=non_negative_int, default=0, help="seed of faults, steps and victims (0)")
+    add("--seed", type=non_negative_int, default=0, help="seed of faults, steps and victims")
     add("--steps", type=positive_int, default=400, help="steps of a job")
     add("--runs-dir", type=Path, default=ROOT / "runs", help="parent folder of drill-001")
     add("--plain", action="store_true", help="processes without network namespaces, also as root")

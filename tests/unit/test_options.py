@@ -303,9 +303,9 @@ def test_help_is_printed_once_and_names_every_default(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit):
         ddp.options(["--help"])
-    assert "samples per optimizer step over all ranks, whatever their number (default: 64)" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert "samples per optimizer step over all ranks, whatever their number (default: 64)" in text
+    assert "seed of weights, order and augmentation (default: 0)" in text, "0 is a default, too"
 
 
 def test_help_shows_no_empty_default(capsys):
