@@ -1,10 +1,5 @@
-# The front door: `make help` lists every target. Variables: RECIPE, NODES, NPROC_PER_NODE, NAME, ARGS; SCRIPT, WORKDIR,
-# RUNS_DIR and RESUME run a script of your own (docs/your-own.md); what a job
-# asks for: GPUS, and of Slurm also PARTITION, TIME, MEM, CPUS, CONSTRAINT, ACCOUNT, QOS, SWEEP, LOCAL; of
-# Kubernetes KIND, IMAGE, FABRIC, COMPONENTS, NAMESPACE, RENDER. MIN_NODES, MAX_RESTARTS make a local job elastic. FAULTS,
-# ROUNDS, SEED are the drill's, BACKENDS commbench's; MODEL, CHECK the plan's; GLOBAL_BATCH,
-# WORLD_SIZES, STOP_AFTER, LAUNCH, LOSS those of same; RUN, OUT those of export; CLAIMS, REPORT evidence's. WITH=docker runs in containers; images take BASE_IMAGE, BUILD_IMAGE, APT_SNAPSHOT, TORCH_INDEX, ATTEST, REGISTRY, TAG.
-# PYTHON is what .venv is created with.
+# `make help` lists every target with its variables. SCRIPT, WORKDIR, RUNS_DIR and RESUME run your own script in place of
+# RECIPE (docs/your-own.md). PYTHON is the Python that .venv is created with.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -35,16 +30,18 @@ shards: ## Pack an image folder into a few large files
 
 ##@ Train
 
-run: ## Run a recipe on this machine, in containers (WITH=docker), or a script of yours
+run: ## Run a recipe on this machine, in containers (WITH=docker), or your own script
 #: RECIPE=ddp NODES=2 NPROC_PER_NODE=1 NAME=mine ARGS="--epochs 3"
+#: default: 1 node, 1 process per GPU, else 1; ARGS=--help lists a recipe's options
 #: MIN_NODES=1 MAX_RESTARTS=3 elastic; SCRIPT=train.py RUNS_DIR=runs RESUME=auto
 
 submit: ## Submit a recipe to Slurm by submitit, or train here with LOCAL=1
 #: RECIPE=ddp NODES=2 GPUS=8 TIME=2:00:00 PARTITION=gpu SWEEP="lr=0.1,0.2"
+#: CPUS=12 MEM=64GB CONSTRAINT=... ACCOUNT=... QOS=... as in docs/submitit.md
 
 k8s: ## Run a recipe on a Kubernetes cluster, or print its manifest with RENDER=1
 #: RECIPE=ddp NODES=4 GPUS=8 KIND=pytorchjob IMAGE=... NAME=mine ARGS="--epochs 3"
-#: COMPONENTS="kueue rdma" as in k8s/README.md
+#: COMPONENTS="kueue rdma" FABRIC=ib NAMESPACE=... as in k8s/README.md
 
 k8s-delete: ## Delete a job from the cluster; its record stays on the volume
 #: NAME=mine
@@ -77,8 +74,9 @@ slurm-down: ## Stop that cluster and its jobs
 compare: ## Run recipes side by side
 #: RECIPES="single ddp" NODES=2 ARGS="--epochs 10"
 
-same: ## Check that a script of yours trains the same at 1, 2 and 3 processes
+same: ## Check that your own script trains the same at 1, 2 and 3 processes
 #: SCRIPT=train.py ARGS="--batch-size {local_batch}" GLOBAL_BATCH=48 RESUME=auto
+#: WORLD_SIZES="1 2 3" STOP_AFTER=20 LOSS=... LAUNCH=... as in docs/same.md
 
 plan: ## Predict step time, memory, hours and cost of a job of any size
 #: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
