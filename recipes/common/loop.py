@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from recipes.common.data import Batch, Data, Split
+from recipes.common.data import Batch, Data, Split, unread_folder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
@@ -157,13 +157,13 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
-    warn_of_layers(job)
+    print_warnings(job)
 
 
-def warn_of_layers(job: Job) -> None:
-    """Print a warning about layers that make losses depend on the number of processes."""
+def print_warnings(job: Job) -> None:
+    """Print warnings about a data folder that is not read, and layers whose losses depend on the processes."""
+    texts = [unread_folder(job.args)]
     # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
-    texts = []
     if not job.args.batchnorm_group and any(isinstance(module, _BatchNorm) for module in job.model.modules()):
         from recipes.common.models import batchnorm
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from recipes.common.data import SKIPPED, imagefolder, load_data
+from recipes.common.data import SKIPPED, imagefolder, load_data, unread_folder
 from recipes.common.errors import UserError
 from recipes.single.train import options
 
@@ -36,6 +36,17 @@ def test_digits_are_the_real_ones():
     ours = sorted(zip(images.tolist(), labels.tolist(), strict=True))
     theirs = load_digits()
     assert ours == sorted(zip(theirs.data.astype(int).tolist(), theirs.target.tolist(), strict=True))
+
+
+def test_a_folder_that_the_data_do_not_read_is_no_silent_option(tmp_path):
+    folder, said = tmp_path / "images", "warning: --data digits does not read --data-dir "
+    assert unread_folder(options(["--data-dir", str(folder)])).startswith(f"{said}{folder}; give --data image")
+    folder.mkdir()
+    assert unread_folder(options(["--data-dir", str(folder)])) == "", "the manifests name an empty folder"
+    (folder / "train").mkdir()
+    assert unread_folder(options(["--data-dir", str(folder)])).startswith(said)
+    assert unread_folder(options(["--data", "imagefolder", "--data-dir", str(folder)])) == ""
+    assert unread_folder(options([])) == ""
 
 
 def test_the_split_does_not_depend_on_the_seed():

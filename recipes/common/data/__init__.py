@@ -39,6 +39,22 @@ def find_for_all_ranks(args: Options) -> bytes:
     return b""
 
 
+def unread_folder(args: Options) -> str:
+    """Return a warning if --data does not read the folder that --data-dir names, else "".
+
+    An empty folder is none: the manifests name one for data that may come later.
+    """
+    if args.data not in ("digits", "synthetic") or args.data_dir == Options.data_dir:
+        return ""
+    try:
+        if not any(args.data_dir.iterdir()):
+            return ""
+    except OSError:
+        pass
+    fix = "give --data imagefolder, cifar10, ..., or drop it"
+    return f"warning: --data {args.data} does not read --data-dir {args.data_dir}; {fix}"
+
+
 def load_data(
     args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: bytes = b""
 ) -> Data:
