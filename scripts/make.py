@@ -34,7 +34,9 @@ NUMBERS = (
     *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED"),
     *("GLOBAL_BATCH", "STOP_AFTER"),
 )
-"""Variables that are whole numbers; the programs check their bounds."""
+"""Variables that are whole numbers of at least 1, or 0 for those in FROM_0; the programs check their bounds."""
+
+FROM_0 = ("GPUS", "MAX_RESTARTS", "SEED")
 
 VARIABLES = re.findall(
     r"\w+",
@@ -77,7 +79,8 @@ def value(name: str) -> str:
     """Return a variable, "" if it is not set; raises UserError if one of NUMBERS is no whole number."""
     USED.add(name)
     if name in NUMBERS:
-        read_number(name, 0)
+        least = 0 if name in FROM_0 else 1
+        read_number(name, least, least)
     text = os.environ.get(name, "")
     return at_home(text) if name in PATHS else text
 
