@@ -40,7 +40,7 @@ OTHERS_FLAGS = {
     *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm
     *("--kill-on-bad-exit", "--list-reasons", "--mem-bind", "--mpi", "--ntasks-per-node", "--signal"),
     *("--shm-size", "--zstd", "--max-count"),  # docker, tar, grep
-    *("--junit-xml", "--require-hashes"),  # pytest, pip
+    *("--junit-xml", "--require-hashes", "--logdir"),  # pytest, pip, tensorboard
     *("--batch-size", "--checkpoint", "--out"),  # a user's script
 }
 """Flags in the documents of programs that are not ours."""
