@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from recipes.common.errors import UserError
+from scripts.bench.claims import read_claims
 from scripts.launch import script as contract
 from scripts.launch.command import check_recipe
 from scripts.launch.local import free_port
@@ -264,11 +265,14 @@ def test_launch_sh_takes_paths_from_the_callers_folder(tmp_path):
     assert variables["RUN_DIR"] == str(tmp_path / "runs/train")
 
 
-def test_the_document_names_tests_that_exist():
-    text = (ROOT / "docs/your-own.md").read_text()
-    files = [ROOT / "docs" / path for path in re.findall(r"\]\((\.\./tests/\S+)\)", text)]
-    found = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in files)))
-    assert set(re.findall(r"`(test_\w+)`", text)) <= found
+def test_each_point_of_the_contract_is_a_claim_with_tests():
+    contract_text = (ROOT / "docs/your-own.md").read_text().split("\n## The contract\n")[1]
+    points = [
+        " ".join(point.split()) for point in re.findall(r"^- (?:.+\n)(?:  .+\n)*", contract_text, re.MULTILINE)
+    ]
+    claims = [claim for claim in read_claims().values() if claim.document == "docs/your-own.md" and claim.tests]
+    assert len(points) > 20
+    assert [point for point in points if not any(claim.text[0] in point for claim in claims)] == []
 
 
 def fail(monkeypatch, **env):
