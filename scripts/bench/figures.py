@@ -88,7 +88,7 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_
     for name in names if warm_up else ():
         contenders[name]()
     values: Rounds = {name: [] for name in names}
-    for i in range(rounds):
+    for i in range(rounds if names else 0):
         for name in [*names[i % len(names) :], *names[: i % len(names)]]:
             values[name].append(contenders[name]())
     return values
