@@ -70,11 +70,11 @@ def last_launch(options: list[str]) -> str:
     run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     try:
         return str(json.loads((run / "config.json").read_text())["launches"][-1].get("id", "unknown"))
-    except (OSError, ValueError, LookupError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or it is damaged
         return "none"
 
 
-def options_of_later_rounds(options: list[str], replaced: str = "none") -> list[str]:
+def options_of_later_rounds(options: list[str], replaced: str) -> list[str]:
     """Return the options of a round after the first: they resume the run from its newest checkpoint.
 
     `replaced` is what last_launch() returned before the first round: --overwrite replaces a run whose launch it
@@ -122,6 +122,7 @@ def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes
 def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
     """Run the agent, again each time it is lost, up to max_restarts times; return this node's exit status."""
     store: subprocess.Popen[bytes] | None = None
+    replaced = last_launch(options)
     for restart in range(max_restarts + 1):
         store = start_store(store)
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
@@ -141,7 +142,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
             status = LOST_STATUS  # lost for good; the other nodes continue
             break
         say(f"this node's agent {how}; return {restart + 1} of at most {max_restarts}")
-        options = options_of_later_rounds(options)
+        options = options_of_later_rounds(options, replaced)
         if stop := signal.sigtimedwait(STOP_SIGNALS, RETURN_AFTER_S):
             status = report_unsaved_stop(stop.si_signo)
             break

@@ -599,7 +599,7 @@ os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 """
 
 
-def kept(monkeypatch, tmp_path, statuses, max_restarts=3):
+def kept(monkeypatch, tmp_path, statuses, max_restarts=3, options=("--name=x",)):
     """Keep a node whose agents end with these statuses; return the node's status and the agents' options."""
     monkeypatch.setattr(rejoin, "RETURN_AFTER_S", 0.05)
     monkeypatch.setenv("STATUSES", statuses)
@@ -607,7 +607,7 @@ def kept(monkeypatch, tmp_path, statuses, max_restarts=3):
     handlers = {number: signal.getsignal(number) for number in rejoin.STOP_SIGNALS}
     log = tmp_path / "log"
     try:
-        status = rejoin.keep(["--name=x"], max_restarts, [sys.executable, "-c", AGENT, str(log)])
+        status = rejoin.keep([*options], max_restarts, [sys.executable, "-c", AGENT, str(log)])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, rejoin.STOP_SIGNALS)
         for number, handler in handlers.items():
@@ -635,6 +635,15 @@ def test_an_agent_that_is_lost_runs_again(monkeypatch, tmp_path, statuses, statu
     assert kept(monkeypatch, tmp_path, statuses) == (status, expected)
 
 
+def test_an_agent_that_returns_before_the_run_has_begun_does_not_resume_the_run_that_it_replaces(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.json").write_text('{"launches": [{"id": "old"}]}')
+    options = ("--runs-dir", str(tmp_path), "--name", "x", "--overwrite")
+    assert kept(monkeypatch, tmp_path, "-9 0", options=options) == (0, [" ".join(options)] * 2)
+
+
 def test_the_last_loss_of_a_node_is_told_as_such(monkeypatch, tmp_path, capfd):
     assert kept(monkeypatch, tmp_path, "-9 69", max_restarts=1)[0] == 69
     returns = "elastic: this node's agent was killed by SIGKILL; return 1 of at most 1\n"
@@ -655,15 +664,15 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
 
 def test_later_rounds_go_on_with_the_run(tmp_path):
     words = ["--runs-dir", str(tmp_path), "--name", "x"]
-    assert rejoin.options_of_later_rounds(words) == [*words, "--resume", "auto"]
+    assert rejoin.options_of_later_rounds(words, "none") == [*words, "--resume", "auto"]
     (tmp_path / "job.yaml").write_text(f"runs_dir: {tmp_path}\nresume: other.pt\n")
     configured = ["--config", str(tmp_path / "job.yaml"), "--name", "x"]
     for other in ([*words, "--resume", "other.pt"], configured):
-        assert rejoin.options_of_later_rounds(other) == [*other, "--no-overwrite"], "it has not begun yet"
+        assert rejoin.options_of_later_rounds(other, "none") == [*other, "--no-overwrite"], "it has not begun yet"
     (tmp_path / "x").mkdir()
     (tmp_path / "x/config.json").touch()
     for other in ([*words, "--resume", "other.pt"], [*configured, "--resume", "other.pt"]):
-        assert rejoin.options_of_later_rounds(other) == [*other, "--resume", "auto"]
+        assert rejoin.options_of_later_rounds(other, "none") == [*other, "--resume", "auto"]
 
 
 def test_later_rounds_do_not_resume_a_run_that_the_job_replaces(tmp_path):
@@ -685,7 +694,7 @@ def test_later_rounds_do_not_resume_a_run_that_the_job_replaces(tmp_path):
 def test_later_rounds_tell_a_script_to_resume(monkeypatch):
     monkeypatch.setenv("SCRIPT", "train.py")
     monkeypatch.setenv("RESUME", "none")
-    assert rejoin.options_of_later_rounds(["--name", "x"]) == ["--name", "x"]
+    assert rejoin.options_of_later_rounds(["--name", "x"], "none") == ["--name", "x"]
     assert os.environ["RESUME"] == "auto"
     assert rejoin.check([]) == 3, "it needs no option of ours"
 
