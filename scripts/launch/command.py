@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import functools
 import itertools
 import os
@@ -163,6 +164,10 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What the system says of a file system that takes no more data."""
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
     """Yield a temporary folder for the files of a job's processes; raises UserError if one cannot be written."""
@@ -175,7 +180,7 @@ def temporary_folder() -> Iterator[str]:
         try:
             yield name
         except OSError as error:
-            if not str(error.filename).startswith(name):
+            if error.errno not in FULL or not str(error.filename).startswith(name):
                 raise
             raise UserError(f"cannot write {error.filename}: {error.strerror}; {fix}") from None
 

@@ -184,7 +184,7 @@ class LocalJob:
     def listen(self) -> None:
         """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
         signal.signal(signal.SIGINT, self.interrupt)
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # a lost connection; nohup ignores it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a lost connection; nohup ignores it
             signal.signal(signal.SIGHUP, self.interrupt)
         for number in STOP_SIGNALS:
             signal.signal(number, self.pass_on)
@@ -242,7 +242,8 @@ class LocalJob:
             sys.stderr.writelines(self.refusals)
         if self.interrupted_by:
             whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to resume"
-            print(f"interrupted{whole}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # after SIGHUP: the terminal has gone
+                print(f"interrupted{whole}", file=sys.stderr)
             return 128 + self.interrupted_by
         if not failed:
             if any(self.has_failed(node) for node in self.nodes):
