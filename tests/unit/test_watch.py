@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from recipes.common.job import Job
 from recipes.common.optim import build_optimizer, build_scaler
+from recipes.common.process import entry
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.watch import watch as watch_module
@@ -143,12 +144,6 @@ MEMORY = (
 @pytest.mark.parametrize(
     ("message", "kind", "reason"),
     [
-        (
-            MEMORY,
-            "has no GPU memory left (Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
-            "which 9.88 MiB is free); use a smaller --global",
-            " or --amp bf16",
-        ),
         ("[../gloo/pair.cc:544] Connection closed by peer [10.0.0.2]:41230. No.", "lost another rank: C", "41230"),
         (REMOTE, "lost another rank: NCCL error in: ", "from 10.0.0.2<33759> failed : Connection reset by peer"),
         (INTERNAL, "lost another rank: NCCL error in: ", "Net : Connection closed by remote peer n2<50260>"),
@@ -159,7 +154,7 @@ MEMORY = (
             "aborted on rank 1.",
         ),
     ],
-    ids=["memory", "gloo", "remote", "internal", "system", "aborted"],
+    ids=["gloo", "remote", "internal", "system", "aborted"],
 )
 def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
@@ -173,6 +168,35 @@ def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkey
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
     assert line.endswith(reason)
+
+
+def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(entry, "CHECKPOINT_GRACE_S", 0.0)
+    written = []
+
+    def fail():
+        threading.Thread(target=lambda: written.append(time.sleep(0.5)), name=entry.CHECKPOINT_THREAD).start()
+        raise torch.OutOfMemoryError(MEMORY)
+
+    with pytest.raises(SystemExit) as caught:
+        exit_status(fail)
+    assert (caught.value.code, written) == (1, [None])
+    [line] = capsys.readouterr().err.splitlines()
+    what = "has no GPU memory left (Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which"
+    fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
+    assert line == f"error: rank 0 on {socket.gethostname()} {what} 9.88 MiB is free); {fix}"
+
+
+def test_an_error_after_a_lack_of_memory_keeps_its_traceback():
+    def fail():
+        try:
+            raise torch.OutOfMemoryError(MEMORY)
+        except RuntimeError:
+            raise RuntimeError("the smaller batch failed, too") from None
+
+    with pytest.raises(RuntimeError, match="the smaller batch"):
+        exit_status(fail)
 
 
 def test_other_errors_of_the_run_time_keep_their_traceback():

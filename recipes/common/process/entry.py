@@ -27,6 +27,9 @@ CHECKPOINT_THREAD = "checkpoint"
 CHECKPOINT_GRACE_S = 2.0
 """How long a rank that has lost another one may still write a checkpoint, before launchers end it."""
 
+MEMORY_GRACE_S = 60.0
+"""How long a rank without GPU memory may still write one. The others may wait for it, so there is a bound."""
+
 REFUSAL_GRACE_S = 3.0
 """How long the other ranks wait for rank 0 to print why all ranks end."""
 
@@ -44,9 +47,6 @@ LOST_PEER = (
     *TIME_OUTS,
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
-
-OUT_OF_MEMORY = "CUDA out of memory. "
-"""Start of the message of torch.OutOfMemoryError, which goes on to say how much was tried and what is free."""
 
 NCCL_ERROR = "NCCL error"
 """Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
@@ -74,12 +74,13 @@ def exit_status(main: Callable[[], object]) -> int:
     except UserError as error:
         _print_refusal(error)
         if error.on_one_rank:
-            _end_now(error.status)
+            _end_now(error.status, CHECKPOINT_GRACE_S)
         return error.status
     except RuntimeError as error:
-        if not _explain(error):
+        is_full = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for that
+        if not _explain(error, is_full):
             raise
-        _end_now(1)
+        _end_now(1, MEMORY_GRACE_S if is_full else CHECKPOINT_GRACE_S)
     finally:
         # The job is over for this process: a stop signal must not kill it while the interpreter shuts down.
         for number in STOP_SIGNALS:
@@ -90,24 +91,27 @@ def exit_status(main: Callable[[], object]) -> int:
     return 0
 
 
-def _end_now(status: int) -> NoReturn:
-    """End this process at once: threads that wait for another rank would keep the interpreter alive."""
+def _end_now(status: int, grace_s: float) -> NoReturn:
+    """End this process once its checkpoint is written, or after grace_s.
+
+    Threads that wait for another rank would keep the interpreter alive.
+    """
     for thread in threading.enumerate():
         if thread.name == CHECKPOINT_THREAD:
-            thread.join(CHECKPOINT_GRACE_S)
+            thread.join(grace_s)
     os._exit(status)
 
 
-def _explain(error: RuntimeError) -> bool:
-    """Print one line about a failed collective or a full GPU; return False for an error of another kind.
+def _explain(error: RuntimeError, is_full: bool) -> bool:
+    """Print one line about a full GPU or a failed collective; return False for an error of another kind.
 
     If a rank does not answer, report the hang instead, and end this process.
     """
     said = _said(error)
-    reason = _reason(said)
+    reason = _lack_of_memory(str(error)) if is_full else _reason(said)
     if reason is None:
         return False
-    if Watch.active and OUT_OF_MEMORY not in said and Watch.active.is_hang(said):
+    if Watch.active and not is_full and Watch.active.is_hang(said):
         Watch.active.end(error)
     rank, host = os.environ.get("RANK", "0"), socket.gethostname()
     print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
@@ -132,12 +136,15 @@ def _print_refusal(error: UserError) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+def _lack_of_memory(said: str) -> str:
+    """Return a one-line reason for an error that says, in torch's words, how much was tried and what is free."""
+    facts = said.split("\n")[0].removeprefix("CUDA out of memory. ").split(". ")
+    fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
+    return f"has no GPU memory left ({'. '.join(facts[:2])}); {fix}"
+
+
 def _reason(said: str) -> str | None:
-    """Return a one-line reason for a collective that failed, or a GPU that is full; None for any other message."""
-    if OUT_OF_MEMORY in said:
-        facts = said[said.index(OUT_OF_MEMORY) :].split("\n")[0].removeprefix(OUT_OF_MEMORY).split(". ")
-        fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
-        return f"has no GPU memory left ({'. '.join(facts[:2])}); {fix}"
+    """Return a one-line reason for a collective that failed; None for any other message."""
     lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
     if NCCL_ERROR in said:
         text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
