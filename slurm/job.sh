@@ -458,7 +458,7 @@ keeps_no_record() {
     if [[ -z $recipe ]]; then
         [[ ! -e $run_dir/config.json ]]
     else
-        [[ $recipe == probe || " ${options[*]} " == *" --help "* ]]
+        [[ $recipe == probe || " ${options[*]} " =~ " "(--help|-h)" " ]]
     fi
 }
 

@@ -836,7 +836,10 @@ def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, is_reque
     assert done.returncode != 0
 
 
-@pytest.mark.parametrize(("begin", "options"), [('begin_job probe "$@"', ()), ('begin_job ddp "$@"', ("--help",))])
+@pytest.mark.parametrize(
+    ("begin", "options"),
+    [('begin_job probe "$@"', ()), ('begin_job ddp "$@"', ("--help",)), ('begin_job ddp "$@"', ("-h",))],
+)
 def test_what_keeps_no_record_is_complete_without_one(job, begin, options):
     done = job(*options, begin=begin, then="status=0 greatest=0; end_job")
     assert (done.returncode, done.stderr) == (0, "")
