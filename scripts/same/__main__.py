@@ -92,7 +92,7 @@ def check_sizes(args: Namespace) -> None:
         raise UserError("WORLD_SIZES has only 1; add another number of processes, such as '1 2'")
     used = {name for word in [*args.options, args.launch] for name in re.findall(r"\{(\w+)\}", word)}
     for name in sorted(used.difference(PLACEHOLDERS)):
-        if hint := nearest(name, PLACEHOLDERS, cutoff=0.6):  # others are the script's own, such as {epoch}
+        if hint := nearest(name, PLACEHOLDERS, cutoff=0.8):  # others are the script's own, such as {epoch}
             known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
             raise UserError(f"ARGS: unknown placeholder {{{name}}}{hint}; use {known}")
     if used & {"local_batch", "global_batch"} and not args.global_batch:
@@ -216,7 +216,8 @@ class Session:
             resumed = ", and resumed" * self.is_resumed
             lines = [f"{what} at {join(run.world_size for run in self.runs)} processes{resumed}"]
             are_compared = not any(
-                found.cause in ("scaled-with-batch", "uncontrolled") for _, found in self.findings
+                found.cause in ("scaled-with-batch", "uncontrolled", "not-replicated")
+                for _, found in self.findings
             )
             if (self.largest or self.measured) and are_compared:
                 control = f"by {self.measured:.0e} in the control run"

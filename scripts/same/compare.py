@@ -113,7 +113,7 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
         run.events.append([parse_event(line) for line in whole.splitlines()])
         for suffix in ("report", "out"):
             run.series = run.series or read_series(read(folder / f"rank{rank}.{suffix}"), pattern)
-        # The module logging writes to standard error, and so does tqdm.
+    for rank in range(world_size):  # the module logging writes to standard error, and so does tqdm
         run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.err")), pattern)
     run.events = [lines for lines in run.events if lines] or [[]]
     paths = [*sorted(folder.glob("rank*.err")), folder / "launcher.err"]

@@ -88,13 +88,13 @@ def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, t
     """Run a launcher to its end; return its exit status, or None if it hung."""
     paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     unset = ("RANK", "LOCAL_RANK")  # the launcher's task
-    with open(folder / "launcher.out", "wb") as out, open(folder / "launcher.err", "wb") as err:
+    with open(folder / "launcher.err", "wb") as err:
         try:
             process = subprocess.Popen(
                 command,
                 cwd=env.get("WORKDIR") or None,
                 env={name: value for name, value in env.items() if name not in unset} | {"PYTHONPATH": paths},
-                stdout=out,
+                stdout=subprocess.DEVNULL,
                 stderr=err,
                 start_new_session=True,
                 preexec_fn=end_with_parent,

@@ -129,7 +129,7 @@ def test_braces_of_the_script_itself_are_kept(monkeypatch, tmp_path):
     (tmp_path / "train.py").touch()
     started = []
     monkeypatch.setattr(ranks, "run", lambda words, *_, **__: started.append(words) or [0])
-    words = ["--name", "{epoch}-{val_loss}", "--size", "{world_size}"]
+    words = ["--name", "{epoch}-{val_loss}-{batch}-{global_step}", "--size", "{world_size}"]
     Session(parse_args([str(tmp_path / "train.py"), "--", *words]), tmp_path).run(1)
     assert started[0][1:] == [*words[:3], "1"]
 
@@ -305,6 +305,8 @@ def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     bar = "\r 50%|█████     | 5/10 [00:00<00:00, 20.12it/s, loss=1.5]"  # as many as the time allows
     (tmp_path / "rank0.err").write_text(f"{bar}{bar}\nINFO:root:step 1 loss 2.5\n")
     assert load(tmp_path, 1, [0]).series["loss"].values == [2.5]
+    (tmp_path / "rank1.out").write_text("loss 3.5\n")
+    assert load(tmp_path, 2, [0, 0]).series["loss"].values == [3.5], "another rank's output comes first"
 
 
 def test_a_line_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):
