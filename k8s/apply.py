@@ -503,7 +503,7 @@ def make_request(args: Namespace) -> Request:
 def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None:
     """Raise UserError for what each pod would refuse, unless options go with a --config file of the pods."""
     config = option("--config", "", request.options)
-    if request.script or not request.options or (config and not Path(config).exists()):
+    if request.script or (config and not Path(config).exists()):
         return
     if request.kind == "doctor":
         doctor.parse_args(request.options)

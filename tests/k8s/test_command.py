@@ -482,7 +482,7 @@ def test_delete_of_what_is_not_there(tmp_path):
         (["horovod", "--kind", "mpijob", "--", "--resume"], "--resume: expected one argument"),
         (["probe", "--", "--quik"], "unknown option --quik; did you mean '--quick'?"),
         (
-            ["tensor", "--nodes", "3", "--gpus", "1", "--", "--epochs=3"],
+            ["tensor", "--nodes", "3", "--gpus", "1"],
             "--tensor-parallel 2 does not divide 3 processes; start a multiple of 2 processes",
         ),
     ],
