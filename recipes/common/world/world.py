@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -195,14 +196,19 @@ def connect(
 def bounded(rank: int, timeout: timedelta) -> Iterator[None]:
     """End this process if gloo connects for longer than two time-outs: for a rank to come, and for its answer.
 
-    Gloo itself waits for five, if a rank ends after it has stored its address.
+    Gloo itself waits for five, if a rank ends after it has stored its address. Each node's first rank says so.
     """
 
     def give_up() -> None:
         from recipes.common.process.meeting import MissingNodeError, cannot_connect
 
-        reason = f"no answer within {2 * timeout.total_seconds():g} s"
-        print(f"error: {cannot_connect(rank, reason)}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            reason = (
+                f"no answer within {2 * timeout.total_seconds():g} s; if another rank has ended, see its error"
+            )
+            print(f"error: {cannot_connect(rank, reason)}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1.0)  # a launcher ends all ranks as soon as one exits
         os._exit(MissingNodeError.status)
 
     timer = threading.Timer(2 * timeout.total_seconds(), give_up)
