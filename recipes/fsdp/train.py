@@ -196,9 +196,9 @@ class SameBlocks:
 
     def __init__(self, model: nn.Module, args: FSDPOptions, peers: Peers) -> None:
         self.model, self.peers = model, peers
-        self.first: dict[bool, list[str]] = {}
+        self.first_blocks: dict[bool, list[str]] = {}
         """The blocks of the first pass, in evaluation (False) and in training (True)."""
-        self.done: list[str] | None = None
+        self.blocks: list[str] | None = None
         """Those of the current pass so far; None outside of a pass."""
         # A block is compiled with its hooks.
         compare = torch.compiler.disable(self.compare) if args.compile else self.compare
@@ -212,18 +212,18 @@ class SameBlocks:
 
         Raises UserError before the first gather that differs: in the first pass on all ranks, later on this one.
         """
-        self.done = []
+        self.blocks = []
         yield
         self.compare("nothing")
-        self.first.setdefault(self.model.training, self.done)
-        self.done = None
+        self.first_blocks.setdefault(self.model.training, self.blocks)
+        self.blocks = None
 
     def compare(self, name: str, *_: Any) -> None:
         """Raise UserError if another block than this one is next."""
-        if self.done is None:  # a sample may call some of the blocks
+        if self.blocks is None:  # a sample may call some of the blocks
             return
-        fix = "run the same blocks on all ranks, or use RECIPE=horovod"
-        if not (first := self.first.get(self.model.training)):
+        fix = "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
+        if not (first := self.first_blocks.get(self.model.training)):
             # FSDP: each rank sends the name of the block that it is about to gather.
             with self.peers.watch("gradients" if self.model.training else "evaluation", computes=True):
                 names = self.peers.gather_objects(name)
@@ -231,10 +231,10 @@ class SameBlocks:
                 if other != names[0]:
                     what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
                     raise UserError(f"{what}; {fix}")
-        elif name != first[len(self.done)]:
-            what = f"rank {self.peers.rank} runs {name} where its first pass ran {first[len(self.done)]}"
+        elif name != first[len(self.blocks)]:
+            what = f"rank {self.peers.rank} runs {name} where its first pass ran {first[len(self.blocks)]}"
             raise UserError(f"{what}, and FSDP gathers in order; {fix}", on_one_rank=True)
-        self.done.append(name)
+        self.blocks.append(name)
 
 
 @dataclass

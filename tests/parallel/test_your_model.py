@@ -322,7 +322,7 @@ def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_pat
     assert outcome.statuses == [2, 2], outcome.text
     assert re.findall("error: .*", outcome.text) == [
         f"error: rank 1 runs {what} where rank 0 runs experts.0.0, and FSDP gathers in order; "
-        "run the same blocks on all ranks, or use RECIPE=horovod"
+        "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
     ]
 
 
@@ -342,7 +342,7 @@ def test_a_rank_of_fsdp_that_runs_other_blocks_in_a_later_step_says_so(folder, t
     assert outcome.statuses == [1, 2], outcome.text
     assert re.findall("error: .*", outcome.outputs[1]) == [
         f"error: rank 1 runs {what} where its first pass ran {first}, and FSDP gathers in order; "
-        "run the same blocks on all ranks, or use RECIPE=horovod"
+        "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
     ]
     assert re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", outcome.outputs[0].splitlines()[-1])
     assert len(losses(tmp_path / "run")) == 2
