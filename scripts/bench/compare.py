@@ -140,11 +140,13 @@ def check_options(recipes: Sequence[str], options: Sequence[str], processes: int
     for recipe in recipes:
         try:
             args = importlib.import_module(f"recipes.{recipe}.train").options(list(options))
+            keeps_record = hasattr(args, "runs_dir")
+            if keeps_record:
+                args.check_world_size(processes)
         except UserError as error:
             raise UserError(f"{recipe}: {error}") from None
-        if not hasattr(args, "runs_dir"):
+        if not keeps_record:
             raise UserError(f"{recipe} trains nothing; leave it out of RECIPES")
-        args.check_world_size(processes)
 
 
 @command
