@@ -68,7 +68,7 @@ show_progress() {
 
 log=.venv/setup.log
 # One that was interrupted, or had no space, may have a Python and no pip, or part of it.
-if ! runs || ! .venv/bin/python -m pip --version &>/dev/null; then
+if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensurepip; } &>/dev/null; then
     "$python" -m venv --clear .venv >&2 || {
         echo "error: $python could not make $PWD/.venv; its reason is above" >&2
         exit 2
