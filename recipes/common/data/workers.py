@@ -76,8 +76,10 @@ def choose_socket_folder() -> None:
     """Let multiprocessing keep its sockets in /tmp if TMPDIR is too long for their paths, as Python 3.14 does."""
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
         before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        util.get_temp_dir()  # makes the folder once for this process and its workers
-        tempfile.tempdir = before
+        try:
+            util.get_temp_dir()  # makes the folder once for this process and its workers
+        finally:
+            tempfile.tempdir = before
 
 
 @functools.cache
