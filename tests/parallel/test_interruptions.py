@@ -394,7 +394,9 @@ ctypes.CDLL = CDLL
 def test_ctrl_c_and_a_lost_terminal_end_everything_at_once(tmp_path, number, without):
     env = without(tmp_path) if without else {}
     (tmp_path / "tmp").mkdir()
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     job = local("ddp", 2, 1, *words_for(tmp_path, "c", *ENDLESS), TMPDIR=str(tmp_path / "tmp"), **env)
+    signal.signal(number, before)
     job.wait_for_step(tmp_path / "c", 5)
     job.process.send_signal(number)
     result = job.wait(timeout_s=10)
