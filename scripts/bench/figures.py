@@ -14,10 +14,13 @@ PARTS = {
     **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
     "scaling": 2,
     **dict.fromkeys(("wire", "launch"), 3),
-    **dict.fromkeys(("checkpoint", "gpu"), 5),
-    "plan": 1,
+    "checkpoint": 5,
+    **dict.fromkeys(("gpu", "plan"), 1),
 }
-"""The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`."""
+"""The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`.
+
+With its warm-up, the one round of gpu should take less than ten minutes (estimated; it has not run on a GPU yet).
+"""
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
 AGAIN = "not measured in this run"
