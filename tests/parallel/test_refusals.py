@@ -224,7 +224,7 @@ def small_disk(tmp_path):
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, timeout=10) if shutil.which("mount") else None
-    reason = "no mount" if done is None else done.stderr.strip()
+    reason = "no mount" if done is None else done.stderr.strip().partition("\n")[0]
     require("mount", done and done.returncode == 0, f"cannot mount a tmpfs ({reason})", "run `make test` as root")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
