@@ -90,7 +90,8 @@ class Branches(nn.Module):
         return self.head(torch.cat(parts))
 
 class Experts(nn.Module):
-    "With two ranks, rank 1 runs, from step FROM, another expert than rank 0, none, or all in another order."
+    # With two ranks, rank 1 runs, from step FROM, another expert than rank 0, none, or all in another order: in
+    # training, or if EVALUATES is set, in evaluations.
     def __init__(self, data):
         super().__init__()
         self.step = 0
@@ -98,7 +99,8 @@ class Experts(nn.Module):
     def forward(self, inputs):
         first, second = self.experts
         self.step += self.training
-        is_other = os.environ.get("RANK") == "1" and self.training and self.step >= int(os.environ.get("FROM", 1))
+        is_other = os.environ.get("RANK") == "1" and self.step >= int(os.environ.get("FROM", 1))
+        is_other = is_other and self.training == (not os.environ.get("EVALUATES"))
         case = os.environ.get("CASE") if is_other else ""
         order = {"other": [second], "none": [], "order": [second, first]}.get(case, [first])
         if os.environ.get("CASE") == "order" and not case:
@@ -309,16 +311,21 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
 
 
 @pytest.mark.parametrize(
-    ("case", "what"),
-    [("other", "experts.1.0"), ("none", "nothing"), ("order", "experts.1.0")],
-    ids=lambda value: value,
+    ("case", "what", "env"),
+    [
+        ("other", "experts.1.0", {}),
+        ("none", "nothing", {}),
+        ("order", "experts.1.0", {}),
+        ("other", "experts.1.0", {"EVALUATES": "1"}),
+    ],
+    ids=["other", "none", "order", "evaluation"],
 )
-def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_path, case, what):
+def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_path, case, what, env):
     """Gloo would abort them, or mix the weights of two blocks of one size."""
     argv = ("--data", "mine:spirals", "--model", "mine:Experts", "--device", "cpu")
     setup = functools.partial(import_from, folder)
     words = words_for(tmp_path, "run", *argv)
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case).wait(60)
+    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case, **env).wait(60)
     assert outcome.statuses == [2, 2], outcome.text
     assert re.findall("error: .*", outcome.text) == [
         f"error: rank 1 runs {what} where rank 0 runs experts.0.0, and FSDP gathers in order; "
