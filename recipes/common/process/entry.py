@@ -28,7 +28,7 @@ CHECKPOINT_GRACE_S = 2.0
 """How long a rank that has lost another one may still write a checkpoint, before launchers end it."""
 
 MEMORY_GRACE_S = 60.0
-"""How long a rank without GPU memory may still write one. The others may wait for it, so there is a bound."""
+"""How long a rank without GPU memory may still write a checkpoint, for which the others may wait."""
 
 REFUSAL_GRACE_S = 3.0
 """How long the other ranks wait for rank 0 to print why all ranks end."""
