@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from recipes.common.options import Options
@@ -41,3 +44,15 @@ def bound_horovod(timeout_s: float) -> None:
     """Set how long Horovod waits for a rank that is alive but does not join; call it before hvd.init()."""
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(timeout_s / 3) or 1))
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s) or 1))
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, give_up: Callable[[], object]) -> Iterator[None]:
+    """Call give_up() in a thread if the block takes longer: the caller's thread may wait in a library forever."""
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -9,7 +9,6 @@ import io
 import os
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.ranks import Ranks
-from recipes.common.watch.bounds import bound_of_group, bound_of_waits
+from recipes.common.watch.bounds import bound_of_group, bound_of_waits, time_limit
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
@@ -192,32 +191,24 @@ def connect(
         raise cannot_connect(ranks.rank, str(error)) from None
 
 
-@contextlib.contextmanager
-def bounded(rank: int, timeout: timedelta) -> Iterator[None]:
+def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
     """End this process if gloo connects for longer than two time-outs: for a rank to come, and for its answer.
 
     Gloo itself waits for five, if a rank ends after it has stored its address. Each node's first rank says so.
     """
+    limit_s = 2 * timeout.total_seconds()
 
     def give_up() -> None:
         from recipes.common.process.meeting import MissingNodeError, cannot_connect
 
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            reason = (
-                f"no answer within {2 * timeout.total_seconds():g} s; if another rank has ended, see its error"
-            )
+            reason = f"no answer within {limit_s:g} s; if another rank has ended, see its error"
             print(f"error: {cannot_connect(rank, reason)}", file=sys.stderr, flush=True)
         else:
             time.sleep(1.0)  # a launcher ends all ranks as soon as one exits
         os._exit(MissingNodeError.status)
 
-    timer = threading.Timer(2 * timeout.total_seconds(), give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return time_limit(limit_s, give_up)
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:

@@ -12,10 +12,9 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import one_of
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import HAVE_MET
+from recipes.common.watch.bounds import time_limit
 from scripts.bench.commbench.backends import Backend, connect
 from scripts.bench.commbench.options import BACKENDS, add_options, check_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row
@@ -54,8 +54,7 @@ class WrongResultError(UserError):
     status = 1
 
 
-@contextlib.contextmanager
-def bounded(what: str, timeout_s: float) -> Iterator[None]:
+def bounded(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
     """End this process if the block takes too long: MPI and Horovod would wait for a lost rank forever."""
 
     def give_up() -> None:
@@ -63,13 +62,7 @@ def bounded(what: str, timeout_s: float) -> Iterator[None]:
         os.write(2, f"error: {message}\n".encode())
         os._exit(1)
 
-    timer = threading.Timer(timeout_s, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return time_limit(timeout_s, give_up)
 
 
 def check(world: Backend, op: str, numel: int) -> None:
