@@ -65,11 +65,15 @@ def report_unsaved_stop(number: int) -> int:
     return UnsavedStopError.status
 
 
+def config_of(options: list[str]) -> Path:
+    """Return the configuration in the record of the run that the options name."""
+    return Path(option("--runs-dir", "runs", options)) / option("--name", "", options) / "config.json"
+
+
 def last_launch(options: list[str]) -> str:
     """Return what identifies the newest launch of the run that the options name; "none" if it has none."""
-    run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     try:
-        return str(json.loads((run / "config.json").read_text())["launches"][-1].get("id", "unknown"))
+        return str(json.loads(config_of(options).read_text())["launches"][-1].get("id", "unknown"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or it is damaged
         return "none"
 
@@ -84,11 +88,10 @@ def options_of_later_rounds(options: list[str], replaced: str) -> list[str]:
     if script.is_set():
         os.environ["RESUME"] = "auto"
         return options
-    run = Path(option("--runs-dir", "runs", options)) / option("--name", "", options)
     begun_from = option("--resume", "none", options)
     if begun_from != "auto" and last_launch(options) == replaced != "none":
         return options
-    if begun_from not in ("none", "auto") and not (run / "config.json").exists():
+    if begun_from not in ("none", "auto") and not config_of(options).exists():
         return [*options, "--no-overwrite"]  # the run has not begun: start from the same checkpoint again
     return [*options, "--resume", "auto"]
 
