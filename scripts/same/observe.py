@@ -323,10 +323,9 @@ class Observer:
     def next_batch(self, original: Function, iterator: Any) -> Any:
         """Return a loader's next batch; note its iteration, and the state of the random generators after it."""
         batch = original(iterator)
-        if isinstance(
-            iterator._index_sampler, Batches
-        ):  # workers may have drawn it before those of another loader
-            self.iteration = iterator._index_sampler.iteration
+        sampler = iterator._index_sampler
+        if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
+            self.iteration = sampler.iteration
         self.record["random"] = checksums()
         return batch
 
