@@ -469,7 +469,7 @@ def delete(cluster: Cluster, name: str) -> None:
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the command's own arguments, with the recipe's in `options`; raises UserError."""
-    parser = CommandParser("python -m k8s.apply", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m k8s.apply", __doc__)
     add = parser.add_argument
     add("recipe", nargs="?", default="", metavar="RECIPE")
     add("--kind", default="", help=f"{', '.join(KINDS)} (default: indexed-job)")

@@ -61,7 +61,7 @@ REFUSED = {
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return this command's own arguments, with the recipe's (after --) in `options`; raises UserError."""
-    parser = CommandParser("python -m slurm.submit", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m slurm.submit", __doc__)
     parser.add_argument("recipe", metavar="RECIPE")
     add = parser.add_argument_group("resources (default: the cluster's)").add_argument
     add("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")

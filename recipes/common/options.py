@@ -46,10 +46,14 @@ TEXT_EPOCHS, TEXT_STEPS = 1, 300
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are raised as UserError, instead of a usage text and an exit."""
+    """An argparse parser whose errors are raised as UserError, instead of a usage text and an exit.
 
-    def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=HelpFormatter)
+    Its help begins with the first line of `doc`, the docstring of the program's module.
+    """
+
+    def __init__(self, prog: str, doc: str | None) -> None:
+        first = (doc or "").split("\n")[0]
+        super().__init__(prog=prog, description=first, allow_abbrev=False, formatter_class=HelpFormatter)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message that argparse would print after its usage text."""
@@ -419,19 +423,19 @@ class Options(TrainingOptions):
 T = TypeVar("T")
 
 
-def parse(kind: type[T], recipe: str, description: str | None, argv: Sequence[str] | None) -> T:
+def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | None) -> T:
     """Return a recipe's options from the command line and a --config file, which the command line overrides.
 
     Args:
         kind: the dataclass of its options; each class that it inherits from is a group of --help.
         recipe: its name.
-        description: the recipe's docstring.
+        doc: the recipe's docstring.
         argv: the words of the command line (default: this process's).
 
     Raises UserError for an unknown option (with the nearest one), a bad value or file, or options that do not
     combine.
     """
-    parser = Parser(f"python -m recipes.{recipe}.train", (description or "").split("\n")[0])
+    parser = Parser(f"python -m recipes.{recipe}.train", doc)
     declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     for part in reversed(kind.__mro__):
         names = [name for name in vars(part).get("__annotations__", {}) if name in declared]

@@ -80,7 +80,7 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
 @command
 def main(argv: list[str]) -> int:
     """Measure the parts, print the table and write the file; return 1 if a part failed, else 0."""
-    parser = CommandParser("python -m scripts.bench", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (all)")
     parser.add_argument("--rounds", type=count, default=5, help="most rounds of a part; medians are over them")
     parser.add_argument("--output", type=Path, help="where the figures go (docs/benchmarks/DATE-DEVICE.json)")

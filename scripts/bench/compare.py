@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
 
     The first recipe that fails ends it: return 2 if that recipe refused its options, else 1.
     """
-    parser = CommandParser("python -m scripts.bench.compare", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench.compare", __doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, default=1, help="processes per node")

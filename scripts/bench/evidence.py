@@ -183,7 +183,7 @@ def judge_command(claim: Claim, status: int, output: str) -> tuple[bool, str]:
 @command
 def main(argv: list[str]) -> int:
     """Check the named claims (default: all that are runnable) and write the page; return 1 if one fails."""
-    parser = CommandParser("python -m scripts.bench.evidence", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench.evidence", __doc__)
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help="some of docs/claims.toml (all)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="results of the tests, by --junit-xml")
     args = parse(parser, argv)

@@ -52,7 +52,7 @@ def measure(part: str, rounds: int) -> list[Figure]:
 @command
 def main(argv: list[str]) -> int:
     """Measure a part in new namespaces of this process; return 1 if it fails."""
-    parser = CommandParser(f"python -m {MODULE}", (__doc__ or "").split("\n")[0])
+    parser = CommandParser(f"python -m {MODULE}", __doc__)
     parser.add_argument("part", type=one_of(*PARTS), metavar="PART", help=f"one of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=count, default=3, help="medians are over them (3)")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where the figures go, as JSON")

@@ -24,7 +24,7 @@ from scripts.launch.command import CommandParser, command
 @command
 def main(argv: list[str]) -> None:
     """Export the weights, and print what the file holds."""
-    parser = CommandParser("python -m scripts.dev.export", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.dev.export", __doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder (runs/NAME), or a checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from scripts.launch.command import CommandParser, command, parse
 @command
 def main(argv: list[str]) -> None:
     """Pack the images, and print a line for each shard."""
-    parser = CommandParser("python -m scripts.dev.shards", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.dev.shards", __doc__)
     parser.add_argument("source", metavar="DATA_DIR", type=Path)
     parser.add_argument("folder", metavar="OUT", type=Path)
     parser.add_argument("--shard-mb", type=positive_int, default=1000, help="size of a shard in MB")

@@ -55,7 +55,7 @@ say = partial(print, flush=True)
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
-    parser = CommandParser("python -m scripts.doctor", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.doctor", __doc__)
     add = parser.add_argument
     add("--nodes", type=positive_int, metavar="N", help="start N nodes on this machine")
     add("--as-node", action="store_true", help=SUPPRESS)  # one of the N that --nodes starts

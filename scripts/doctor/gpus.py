@@ -43,7 +43,7 @@ class Alone(Case):
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; raises UserError."""
-    parser = CommandParser("python -m scripts.doctor.gpus", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.doctor.gpus", __doc__)
     back = "how far back the kernel's log counts, at most a day"
     parser.add_argument("--since-s", type=positive_float, default=kernel_log.RECENT_S, metavar="S", help=back)
     return parse(parser, argv)

@@ -38,7 +38,7 @@ LINE = "{:<11}  {:<8}  {:<10}  {:<8}  {:<5}  {:<8}  {:<5}  {:<7}  {}"
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the drill's options; raises UserError."""
-    parser = CommandParser("python -m scripts.drill", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.drill", __doc__)
     add = parser.add_argument
     add("faults", nargs="*", metavar="FAULT", help=f"some of {', '.join(FAULTS)} (all)")
     add("--nodes", type=count, default=2, help="local nodes of one process each")

@@ -323,7 +323,7 @@ def check_elastic(args: argparse.Namespace) -> tuple[int, int] | None:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Return the launcher's own arguments, with the recipe's (after --) in `options`."""
-    parser = CommandParser("python -m scripts.launch.local", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.launch.local", __doc__)
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")

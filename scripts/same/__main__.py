@@ -40,7 +40,7 @@ STOP_SHARE = 0.6
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; words after -- are the script's. Raises UserError."""
-    parser = CommandParser("python -m scripts.same", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.same", __doc__)
     add = parser.add_argument
     add("script", nargs="?", default="", metavar="SCRIPT", help="a file, or a module's dotted name")
     add("--global-batch", type=positive_int, metavar="N", help="samples of a step over all processes")

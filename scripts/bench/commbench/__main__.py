@@ -54,7 +54,7 @@ class Place:
 
 def options(argv: Sequence[str]) -> Namespace:
     """Parse the command line; raises UserError if options are invalid or do not combine."""
-    parser = CommandParser("python -m scripts.bench.commbench", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench.commbench", __doc__)
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help=f"some of {', '.join(BACKENDS)} (all that are installed)")
     add("--nodes", type=count, help="local nodes (2; on a cluster NNODES)")

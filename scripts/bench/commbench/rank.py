@@ -39,7 +39,7 @@ WARM_UPS, FEWEST, MOST = 2, 3, 2000
 
 def options(argv: Sequence[str]) -> Namespace:
     """Parse the options of a rank; raises UserError if one is invalid."""
-    parser = CommandParser("python -m scripts.bench.commbench.rank", (__doc__ or "").split("\n")[0])
+    parser = CommandParser("python -m scripts.bench.commbench.rank", __doc__)
     parser.add_argument("--backend", type=one_of(*BACKENDS), required=True, help=f"one of {', '.join(BACKENDS)}")
     add_options(parser)
     parser.add_argument("--result", type=Path, metavar="FILE", help="where rank 0 writes its rows")

@@ -53,7 +53,7 @@ def horovod() -> Iterator[Any]:
 
 def main() -> None:
     """Time steps with the options of the command line."""
-    parser = Parser("python -m scripts.bench.contenders.bare_step", (__doc__ or "").split("\n")[0])
+    parser = Parser("python -m scripts.bench.contenders.bare_step", __doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--alone", action="store_true")

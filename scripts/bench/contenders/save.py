@@ -88,7 +88,7 @@ def copies(size: int, count: int) -> list[float]:
 
 def main() -> None:
     """Print the stalls of both kinds of save, the seconds of copies, restores and reads, and the file's size."""
-    parser = Parser("python -m scripts.bench.contenders.save", (__doc__ or "").split("\n")[0])
+    parser = Parser("python -m scripts.bench.contenders.save", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--saves", type=int, default=6)
     own_args = parse(parser, sys.argv[1:])
