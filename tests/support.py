@@ -515,6 +515,13 @@ def run_command(*argv: str, timeout_s: float = TIMEOUT_S, **env: str) -> Result:
     return Command(*argv, **env).wait(timeout_s)
 
 
+def write_program(path: Path, script: str) -> Path:
+    """Write an executable script, of sh unless it begins with #!, and return its path."""
+    path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
 def local(recipe: str, nodes: int, nproc_per_node: int, *options: str, **env: str) -> Command:
     """Start the command that `make run RECIPE= NODES= NPROC_PER_NODE=` starts."""
     counts = ("--nodes", str(nodes), "--nproc-per-node", str(nproc_per_node))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.cluster import GPU_FAULT
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights
+from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -311,16 +311,15 @@ class TestEnds:
 
     def test_the_status_is_that_of_the_first_to_end_badly(self, cluster, tmp_path):
         """The status is not that of a node that srun has killed as a result."""
-        python = tmp_path / "python"
-        python.write_text(
+        python = write_program(
+            tmp_path / "python",
             f"""#!/bin/bash
             if [[ $* != *scripts.launch.agent* ]]; then exec {sys.executable} "$@"; fi
             if [[ $SLURM_NODEID == 0 ]]; then sleep 2; exit 2; fi
             trap "" TERM # as a node that is slow to end: it is ended by KILL
             while :; do sleep 1; done
-            """
+            """,
         )
-        python.chmod(0o755)
         job = cluster.submit(tmp_path, "ddp.sbatch", flags=("--gpus-per-node=1",), PYTHON=python)
         assert job.wait() == "FAILED"
         assert job.field("ExitCode") == "2:0", job.text
@@ -482,8 +481,7 @@ class TestContainers:
         """Create a command; return the variables with which a job uses it."""
         tools = folder / "bin"
         tools.mkdir()
-        (tools / name).write_text(script)
-        (tools / name).chmod(0o755)
+        write_program(tools / name, script)
         (folder / "ddp.sif").touch()
         env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": str(folder / "ddp.sif")}
         return env | {"CONTAINER_MOUNTS": "/data:/data", "PYTHON": sys.executable}

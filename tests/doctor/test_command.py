@@ -18,7 +18,7 @@ from recipes.common.process.node import Node
 from scripts.doctor import meeting
 from scripts.launch import echo
 from scripts.launch.local import free_port
-from tests.support import Command
+from tests.support import Command, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,7 @@ def test_bad_usage_is_one_line_and_status_2(words, env, said):
 
 
 def test_a_health_check_ends_within_its_bound_where_the_driver_hangs(tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", "exec sleep 60")
     path = f"{tmp_path}:{os.environ['PATH']}"
     result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path / "runs"), PATH=path).wait(30)
     assert result.status == 1

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from scripts.doctor import gpus, kernel_log
-from tests.support import ROOT
+from tests.support import ROOT, write_program
 
 XID = "3,1,{us};NVRM: Xid (PCI:0000:3b:00): {xid}, pid=77, name=python, what the driver says\n"
 
@@ -34,8 +34,7 @@ def check(tmp_path):
     """Return a function that checks a node with a given nvidia-smi and Xid, and returns status and output."""
 
     def run(*options, smi="healthy", xid=None, ago_s=60.0):
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{NVIDIA_SMI[smi]}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        write_program(tmp_path / "nvidia-smi", NVIDIA_SMI[smi])
         us = int((time.clock_gettime(time.CLOCK_BOOTTIME) - ago_s) * 1e6)
         (tmp_path / "kmsg").write_text(XID.format(us=us, xid=xid) if xid else "")
         env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KMSG": str(tmp_path / "kmsg")}

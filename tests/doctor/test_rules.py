@@ -22,6 +22,7 @@ from scripts.doctor import collectives, kernel_log, meeting, node, report, torch
 from scripts.doctor.ranks import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 from scripts.launch.processes import Ended
+from tests.support import write_program
 
 GIB = 2**30
 
@@ -675,12 +676,11 @@ def test_ncclss_list_of_interfaces(wanted, name, fits):
 
 
 def test_nvidia_smi_is_read(tmp_path, monkeypatch):
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        '#!/bin/sh\ncase $1 in *ecc*) echo "0, Not Active, Not Active, Not Active, Active";;\n'
-        '*) echo "0, NVIDIA H100 80GB HBM3, 580.1, 81559, 4, 31";; esac\n'
+    write_program(
+        tmp_path / "nvidia-smi",
+        'case $1 in *ecc*) echo "0, Not Active, Not Active, Not Active, Active";;\n'
+        '*) echo "0, NVIDIA H100 80GB HBM3, 580.1, 81559, 4, 31";; esac',
     )
-    script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (gpu,) = node.gpus()
     assert gpu["driver_version"] == "580.1"

@@ -20,7 +20,7 @@ from scripts.doctor import __main__ as doctor
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod_with_mpi, require
 from tests.k8s import simulation
-from tests.support import ROOT, TIMEOUT_S, last_step, losses, train, wait_until
+from tests.support import ROOT, TIMEOUT_S, last_step, losses, train, wait_until, write_program
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds whose nodes are all started by scripts/launch.sh."""
@@ -38,10 +38,7 @@ else:
 
 @pytest.fixture
 def fake_python(tmp_path):
-    path = tmp_path / "python"
-    path.write_text(FAKE_PYTHON)
-    path.chmod(0o755)
-    return str(path)
+    return str(write_program(tmp_path / "python", FAKE_PYTHON))
 
 
 def what_starts(pod, python):
@@ -417,8 +414,7 @@ def mpi_launcher(tmp_path):
     """Return the file's launcher with an mpirun that prints its arguments; the run on its volume has ended."""
     launcher = simulation.pods("mpijob", load("mpijob.yaml"))[0]
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/mpirun").write_text(FAKE_MPIRUN)
-    (tmp_path / "bin/mpirun").chmod(0o755)
+    write_program(tmp_path / "bin/mpirun", FAKE_MPIRUN)
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.1 slots=1\n")
     launcher.env["OMPI_MCA_orte_default_hostfile"] = str(tmp_path / "hosts")
     (tmp_path / "horovod").mkdir()
@@ -472,12 +468,10 @@ def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
     """On TERM, the worker sends USR1 to the rank below its sshd; then sshd ends, and the worker."""
     (tmp_path / "recipes/horovod").mkdir(parents=True)
     (tmp_path / "recipes/horovod/train.py").write_text(FAKE_RANK)
-    sshd = tmp_path / "sshd"
     rank = (
         f"cd {tmp_path}; python -m recipes.horovod.train {tmp_path}/seen {tmp_path}/ready --name x & exec sleep 60"
     )
-    sshd.write_text(f"#!/usr/bin/env bash\n{rank}\n")
-    sshd.chmod(0o755)
+    sshd = write_program(tmp_path / "sshd", f"#!/usr/bin/env bash\n{rank}\n")
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
     command = simulation.run(worker, {"/usr/sbin/sshd": str(sshd)})
     deadline = time.monotonic() + 60

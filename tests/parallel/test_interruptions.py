@@ -37,6 +37,7 @@ from tests.support import (
     wait_until,
     weights,
     words_for,
+    write_program,
 )
 
 STEPS = 60
@@ -366,9 +367,7 @@ def without_prctl(folder):
 
 def without_setpriv(folder):
     """Return an environment in which setpriv fails, as on RHEL 8, whose setpriv has no --pdeathsig."""
-    path = folder / "setpriv"
-    path.write_text("#!/bin/sh\necho setpriv: unrecognized option >&2\nexit 127\n")
-    path.chmod(0o755)
+    write_program(folder / "setpriv", "echo setpriv: unrecognized option >&2\nexit 127")
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from docker import compose
 from scripts.launch.command import image_of
-from tests.support import ROOT, run_command
+from tests.support import ROOT, run_command, write_program
 
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 STAGES = re.split(r"^(?=FROM )", DOCKERFILE, flags=re.MULTILINE)[1:]
@@ -93,8 +93,7 @@ def checkout(tmp_path):
     for recipe in ("ddp", "apex"):
         (tmp_path / "recipes" / recipe).mkdir(parents=True)
         (tmp_path / "recipes" / recipe / "train.py").touch()
-    (tmp_path / "docker.sh").write_text(RECORDED_DOCKER)
-    (tmp_path / "docker.sh").chmod(0o755)
+    write_program(tmp_path / "docker.sh", RECORDED_DOCKER)
     return tmp_path
 
 
@@ -191,8 +190,7 @@ def test_an_image_of_another_cuda_has_its_own_lock_and_base(checkout):
 def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     shutil.copytree(ROOT / "scripts/dev", tmp_path / "scripts/dev")
-    (tmp_path / "uv").write_text(f'#!/usr/bin/env bash\necho "$@" >{tmp_path}/call\ncat >{tmp_path}/seen\n')
-    (tmp_path / "uv").chmod(0o755)
+    write_program(tmp_path / "uv", f'#!/usr/bin/env bash\necho "$@" >{tmp_path}/call\ncat >{tmp_path}/seen\n')
     env = {
         "PATH": f"{tmp_path}:/usr/bin:/bin",
         "TORCH_INDEX": "https://x/whl/cu126",
@@ -410,10 +408,7 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
 
 def docker_that(folder, script):
     """Return a docker that runs a line of bash."""
-    path = folder / "docker.sh"
-    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(write_program(folder / "docker.sh", f"#!/usr/bin/env bash\n{script}\n"))
 
 
 def test_an_engine_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):

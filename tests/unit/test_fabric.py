@@ -17,7 +17,7 @@ from scripts.launch import interface
 from scripts.launch.cores import count_cores
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import interface_to
-from tests.support import ROOT
+from tests.support import ROOT, write_program
 
 LIBRARIES = ("NCCL_", "GLOO_", "FI_", "OMP_")
 NAMES = (*LIBRARIES, "SLURM_", "OMPI_", "FABRIC", "CPU_REQUEST", "NPROC_PER_NODE", "MASTER_ADDR")
@@ -164,8 +164,7 @@ def test_a_library_is_looked_for_without_ld_library_path_too(tmp_path, has_libra
     plug_in(tmp_path, "a", "InfiniBand")
     ldconfig = tmp_path / "bin/ldconfig"
     ldconfig.unlink()
-    ldconfig.write_text(f"#!/bin/sh\nprintf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}\n")
-    ldconfig.chmod(0o755)
+    write_program(ldconfig, f"printf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}")
     env = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "LD_LIBRARY_PATH"))}
     env |= {"PYTHON": sys.executable, "FABRIC": "ib", "SYSFS": str(tmp_path), "DEVFS": f"{tmp_path}/dev"}
     env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
@@ -396,12 +395,11 @@ def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
 )
 def test_several_machines_use_the_interface_between_them(tmp_path, env, expected):
     """Gloo alone would take the address of the host's own name, which may be a loopback."""
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\ncase $2 in\n*interface) echo "$RDZV_TIMEOUT_S" >"$0.wait"; echo eth7 ;;\n*cores) echo 2 ;;\n'
-        '*agent) echo "agent: $FABRIC $GLOO_SOCKET_IFNAME" ;;\nesac\n'
+    python = write_program(
+        tmp_path / "python",
+        'case $2 in\n*interface) echo "$RDZV_TIMEOUT_S" >"$0.wait"; echo eth7 ;;\n*cores) echo 2 ;;\n'
+        '*agent) echo "agent: $FABRIC $GLOO_SOCKET_IFNAME" ;;\nesac',
     )
-    python.chmod(0o755)
     clean = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "NNODES"))}
     command = ["scripts/launch.sh", "ddp"]
     own = {**clean, "PYTHON": str(python), **env}

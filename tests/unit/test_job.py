@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, write_program
 
 JOB = {
     **{"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURMD_NODENAME": "n1"},
@@ -25,8 +25,7 @@ def run_job(folder, script, sinfo="8 16000 gpu:2", srun="", **env):
     """Run lines of an sbatch file after job.sh; return the status, the output and the errors."""
     stubs = {"scontrol": "printf 'n1\\nn2\\nn3\\nn4\\n'", "sinfo": f"printf '%s\\n' {sinfo!r}", "srun": srun}
     for name, body in stubs.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, f"#!/usr/bin/env bash\n{body}\n")
     own = ("SLURM", "CONTAINER", "NAME", "NPROC_PER_NODE", "FABRIC", "MASTER_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     clean |= {**JOB, "PATH": f"{folder}:{clean['PATH']}", **env}
@@ -102,8 +101,7 @@ def test_a_job_that_starts_again_goes_on_with_its_record(tmp_path, resume, has_b
 
 def run_array(folder, **env):
     """Run array.sbatch up to begin_job on a host whose python3 is too old; return the results of run_job()."""
-    (folder / "python3").write_text("#!/bin/sh\necho an old Python >&2\nexit 1\n")
-    (folder / "python3").chmod(0o755)
+    write_program(folder / "python3", "echo an old Python >&2\nexit 1")
     text = (ROOT / "slurm/array.sbatch").read_text()
     head, tail = re.split(r'source "\$\(dirname "\$file"\)/job.sh".*\n', text)
     body = tail.replace("begin_job", "echo", 1).split("\nrun_step")[0]
@@ -130,11 +128,11 @@ def test_a_sweep_that_makes_no_sense_is_status_2(tmp_path):
 
 
 def test_a_sweep_uses_apptainers_python(tmp_path):
-    (tmp_path / "apptainer").write_text(
+    write_program(
+        tmp_path / "apptainer",
         f'#!/bin/bash\necho "$*" >{tmp_path}/asked\nwhile [[ $1 != *.sif ]]; do shift; done\nshift 2\n'
-        f'exec {sys.executable} "$@"\n'
+        f'exec {sys.executable} "$@"\n',
     )
-    (tmp_path / "apptainer").chmod(0o755)
     result = run_array(tmp_path, CONTAINER_IMAGE="ddp.sif", PYTHON="")
     assert result == (0, "ddp --lr 0.2 --seed 3\n", "")
     asked = (tmp_path / "asked").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, write_program
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8"}
 SCONTROL = """#!/bin/sh
@@ -29,9 +29,8 @@ esac
 @pytest.fixture
 def job(tmp_path):
     """Return a function that runs lines after begin_job with options, in the batch script's environment."""
-    for name, script in {"scontrol": SCONTROL, "srun": "#!/bin/sh\n"}.items():
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
+    for name, script in {"scontrol": SCONTROL, "srun": ""}.items():
+        write_program(tmp_path / name, script)
 
     def run(*options, begin='begin_job ddp "$@"', then="", **env):
         begin = f"set -u; source slurm/job.sh; {begin}"
@@ -87,8 +86,7 @@ touch "$5"; exec sleep 60
 
 def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     """Otherwise its nodes would wait until RDZV_TIMEOUT_S, or meet another program at the port."""
-    (tmp_path / "python").write_text(STORE)
-    (tmp_path / "python").chmod(0o755)
+    write_program(tmp_path / "python", STORE)
     own = {"PYTHON": str(tmp_path / "python")}
     done = job(then='make_elastic; echo "$MASTER_PORT $RDZV_ENDPOINT"', **own)
     assert re.search(r"^(\d+) n1:\1$", done.stdout, re.MULTILINE), done.stderr
@@ -300,8 +298,7 @@ def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(sub
     ],
 )
 def test_a_submitted_job_warns_about_cores_that_it_does_not_use(submitted, tmp_path, cores, sees, said):
-    (tmp_path / "sinfo").write_text(f"#!/bin/sh\necho '{sees}'\n")
-    (tmp_path / "sinfo").chmod(0o755)
+    write_program(tmp_path / "sinfo", f"echo '{sees}'")
     share = {"SLURM_CPUS_ON_NODE": cores, "SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS_PER_NODE": "8"}
     done = submitted("0", 0, **share)
     assert done.returncode == 0, done.stderr
@@ -424,10 +421,9 @@ def test_what_cannot_work_is_refused_at_the_start_and_not_at_the_end(job, env, s
 
 
 def test_a_script_gets_its_signal_once_also_where_slurm_was_busy(script, tmp_path):
-    (tmp_path / "scancel").write_text(
-        f'#!/bin/sh\necho "$*" >>{tmp_path}/said\nmkdir {tmp_path}/answered || exit 0\nexit 1\n'
+    write_program(
+        tmp_path / "scancel", f'echo "$*" >>{tmp_path}/said\nmkdir {tmp_path}/answered || exit 0\nexit 1'
     )
-    (tmp_path / "scancel").chmod(0o755)
     done = script('step=srun; sleep() { :; }; stop_step USR1; wait "${stopper[0]}"')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "said").read_text() == "--signal=USR1 7\n" * 2
@@ -439,8 +435,7 @@ def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path)
         SCONTROL + 'case $* in "show node n1 "*) echo "NodeName=n1 NodeAddr=10.7.0.1 X=" ;; esac\n'
     )
     for known, address in ((1, "10.7.0.1"), (0, "n1")):
-        (tmp_path / "getent").write_text(f"#!/bin/sh\nexit {known}\n")
-        (tmp_path / "getent").chmod(0o755)
+        write_program(tmp_path / "getent", f"exit {known}")
         assert job(then='echo "$MASTER_ADDR"').stdout.splitlines()[-1] == address
     assert job(then='echo "$MASTER_ADDR"', MASTER_ADDR="ib-n1").stdout.splitlines()[-1] == "ib-n1"
 
@@ -461,8 +456,7 @@ def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path)
     ],
 )
 def test_what_is_to_be_prepared_on_the_login_node_is_asked_for(job, tmp_path, env, said):
-    (tmp_path / "apptainer").write_text("#!/bin/sh\n")
-    (tmp_path / "apptainer").chmod(0o755)
+    write_program(tmp_path / "apptainer", "")
     (tmp_path / "srun").write_text(RUNS_ON_ONE_NODE)
     done = job(STAGE_DIR=str(tmp_path / "stage"), **env)
     assert done.returncode == 2
@@ -509,8 +503,7 @@ def test_what_another_user_may_have_put_there_is_not_run(job, tmp_path, own):
         folder.touch()
     else:
         planted.parent.mkdir(parents=True)
-        planted.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-        planted.chmod(0o755)
+        write_program(planted, f"touch {tmp_path}/ran")
         there.chmod(0o777 if own == "open" else 0o700)
     if own == "link":
         folder.symlink_to(there)
@@ -668,16 +661,13 @@ def fault(job, submitted, tmp_path):
 
     The function returns the ended process, and the calls of scontrol that change the job.
     """
-    (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncat {tmp_path}/partition\n")
-    (tmp_path / "srun").write_text(
-        f"""#!/bin/sh
+    write_program(tmp_path / "sinfo", f"cat {tmp_path}/partition")
+    srun = f"""#!/bin/sh
 case $* in *--output=all*--nodelist=n2*) ;; *) exit 0 ;; esac
 while [ "$1" != -m ]; do shift; done
 KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
 """
-    )
-    for name in ("sinfo", "srun"):
-        (tmp_path / name).chmod(0o755)
+    write_program(tmp_path / "srun", srun)
 
     def run(
         xid=79,
@@ -809,8 +799,7 @@ def test_a_list_of_nodes_that_slurm_does_not_take_is_printed(fault):
     ],
 )
 def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi, is_fault):
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", smi)
     done, calls = fault(xid=31)
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n2"] * is_fault
     assert ("ended with status 1" in done.stderr) is not is_fault
@@ -855,9 +844,10 @@ def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line
 
 def test_a_second_signal_abandons_no_step(job, tmp_path):
     """The step ends 2 s after the first signal; the second signal comes in between."""
-    step = tmp_path / "step.sh"
-    step.write_text("#!/bin/bash\ntrap 'sleep 2; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n")
-    step.chmod(0o755)
+    step = write_program(
+        tmp_path / "step.sh",
+        "#!/bin/bash\ntrap 'sleep 2; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n",
+    )
     then = f"""
 cd {tmp_path}
 (while [[ ! -e begun ]]; do sleep 0.1; done; kill -USR1 $$; sleep 1; kill -USR1 $$) &

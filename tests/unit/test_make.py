@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from scripts import make
-from tests.support import ROOT, Command, run_command, wait_until
+from tests.support import ROOT, Command, run_command, wait_until, write_program
 
 VARIABLES = [*make.VARIABLES, "FABRIC", "RESUME", "PYTHON"]
 
@@ -46,8 +46,7 @@ def test_what_is_typed_is_data(tmp_path, monkeypatch, way):
     """Each text is set in a variable that make knows, and in one that it does not know."""
     marker, python = tmp_path / "marker", tmp_path / "python"
     texts = [text.replace("MARKER", str(marker)) for text in TEXTS]
-    python.write_text(PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
-    python.chmod(0o755)
+    write_program(python, PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
     unknown = {f"UNKNOWN_{i}": text for i, text in enumerate(texts)}
     typed = dict(zip(VARIABLES, texts, strict=False)) | unknown | {"PYTHON": str(python)}
     if way == "environment":
@@ -311,19 +310,15 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
 @pytest.mark.parametrize("command", ["make list", "scripts/launch.sh probe"])
 def test_python_gets_all_standard_streams_and_no_variables_of_another_python(tmp_path, command):
     """Closed streams, as daemons have them, would be the next files that are opened."""
-    python = tmp_path / "python"
     wanted = "-z ${PYTHONHOME:-}${PYTHONSAFEPATH:-} && -e /dev/fd/0 && -e /dev/fd/1 && -e /dev/fd/2"
-    python.write_text(f"#!/usr/bin/env bash\n[[ {wanted} ]]\n")
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", f"#!/usr/bin/env bash\n[[ {wanted} ]]\n")
     own = {"PYTHON": str(python), "PYTHONHOME": "/nowhere", "PYTHONSAFEPATH": "1"}
     assert run_command("bash", "-c", f"{command} <&- >&- 2>&-", **own).status == 0
 
 
 def test_horovod_needs_no_home(tmp_path):
     """Services and some containers have no HOME."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n")
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", "")
     command = ["env", "-u", "HOME", "-u", "XDG_CACHE_HOME", "scripts/horovod/build.sh", "--if-missing"]
     result = run_command(*command, PYTHON=str(python))
     assert (result.status, result.stderr) == (0, "")
@@ -402,8 +397,7 @@ def find_python(folder, pythons, **env):
     for name, version_check in pythons.items():
         path = folder / (name if name.startswith(".venv") else f"bin/{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'#!{bash}\nif [[ $1 == -I ]]; then {version_check}; fi\necho "{name} $*"\n')
-        path.chmod(0o755)
+        write_program(path, f'#!{bash}\nif [[ $1 == -I ]]; then {version_check}; fi\necho "{name} $*"\n')
     command = [bash, str(folder / "scripts/dev/python.sh"), "-m", "module", "two words"]
     result = subprocess.run(
         command, env={"PATH": str(folder / "bin"), **env}, capture_output=True, text=True, timeout=30
@@ -441,9 +435,7 @@ def test_no_python_is_recent_enough(tmp_path, pythons, env, missing):
 
 def test_make_list_runs_without_a_recent_python3(tmp_path):
     """On RHEL 8 and 9, python3 is 3.6 or 3.9."""
-    old = tmp_path / "python3"
-    old.write_text("#!/bin/sh\nexit 1\n")
-    old.chmod(0o755)
+    write_program(tmp_path / "python3", "exit 1")
     (tmp_path / "python3.13").symlink_to(sys.executable)
     result = run_command("make", "list", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (result.status, result.stderr) == (0, "")
@@ -483,8 +475,7 @@ def checkout(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text(PIP.replace("REAL", sys.executable))
-    python.chmod(0o755)
+    write_program(python, PIP.replace("REAL", sys.executable))
     return tmp_path
 
 

@@ -21,7 +21,7 @@ from recipes.common.process.meeting import MissingNodeError, PortTakenError
 from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
 from scripts.launch import agent, local, ranks, script
 from tests import support
-from tests.support import ROOT, run_command, wait_until
+from tests.support import ROOT, run_command, wait_until, write_program
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,10 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
     local.GPU_DEVICE.touch()
     assert local.visible_gpus() == []
     assert "nvidia0 is there and nvidia-smi is not in PATH: no GPU is used; set " in capsys.readouterr().err
-    script = tmp_path / "nvidia-smi"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H100 (UUID: b)\\n"\n'
+    write_program(
+        tmp_path / "nvidia-smi",
+        '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H100 (UUID: b)\\n"',
     )
-    script.chmod(0o755)
     assert local.visible_gpus() == ["0", "1"]
     hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
     monkeypatch.setattr(local.subprocess, "run", hangs)
@@ -87,9 +86,7 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
 def test_an_nvidia_smi_that_fails_is_warned_of(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'a first line'\necho 'Driver/library version mismatch'\nexit 18\n")
-    script.chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", "echo 'a first line'\necho 'Driver/library version mismatch'\nexit 18")
     assert local.visible_gpus() == []
     expected = "warning: nvidia-smi -L failed (status 18): Driver/library version mismatch\n"
     assert capsys.readouterr() == ("", expected)

@@ -20,7 +20,7 @@ from scripts.launch.fabric import fabric_environment
 from slurm import submit, training
 from slurm.sweep import report
 from slurm.training import Run
-from tests.support import ROOT
+from tests.support import ROOT, write_program
 
 
 @pytest.fixture
@@ -31,9 +31,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
     def write(name, script="exit 0"):
-        path = folder / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
+        write_program(folder / name, script)
 
     return write
 
