@@ -1,16 +1,19 @@
 """What all tests share: skips that CI can forbid, and an end to every process that a test has started."""
 
+import contextlib
 import gc
 import importlib.util
 import itertools
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipes.common.errors import UserError
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.lab import network
 from tests import fork_server
@@ -142,6 +145,15 @@ def slow(*cases: object) -> list[Any]:
     """Return cases of a parametrised test that only `make test-all` runs."""
     words = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*each, marks=pytest.mark.slow) for each in words]
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[None]:
+    """Assert that the block raises a UserError of one line with these words."""
+    with pytest.raises(UserError) as caught:
+        yield
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def require(name: str, available: object, reason: str, remedy: str) -> None:

@@ -47,6 +47,7 @@ from recipes.common.world.agreement import shard
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, describe, shorten
 from recipes.single.train import options
+from tests.conftest import refused
 
 CPU = torch.device("cpu")
 
@@ -389,10 +390,8 @@ class TestModels:
         ],
     )
     def test_what_does_not_fit_is_refused_in_one_line(self, name, size, words):
-        with pytest.raises(UserError) as caught:
+        with refused(words):
             build_model(options(["--model", name]), tiny_data(channels=3, size=size))
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_weights_depend_on_the_seed_alone(self):
         torch.manual_seed(99)
@@ -539,9 +538,8 @@ class TestRanks:
             monkeypatch.delenv(name)
         else:
             monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=name) as caught:
+        with refused(name):
             read_ranks("ddp")
-        assert "\n" not in str(caught.value)
 
 
 class TestStop:

@@ -13,6 +13,7 @@ from recipes.common.options import Parser, check_batch
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train as ddp
 from recipes.single import train as single
+from tests.conftest import refused
 from tests.support import ROOT
 
 REFUSED = {
@@ -84,10 +85,8 @@ REFUSED = {
 @pytest.mark.parametrize("recipe", [single, ddp], ids=["single", "ddp"])
 def test_bad_options_are_refused_in_one_line(recipe, case):
     argv, words = REFUSED[case]
-    with pytest.raises(UserError) as caught:
+    with refused(words):
         recipe.options(argv)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 GRAPHS = ["--compile", "--compile-mode", "reduce-overhead"]
@@ -129,7 +128,7 @@ POWERSGD = ["--grad-compression", "powersgd"]
 )
 def test_what_a_recipe_does_not_combine(recipe, argv, words):
     module = importlib.import_module(f"recipes.{recipe}.train")
-    with pytest.raises(UserError, match=re.escape(words)):
+    with refused(words):
         module.options(argv)
 
 
@@ -255,10 +254,8 @@ class TestConfig:
         ],
     )
     def test_bad_files_are_refused_in_one_line(self, tmp_path, text, words):
-        with pytest.raises(UserError) as caught:
+        with refused(words):
             self.parse(tmp_path, text, recipe=ddp)
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_a_missing_a_binary_and_a_folder_are_refused(self, tmp_path):
         (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

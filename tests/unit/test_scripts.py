@@ -21,6 +21,7 @@ from recipes.common.process.meeting import MissingNodeError, PortTakenError
 from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
 from scripts.launch import agent, local, ranks, script
 from tests import support
+from tests.conftest import refused
 from tests.support import ROOT, run_command, wait_until, write_program
 
 
@@ -427,9 +428,9 @@ def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
     words = (
         f"cannot make /runs/mine: Permission denied; give it to user {os.getuid()} (Kubernetes: by an access point"
     )
-    with pytest.raises(UserError, match=re.escape(words)):
+    with refused(words):
         script.check_job()
-    with pytest.raises(UserError, match=re.escape(words)), as_user_error("make", tmp_path):
+    with refused(words), as_user_error("make", tmp_path):
         refuse()
 
 

@@ -20,6 +20,7 @@ from recipes.common.restore import load_optimizer_state
 from recipes.common.task import SKIPPED, Classification
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
+from tests.conftest import refused
 
 CPU = torch.device("cpu")
 
@@ -128,10 +129,8 @@ class TestText:
         ],
     )
     def test_what_cannot_work_is_one_line(self, folder, argv, message):
-        with pytest.raises(UserError) as caught:
+        with refused(message):
             load_data(text_options(folder, *argv), CPU, print)
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
 
     def test_one_file_cannot_be_split(self, tmp_path):
         (tmp_path / "one.txt").write_text("text")
@@ -152,9 +151,8 @@ class TestText:
     def test_a_model_for_other_data_is_refused(self, folder, data, model, message):
         length = ["--seq-len", "16"] if data == "text" else []
         args = options(["--data", data, "--data-dir", str(folder), *length, "--model", model])
-        with pytest.raises(UserError) as caught:
+        with refused(message):
             build_model(args, load_data(args, CPU, print))
-        assert message in str(caught.value)
 
 
 class TestSums:
