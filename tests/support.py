@@ -36,6 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Bound for processes that hang, longer if tests share the cores. A test of a promised time has its own bound."""
 
+MPI_ENV = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Variables with which mpirun starts processes as root, and more of them than there are cores."""
+
 _context = multiprocessing.get_context("forkserver")
 torch.set_num_threads(1)  # threads that spin while they wait would take the other workers' cores
 
@@ -327,6 +334,17 @@ def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(is_equal, one, other))
     return bool(one == other)
+
+
+def launches(run: Path, key: str = "world_size") -> list[Any]:
+    """Return a fact of each launch of a run so far, from config.json."""
+    path = run / "config.json"
+    return [launch[key] for launch in json.loads(path.read_text())["launches"]] if path.exists() else []
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return the content of each file in a folder and those below it."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def last_step(run: Path) -> int:

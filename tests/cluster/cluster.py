@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support import ROOT, TIMEOUT_S, wait_until
+from tests.support import ROOT, TIMEOUT_S, launches, wait_until
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 
@@ -143,5 +142,4 @@ class Job:
 
     def ranks(self) -> list[str]:
         """Return the map of ranks of the last start, without the devices."""
-        launches = json.loads((self.run / "config.json").read_text())["launches"]
-        return [re.sub(": CPU.*", "", line) for line in launches[-1]["ranks"]]
+        return [re.sub(": CPU.*", "", line) for line in launches(self.run, "ranks")[-1]]

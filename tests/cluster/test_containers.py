@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require
-from tests.support import ROOT, Command, last_step, losses, newest_checkpoint, train, wait_until, words_for
+from tests.support import (
+    ROOT,
+    Command,
+    last_step,
+    launches,
+    losses,
+    newest_checkpoint,
+    train,
+    wait_until,
+    words_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -257,8 +267,7 @@ def test_a_third_node_a_lost_one_and_the_way_back(ddp_image, folder):
     assert done.status == 0, done.stdout + done.stderr
     assert "stopped by SIGUSR1: wrote" in done.stdout
     assert newest_checkpoint(folder / "three")["position"]["step"] >= later
-    launches = json.loads((folder / "three/config.json").read_text())["launches"]
-    assert [launch["world_size"] for launch in launches] == [3, 2]
+    assert launches(folder / "three") == [3, 2]
     assert left() == []
 
 

@@ -1,20 +1,14 @@
 """The elastic job on a real Slurm: an agent is lost and comes back; a node that Slurm has lost stays away."""
 
 import contextlib
-import json
 import sys
 
 import psutil
 import pytest
 
-from tests.support import TIMEOUT_S, last_step, wait_until
+from tests.support import TIMEOUT_S, last_step, launches, wait_until
 
 pytestmark = pytest.mark.slow
-
-
-def world_sizes(job):
-    path = job.run / "config.json"
-    return [launch["world_size"] for launch in json.loads(path.read_text())["launches"]] if path.exists() else []
 
 
 def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path):
@@ -29,14 +23,14 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
     [agent] = cluster.processes("-m scripts.launch.agent", "n2")
     agent.kill()
     wait_until(
-        lambda: world_sizes(job)[1:] and world_sizes(job)[-1] == 3, TIMEOUT_S, lambda: f"n2 is back: {job.text}"
+        lambda: launches(job.run)[1:] and launches(job.run)[-1] == 3, TIMEOUT_S, lambda: f"n2 is back: {job.text}"
     )
-    sizes = world_sizes(job)
+    sizes = launches(job.run)
     try:
         for process in [*cluster.processes("slurmd -D -N n3"), *cluster.processes(job.run.name, "n3")]:
             with contextlib.suppress(psutil.NoSuchProcess):  # some end together with earlier ones
                 process.kill()
-        wait_until(lambda: world_sizes(job)[len(sizes) :] == [2], TIMEOUT_S, lambda: f"without n3: {job.text}")
+        wait_until(lambda: launches(job.run)[len(sizes) :] == [2], TIMEOUT_S, lambda: f"without n3: {job.text}")
         (tmp_path / "end").touch()
         assert job.wait() == "COMPLETED", job.text
         assert (job.run / "result.json").exists()

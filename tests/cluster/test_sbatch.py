@@ -13,7 +13,18 @@ import pytest
 
 from tests.cluster.cluster import GPU_FAULT
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import ROOT, TIMEOUT_S, accuracies, is_equal, losses, train, wait_until, weights, write_program
+from tests.support import (
+    ROOT,
+    TIMEOUT_S,
+    accuracies,
+    is_equal,
+    launches,
+    losses,
+    train,
+    wait_until,
+    weights,
+    write_program,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +182,7 @@ class TestRequeue:
         """Assert that a disturbed job has resumed each time, and ends with the expected weights."""
         assert job.complete().startswith("result ")
         assert job.field("Restarts") == str(restarts)
-        steps = [launch["step"] for launch in json.loads((job.run / "config.json").read_text())["launches"]]
+        steps = launches(job.run, "step")
         assert steps == sorted(set(steps))
         assert (len(steps), steps[0]) == (restarts + 1, 0)
         assert "could not be requeued" not in job.text

@@ -16,6 +16,7 @@ from tests.support import (
     Command,
     is_equal,
     last_step,
+    launches,
     losses,
     metrics,
     newest_checkpoint,
@@ -94,8 +95,7 @@ def test_map(submitted):
 def check_resumed(run, undisturbed, starts):
     assert is_equal(weights(run), weights(undisturbed))
     assert losses(run) == losses(undisturbed)
-    launches = json.loads((run / "config.json").read_text())["launches"]
-    steps = [launch["step"] for launch in launches]
+    steps = launches(run, "step")
     assert (len(steps), steps[0]) == (starts, 0)
     assert steps == sorted(set(steps))
     assert steps[-1] < 192

@@ -20,7 +20,7 @@ from scripts.doctor import __main__ as doctor
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod_with_mpi, require
 from tests.k8s import simulation
-from tests.support import ROOT, TIMEOUT_S, last_step, losses, train, wait_until, write_program
+from tests.support import MPI_ENV, ROOT, TIMEOUT_S, last_step, launches, losses, train, wait_until, write_program
 
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds whose nodes are all started by scripts/launch.sh."""
@@ -235,8 +235,7 @@ def assert_one_world(results, run, starts=1):
     assert [result.status for result in results] == [0, 0], [result.stderr for result in results]
     assert results[0].stdout.splitlines()[-1].startswith("result recipe=ddp world_size=2 ")
     assert "result" not in results[1].stdout
-    launches = json.loads((run / "config.json").read_text())["launches"]
-    assert [launch["world_size"] for launch in launches] == [2] * starts
+    assert launches(run) == [2] * starts
 
 
 @pytest.mark.slow
@@ -283,9 +282,8 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     result = pods[0].wait(gone_within_s=15)
     assert result.status == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=1 ")
-    launches = json.loads((tmp_path / "ddp-elastic/config.json").read_text())["launches"]
-    assert [launch["world_size"] for launch in launches] == [2, 1]
-    assert launches[1]["step"] >= 20
+    assert launches(tmp_path / "ddp-elastic") == [2, 1]
+    assert launches(tmp_path / "ddp-elastic", "step")[1] >= 20
     whole = train("single", tmp_path / "whole", 1, "--max-steps=80", "--lr=0.0005")
     assert losses(tmp_path / "ddp-elastic") == pytest.approx(losses(whole), rel=1e-4)
 
@@ -495,18 +493,16 @@ def test_mpirun_starts_a_process_for_each_slot_and_term_writes_a_checkpoint(tmp_
     hosts.write_text(f"localhost slots={slots * len(workers)}\n")
     launcher.env["OMPI_MCA_orte_default_hostfile"] = str(hosts)
     launcher.env["MASTER_ADDR"] = "127.0.0.1"
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "HOME": str(tmp_path)}
     with socket.create_server(("127.0.0.1", 0)) as sshd:  # accepts connections; nothing more is asked of it
         replaced = {"/runs": str(tmp_path), "/data": str(tmp_path), "/opt/cluster-recipes": str(simulation.ROOT)}
         replaced["/2222"] = f"/{sshd.getsockname()[1]}"
-        command = simulation.run(launcher, replaced, OMP_NUM_THREADS="1", **as_root)
+        command = simulation.run(launcher, replaced, OMP_NUM_THREADS="1", HOME=str(tmp_path), **MPI_ENV)
         command.wait_for_step(tmp_path / "mine", 5)
         command.process.terminate()
         result = command.wait()
     assert result.status == 143, result.stderr
     assert "resume with --name mine --resume auto" in result.stdout
-    [launch] = json.loads((tmp_path / "mine/config.json").read_text())["launches"]
-    assert launch["world_size"] == 2
+    assert launches(tmp_path / "mine") == [2]
 
 
 def test_sshd_takes_the_workers_options(tmp_path):

@@ -1,6 +1,5 @@
 """An elastic job: nodes are lost and come back, and the curve is that of an undisturbed run."""
 
-import json
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from tests.support import (
     Ranks,
     assert_same_curve,
     last_step,
+    launches,
     newest_checkpoint,
     wait_until,
     words_for,
@@ -38,11 +38,6 @@ OFTEN = ("--checkpoint-every", "20")
 def elastic(nodes, min_nodes, max_restarts, *options, recipe="ddp", **env):
     counts = ("--nodes", str(nodes), "--min-nodes", str(min_nodes), "--max-restarts", str(max_restarts))
     return Command(sys.executable, "-m", "scripts.launch.local", recipe, *counts, "--", *options, **env)
-
-
-def launches(run, key="world_size"):
-    path = run / "config.json"
-    return [launch[key] for launch in json.loads(path.read_text())["launches"]] if path.exists() else []
 
 
 def process_of(job, node, module="scripts.launch.rejoin"):

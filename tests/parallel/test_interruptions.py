@@ -25,6 +25,7 @@ from tests.support import (
     Ranks,
     accuracies,
     assert_same_run,
+    contents,
     is_equal,
     largest_difference,
     last_step,
@@ -277,7 +278,7 @@ def test_a_longer_run_goes_on_within_the_epoch(uninterrupted, tmp_path):
 
 def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path):
     run = shutil.copytree(uninterrupted("ddp", 2), tmp_path / "ddp-2")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    before = contents(run)
     result = json.loads((run / "result.json").read_text())
     assert result["train_s"] > 0
     words = words_for(tmp_path, "ddp-2", *WORDS, "--resume", "auto")
@@ -286,7 +287,7 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
         f"result recipe=ddp world_size=2 test_accuracy={result['test_accuracy']:.4f} "
         f"samples_per_s={result['samples_per_s']:.0f} record={run}"
     )
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.support import (
     TIMEOUT_S,
     Command,
     Ranks,
+    contents,
     is_equal,
     last_step,
     local,
@@ -148,11 +149,11 @@ def trained(tmp_path_factory):
 
 
 def test_a_taken_name_is_refused(trained, tmp_path):
-    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    before = contents(trained)
     words = words_for(trained.parent, trained.name)
     outcome = run_ranks("ddp", words, 2, tmp_path / "out", check=False)
     assert_refused(outcome, "exists; add --resume auto to resume it, --overwrite to replace it")
-    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
+    assert contents(trained) == before
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])

@@ -17,7 +17,7 @@ from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
 from tests.parallel.test_fsdp import note_restored_bytes
-from tests.support import ROOT, Interrupt, Ranks, largest_difference, losses, metrics, train, words_for
+from tests.support import ROOT, Interrupt, Ranks, largest_difference, launches, losses, metrics, train, words_for
 
 SHARDED = ("--sharded-checkpoints", "--device", "cpu")
 STEPS = (*SHARDED, "--max-steps", "12", "--checkpoint-every", "3")
@@ -178,8 +178,7 @@ def test_a_rank_killed_in_a_save_costs_no_checkpoint(undisturbed, tmp_path, rank
     steps = [read_checkpoint(path)["position"]["step"] for path in CheckpointFolder(run / "checkpoints").paths()]
     assert steps in ([], [3], [6, 3])
     train("fsdp", tmp_path, 3, *STEPS, wait, "--resume", "auto")
-    last = json.loads((run / "config.json").read_text())["launches"][-1]
-    assert last["step"] == max(steps, default=0)
+    assert launches(run, "step")[-1] == max(steps, default=0)
     assert_same_end(run, undisturbed)
     assert_no_file_is_left_over(run)
 

@@ -48,6 +48,7 @@ from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, describe, shorten
 from recipes.single.train import options
 from tests.conftest import refused
+from tests.support import contents
 
 CPU = torch.device("cpu")
 
@@ -730,12 +731,12 @@ class TestRecord:
         for write in write_all(older, 5):
             write()
         newer, _ = self.open(tmp_path, "--name", "a", flag)
-        before = {path: path.read_bytes() for path in older.folder.rglob("*") if path.is_file()}
+        before = contents(older.folder)
         owner = rf"on {re.escape(socket.gethostname())} \(pid {os.getpid()}\) at 20.*; this job stops"
         for write in write_all(older, 9):
             with pytest.raises(UserError, match=f"another job has taken over the run .*a, {owner}"):
                 write()
-        assert {path: path.read_bytes() for path in older.folder.rglob("*") if path.is_file()} == before
+        assert contents(older.folder) == before
         for write in write_all(newer, 9):
             write()
 
@@ -792,7 +793,7 @@ class TestRecord:
         """For example, a pipeline stage does not fit its part of the checkpoint, but rank 0's stage does."""
         if flags:
             self.open(tmp_path, "--name", "a")
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        before = contents(tmp_path)
         job = TestJob().job("--runs-dir", str(tmp_path), "--name", "a", "--no-tensorboard", *flags)
         errors = [None]
 
@@ -808,7 +809,7 @@ class TestRecord:
         )
         with pytest.raises(UserError, match="rank 1's part does not fit"):
             begin_run(job)
-        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        assert contents(tmp_path) == before
         assert os.listdir(tmp_path) == (["a"] if flags else [])
 
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):

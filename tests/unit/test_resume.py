@@ -18,7 +18,7 @@ from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
 from recipes.single.train import main, options
-from tests.support import is_equal, losses, metrics, newest_checkpoint, weights
+from tests.support import contents, is_equal, losses, metrics, newest_checkpoint, train, weights
 
 EPOCH = 22
 """Steps of an epoch: 1,437 digits in batches of 64."""
@@ -48,17 +48,6 @@ DAMAGED_CONFIGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def handlers():
-    """Restore the handlers of the stop signals, which a recipe sets."""
-    numbers = (signal.SIGUSR1, signal.SIGTERM)
-    before = [signal.getsignal(number) for number in numbers]
-    torch.set_num_threads(1)
-    yield
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def single(tmp_path, capsys):
     """Return a function that trains in tmp_path / NAME and returns the lines that were printed."""
@@ -75,12 +64,7 @@ def single(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Return a complete run of one epoch."""
-    folder = tmp_path_factory.mktemp("trained")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    main(["--runs-dir", str(folder), "--name", "a", "--log-every", "1", "--no-tensorboard", "--epochs", "1"])
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return folder / "a"
+    return train("single", tmp_path_factory.mktemp("trained"), 1, "--epochs", "1")
 
 
 @pytest.fixture
@@ -93,16 +77,12 @@ def read(run, name="config.json"):
     return json.loads((run / name).read_text())
 
 
-def files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # ---- a passing fault
 
 
 @pytest.mark.parametrize("call", ["load", "listdir", "read_text"])
 def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeypatch, call):
-    before = files(run)
+    before = contents(run)
 
     def fail(path, **options):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
@@ -112,7 +92,7 @@ def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeyp
         patch.setattr(owner, call, fail)
         with pytest.raises(UserError, match=r"cannot read .*Stale file handle"):
             single("a", "--epochs", "2", "--resume", "auto")
-    assert files(run) == before
+    assert contents(run) == before
     lines = single("a", "--epochs", "2", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 2 * EPOCH + 1))
@@ -143,30 +123,30 @@ def test_what_a_task_derives_is_saved_as_plain_numbers(run, single):
 def test_where_no_checkpoint_is_good_nothing_begins(run, single):
     for path in run.glob("checkpoints/*.pt"):
         path.write_bytes(path.read_bytes()[:-1])
-    before = files(run)
+    before = contents(run)
     for _ in range(2):
         with pytest.raises(UserError, match=r"none of the 1 checkpoints .*; try .*--overwrite and --resume none"):
             single("a", "--epochs", "2", "--resume", "auto")
-        assert files(run) == before
+        assert contents(run) == before
     single("a", "--max-steps", "1", "--overwrite", "--resume", "none")
     assert newest_checkpoint(run)["position"]["step"] == 1
 
 
 def test_a_complete_run_without_checkpoints_is_refused(run, single):
     shutil.rmtree(run / "checkpoints")
-    before = files(run)
+    before = contents(run)
     with pytest.raises(UserError, match=r"a is complete, and its checkpoints are gone; .*--overwrite"):
         single("a", "--epochs", "2", "--resume", "auto")
-    assert files(run) == before
+    assert contents(run) == before
 
 
 @pytest.mark.parametrize("text", DAMAGED_CONFIGS)
 def test_a_damaged_config_is_named_and_left(run, single, text):
     (run / "config.json").write_text(text)
-    before = files(run)
+    before = contents(run)
     with pytest.raises(UserError, match=r"config.json is damaged or not of this project; restore or remove it"):
         single("a", "--epochs", "2", "--resume", "auto")
-    assert files(run) == before
+    assert contents(run) == before
 
 
 def test_a_damaged_line_costs_no_other(run, single):
@@ -194,12 +174,12 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
     shutil.rmtree(other / "checkpoints")
     (other / "result.json").unlink()
     shutil.rmtree(run)
-    before = files(other)
+    before = contents(other)
     with pytest.raises(
         UserError, match=r"b has no checkpoint, and .*a/checkpoints/step-.*, where it began, is gone; "
     ):
         single("b", "--epochs", "2", "--resume", "auto")
-    assert files(other) == before
+    assert contents(other) == before
 
 
 def test_a_run_that_ended_before_its_record_began_begins_from_another_again(run, single, tmp_path):
@@ -224,26 +204,26 @@ def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
 def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path, place):
     """Its own checkpoint would be lost before the new run has written one."""
     (tmp_path / "link").symlink_to(run)
-    before = files(run)
+    before = contents(run)
     for path in (run / place, tmp_path / "link" / place):
         with pytest.raises(UserError, match=r"--resume: .*\.pt is in .*a, which --overwrite deletes; "):
             single("a", "--epochs", "2", "--overwrite", "--resume", str(path))
-        assert files(run) == before
+        assert contents(run) == before
 
 
 def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
     """The old record is removed once the checkpoint has been restored and the steps are known to suffice."""
     other = shutil.copytree(run, tmp_path / "b")
-    before = files(run)
+    before = contents(run)
     with pytest.raises(UserError, match=rf"is at step {EPOCH}, beyond the 5 steps"):
         single("a", "--max-steps", "5", "--overwrite", "--resume", str(other))
-    assert files(run) == before
+    assert contents(run) == before
     content = newest_checkpoint(other)
     content["model"].popitem()
     record.CheckpointFolder(other / "checkpoints").write(content)
     with pytest.raises(UserError, match="the checkpoint does not fit this run"):
         single("a", "--overwrite", "--resume", str(other))
-    assert files(run) == before
+    assert contents(run) == before
 
 
 def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_path):
@@ -260,7 +240,7 @@ def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_pa
 
 
 def test_a_complete_run_stays_as_it_is(run, single):
-    before, last = files(run), read(run, "result.json")
+    before, last = contents(run), read(run, "result.json")
     asked_at = (run / "result.json").stat().st_mtime_ns
     for argv in (["--epochs", "1"], ["--max-steps", "5"], ["--epochs", "1", "--lr", "0.5"]):
         lines = single("a", *argv, "--resume", "auto")
@@ -269,7 +249,7 @@ def test_a_complete_run_stays_as_it_is(run, single):
             f"result recipe=single world_size=1 test_accuracy={last['test_accuracy']:.4f} "
             f"samples_per_s={last['samples_per_s']:.0f} record={run}",
         ]
-        assert files(run) == before
+        assert contents(run) == before
     assert last["samples_per_s"] > 0
     assert (run / "result.json").stat().st_mtime_ns > asked_at, "launch files go by it"
 
@@ -319,13 +299,13 @@ def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
 
 def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
     (run / "result.json").unlink()  # as if it had been stopped there
-    before = files(run)
+    before = contents(run)
     words = rf"step-{EPOCH:09d}.pt is at step {EPOCH}, beyond the 5 steps of .*; raise them"
     with pytest.raises(UserError, match=words):
         single("a", "--max-steps", "5", "--resume", "auto")
     with pytest.raises(UserError, match=words):
         single("b", "--max-steps", "5", "--resume", str(run))
-    assert files(run) == before
+    assert contents(run) == before
     assert not (tmp_path / "b").exists(), "a refusal leaves no run behind"
 
 
