@@ -1,11 +1,7 @@
 """Recipes under mpirun: torchrun's numbers, one line for what cannot work, and no process left behind."""
 
-import contextlib
-import os
 import signal
-import subprocess
 import sys
-import time
 import types
 
 import psutil
@@ -15,17 +11,9 @@ from scripts.launch import mpirun
 from scripts.launch.echo import Echo, try_port
 from scripts.launch.local import free_port
 from tests.conftest import need_mpi, refused
-from tests.support import ROOT, has_ended, largest_difference, losses, train, wait_until, weights, words_for
+from tests.support import MPI_ENV, Command, largest_difference, losses, run_command, train, weights, words_for
 
 pytestmark = pytest.mark.slow
-
-ENV = {
-    **os.environ,
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-BOUND_S = 120
 
 
 @pytest.fixture
@@ -38,24 +26,16 @@ def command(*words):
 
 
 def run(*words, **env):
-    return subprocess.run(
-        command(*words), cwd=ROOT, env={**ENV, **env}, capture_output=True, text=True, timeout=BOUND_S
-    )
+    return run_command(*command(*words), **MPI_ENV, **env)
 
 
-@contextlib.contextmanager
-def endless(tmp_path):
-    """Yield mpirun and its two ranks, which train until they are stopped."""
-    words = command("recipes.ddp.train", "--epochs", "1000000", "--runs-dir", str(tmp_path), "--no-tensorboard")
-    job = subprocess.Popen(words, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert "world_size=2" in job.stdout.readline()
-        assert job.stdout.readline().startswith("ranks 0-1 on ")
-        assert job.stdout.readline().startswith("epoch 1")
-        yield job, psutil.Process(job.pid).children()
-    finally:
-        job.kill()
-        job.communicate()
+def start(tmp_path):
+    """Return mpirun with two ranks that have done a step, and train until they are stopped."""
+    words = words_for(tmp_path, "endless", "--epochs", "1000000")
+    job = Command(*command("recipes.ddp.train", *words), **MPI_ENV)
+    job.wait_for_step(tmp_path / "endless", 1)
+    assert "world_size=2" in job.text
+    return job
 
 
 def test_a_script_of_the_users_own(mpi, tmp_path):
@@ -64,21 +44,17 @@ def test_a_script_of_the_users_own(mpi, tmp_path):
     line = r"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\n"
     path.write_text(f'import os, sys; sys.stdout.write(f"{line}")')
     done = run(str(path), "--out={run_dir}", RUNS_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--out={tmp_path}/train']" for rank in range(2)]
     done = run(str(tmp_path / "tran.py"))
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.status, done.stdout) == (2, "")
     assert done.stderr == f"error: SCRIPT {tmp_path}/tran.py does not exist; did you mean 'train.py'?\n"
-
-
-def assert_gone(processes):
-    wait_until(lambda: all(map(has_ended, processes)), 20, lambda: f"the end of {processes}")
 
 
 def test_losses_are_those_of_torchrun(mpi, tmp_path):
     torchrun = train("ddp", tmp_path, 2, "--max-steps", "10")  # the tests set torchrun's variables
     outcome = run("recipes.ddp.train", *words_for(tmp_path, "mpirun", "--max-steps", "10"))
-    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.status == 0, outcome.stderr
     assert "result recipe=ddp world_size=2" in outcome.stdout
     assert losses(tmp_path / "mpirun") == losses(torchrun)
     assert largest_difference(weights(tmp_path / "mpirun"), weights(torchrun)) == 0
@@ -90,33 +66,28 @@ def test_a_refusal_is_one_line_and_status_2(mpi):
         (["recipes.ddp.train", "--lr", "0"], "error: --lr: expects a number above 0, got '0'"),
     ]:
         outcome = run(*words)
-        assert outcome.returncode == 2
+        assert outcome.status == 2
         assert outcome.stderr.splitlines() == [line]
 
 
 def test_usr1_writes_a_checkpoint(mpi, tmp_path):
-    with endless(tmp_path) as (job, ranks):
-        job.send_signal(signal.SIGUSR1)
-        text = job.communicate(timeout=BOUND_S)[0]
-        assert job.returncode == 0
-        assert "stopped by SIGUSR1: wrote" in text
-        assert_gone(ranks)
+    job = start(tmp_path)
+    job.process.send_signal(signal.SIGUSR1)
+    result = job.wait(gone_within_s=20)
+    assert result.status == 0
+    assert "stopped by SIGUSR1: wrote" in result.stdout
 
 
 def test_a_killed_rank_ends_the_job(mpi, tmp_path):
-    with endless(tmp_path) as (job, ranks):
-        ranks[1].kill()
-        began = time.monotonic()
-        job.wait(timeout=BOUND_S)
-        assert job.returncode != 0
-        assert time.monotonic() - began < 20
-        assert_gone(ranks)
+    job = start(tmp_path)
+    psutil.Process(job.process.pid).children()[1].kill()
+    assert job.wait(20, gone_within_s=20).status != 0
 
 
 def test_no_rank_outlives_mpirun(mpi, tmp_path):
-    with endless(tmp_path) as (job, ranks):
-        job.kill()
-        assert_gone(ranks)
+    job = start(tmp_path)
+    job.process.kill()
+    job.wait(gone_within_s=20)
 
 
 def mpi4py_with(error=None):

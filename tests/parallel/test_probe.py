@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 
@@ -13,14 +12,7 @@ from recipes.common.errors import UserError
 from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import ROOT, Ranks, run_command
-
-MPI_ENV = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMP_NUM_THREADS": "1",
-}
+from tests.support import MPI_ENV, ROOT, Ranks, run_command
 
 
 def torchrun(nodes, nproc_per_node):
@@ -69,12 +61,9 @@ ssh; scripts/launch/horovod.py does without. test_mpirun.py has mpirun on one no
 @pytest.mark.parametrize(("launcher", "nodes"), LAUNCHERS)
 def test_map(launcher, nodes):
     size, world_size = 2, 2 * nodes
-    command = launcher(nodes, size)
-    outcome = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **MPI_ENV}, capture_output=True, text=True, timeout=120
-    )
-    assert outcome.returncode == 0, outcome.stderr
-    [found] = re.findall(r"probe (\{.*\})", outcome.stdout)  # horovodrun prefixes each line with the rank
+    result = run_command(*launcher(nodes, size), OMP_NUM_THREADS="1", **MPI_ENV)
+    assert result.status == 0, result.stderr
+    [found] = re.findall(r"probe (\{.*\})", result.stdout)  # horovodrun prefixes each line with the rank
     content = json.loads(found)
     assert content["world_size"] == world_size
     assert content["sum"] == sum(range(world_size + 1))
