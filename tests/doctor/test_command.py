@@ -18,7 +18,7 @@ from recipes.common.process.node import Node
 from scripts.doctor import meeting
 from scripts.launch import echo
 from scripts.launch.local import free_port
-from tests.support import Command, write_program
+from tests.support import Command, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -100,8 +100,7 @@ def test_a_port_that_is_taken(tmp_path):
 
 def test_ctrl_c_leaves_no_process(tmp_path):
     command = Command(*DOCTOR, "--nodes", "2", "--runs-dir", str(tmp_path))
-    while len(command.find("scripts.doctor")) < 3:
-        time.sleep(0.05)
+    wait_until(lambda: len(command.find("scripts.doctor")) >= 3, 60, "two nodes")
     command.process.send_signal(signal.SIGINT)
     assert command.wait(20).status == 130
 

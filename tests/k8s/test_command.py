@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -17,7 +16,7 @@ from k8s.manifest import KINDS, load, pod_templates
 from recipes.common.errors import UserError
 from tests.conftest import require
 from tests.k8s import simulation
-from tests.support import ROOT, Command, run_command
+from tests.support import ROOT, Command, run_command, wait_until, write_program
 
 RESULT = "result recipe=ddp world_size=2 test_accuracy=0.9806 samples_per_s=15686\n"
 NO_EVENTS = [{"out": {"items": []}}]
@@ -75,6 +74,10 @@ class Played:
     def calls(self):
         lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
         return [json.loads(line) for line in lines]
+
+
+def without_kubectl(*argv, **env):
+    return run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl", **env)
 
 
 def success():
@@ -397,10 +400,7 @@ def test_ctrl_c_leaves_the_job(tmp_path):
     play["get pods"] = [pods(pod(RUNNING))]
     play["logs"] = [{"sleep_s": 60}]
     played = Played(tmp_path, play, "ddp", "--namespace=team")
-    deadline = time.monotonic() + 20
-    while not any("logs" in call["argv"] for call in played.calls):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: any("logs" in call["argv"] for call in played.calls), 20, "kubectl logs")
     played.command.process.send_signal(signal.SIGINT)
     result = played.wait()
     assert result.status == 130
@@ -408,60 +408,40 @@ def test_ctrl_c_leaves_the_job(tmp_path):
     assert not any("delete" in call["argv"] for call in played.calls)
 
 
+JOB_GONE, SERVICE_GONE = 'job.batch "mine" deleted\n', 'service "mine" deleted\n'
+FORBIDDEN = 'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "me" cannot list\n'
+NO_POLICIES = FORBIDDEN.replace("jobsets.jobset.x-k8s.io", "networkpolicies.networking.k8s.io")
+
+
 def test_delete_takes_all_kinds_and_no_volume(tmp_path):
     unknown = {"err": 'error: the server doesn\'t have a resource type "pytorchjobs"\n', "status": 1}
-    play = {
-        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
-        "delete services": [{"out": 'service "mine" deleted\n'}],
-        "delete": [unknown],
-    }
-    played = Played(tmp_path, play, "--delete", "mine")
+    play = {"delete jobs.batch": [{"out": JOB_GONE}], "delete services": [{"out": SERVICE_GONE}]}
+    played = Played(tmp_path, {**play, "delete": [unknown]}, "--delete", "mine")
     result = played.wait()
-    assert (result.status, result.stderr) == (0, "")
-    assert result.stdout == 'job.batch "mine" deleted\nservice "mine" deleted\n'
+    assert (result.status, result.stdout, result.stderr) == (0, JOB_GONE + SERVICE_GONE, "")
     deleted = [call["argv"][1] for call in played.calls]
     assert {kind.resource for kind in KINDS.values()} < set(deleted)
     assert not any("volume" in word for call in played.calls for word in call["argv"])
     assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
 
 
-def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path):
-    """A user whose Role allows only jobs and services cannot list NetworkPolicies, and cannot have created one."""
-    refused = "Error from server (Forbidden): networkpolicies.networking.k8s.io is forbidden: no right to list\n"
-    play = {
-        "delete networkpolicies": [{"err": refused, "status": 1}],
-        "delete services": [{"out": 'service "mine" deleted\n'}],
-        "delete": [{}],
-    }
-    result = Played(tmp_path, play, "--delete", "mine").wait()
-    assert (result.status, result.stdout, result.stderr) == (0, 'service "mine" deleted\n', "")
-
-
-FORBIDDEN = 'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "me" cannot list\n'
-
-
-def test_delete_needs_no_right_to_the_operators_kinds(tmp_path):
-    """The Role of a namespace often allows only what Kubernetes itself has."""
-    play = {
-        "delete jobs.batch": [{"out": 'job.batch "mine" deleted\n'}],
-        "delete services": [{"out": 'service "mine" deleted\n'}],
-        "delete": [{"err": FORBIDDEN, "status": 1}],
-    }
-    result = Played(tmp_path, play, "--delete", "mine").wait()
-    assert (result.status, result.stderr) == (0, "")
-    assert result.stdout == 'job.batch "mine" deleted\nservice "mine" deleted\n'
-
-
-def test_delete_says_what_it_may_not_delete_where_it_finds_nothing(tmp_path):
-    play = {"delete jobsets": [{"err": FORBIDDEN, "status": 1}], "delete": [{}]}
-    result = Played(tmp_path, play, "--delete", "mine").wait()
-    assert result.status == 2
-    assert result.stderr.startswith("error: kubectl delete jobsets.jobset.x-k8s.io: (Forbidden): jobsets.")
-
-
-def test_delete_of_what_is_not_there(tmp_path):
-    result = Played(tmp_path, {"delete": [{}]}, "--delete", "mine").wait()
-    assert (result.status, result.stderr) == (2, "error: there is no job named mine in this namespace\n")
+@pytest.mark.parametrize(
+    ("deleted", "refused", "expected"),
+    [
+        # A Role that allows only jobs and services: the user cannot list NetworkPolicies, nor have created one.
+        ({"services": SERVICE_GONE}, {"networkpolicies": NO_POLICIES}, (0, SERVICE_GONE, "")),
+        # A Role that allows only what Kubernetes itself has.
+        ({"jobs.batch": JOB_GONE, "services": SERVICE_GONE}, {"": FORBIDDEN}, (0, JOB_GONE + SERVICE_GONE, "")),
+        # Nothing found: it may be of the kind that was refused.
+        ({}, {"jobsets": FORBIDDEN}, (2, "", f"error: kubectl delete jobsets.jobset.x-k8s.io: {FORBIDDEN[18:]}")),
+        ({}, {}, (2, "", "error: there is no job named mine in this namespace\n")),
+    ],
+)
+def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path, deleted, refused, expected):
+    play = {f"delete {kind}": [{"out": said}] for kind, said in deleted.items()}
+    play |= {f"delete {kind}".strip(): [{"err": said, "status": 1}] for kind, said in refused.items()}
+    result = Played(tmp_path, {**play, "delete": play.get("delete", [{}])}, "--delete", "mine").wait()
+    assert (result.status, result.stdout, result.stderr) == expected
 
 
 @pytest.mark.parametrize(
@@ -488,7 +468,7 @@ def test_delete_of_what_is_not_there(tmp_path):
     ],
 )
 def test_bad_input_is_refused_before_anything_is_asked(argv, words):
-    result = run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl")
+    result = without_kubectl(*argv)
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr
     assert words in result.errors[0]
@@ -502,34 +482,31 @@ def test_bad_input_is_refused_before_anything_is_asked(argv, words):
     ],
 )
 def test_options_that_only_the_pods_can_check_are_left_to_them(argv, env):
-    result = run_command(sys.executable, "-m", "k8s.apply", "--render", *argv, KUBECTL="no-such-kubectl", **env)
+    result = without_kubectl("--render", *argv, **env)
     assert (result.status, result.stderr) == (0, "")
 
 
 def test_without_kubectl():
-    result = run_command(sys.executable, "-m", "k8s.apply", "ddp", KUBECTL="no-such-kubectl")
+    result = without_kubectl("ddp")
     expected = "error: no-such-kubectl not found; install kubectl, or set KUBECTL to its path\n"
     assert (result.status, result.stderr) == (2, expected)
 
 
 def test_a_kubectl_that_is_none_is_one_line(tmp_path, monkeypatch):
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text("of another machine")
-    kubectl.chmod(0o755)
+    kubectl = write_program(tmp_path / "kubectl", "echo is installed first")
     monkeypatch.setenv("KUBECTL", str(kubectl))
     with pytest.raises(UserError) as raised:
         apply.Cluster(None).get("pods")
-    assert str(raised.value) == f"cannot run {kubectl}: Exec format error"
-    kubectl.write_text("#!/bin/sh\necho is installed first\n")
+    assert str(raised.value) == "kubectl get pods printed no JSON: is installed first"
+    kubectl.write_text("of another machine")
     with pytest.raises(UserError) as raised:
         apply.Cluster(None).get("pods")
-    assert str(raised.value) == "kubectl get pods printed no JSON: is installed first"
+    assert str(raised.value) == f"cannot run {kubectl}: Exec format error"
 
 
 def test_render_prints_what_would_be_created():
     own = ["--kind", "jobset", "--nodes", "3", "--gpus", "8", "--name", "mine", "--render"]
-    argv = ["scratch", *own, "--", "--lr=1"]
-    result = run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl")
+    result = without_kubectl("scratch", *own, "--", "--lr=1")
     assert (result.status, result.stderr) == (0, "")
     (jobset,) = yaml.safe_load_all(result.stdout)
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -554,6 +531,14 @@ GONE = [
 ]
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """Time as the tested module reads it: its only entry, in seconds, which tests set."""
+    time_s = [0.0]
+    monkeypatch.setattr(apply.time, "monotonic", lambda: time_s[0])
+    return time_s
+
+
 def watch(monkeypatch, *answers, kind="indexed-job"):
     """Return a Watch of a job whose cluster gives these answers, one per call."""
     left = list(answers)
@@ -571,9 +556,7 @@ def test_each_kind_has_its_own_head(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("state", BUSY)
-def test_what_the_kubelet_tries_again_is_waited_for_a_while(monkeypatch, state):
-    now = [0.0]
-    monkeypatch.setattr(apply.time, "monotonic", lambda: now[0])
+def test_what_the_kubelet_tries_again_is_waited_for_a_while(monkeypatch, now, state):
     watching = watch(monkeypatch)
     for now[0] in (0, 60, 119):
         assert "ddp-0-abcde" in watching.check_pods([pod(state)], is_late=False)
@@ -591,10 +574,8 @@ def test_what_is_not_there_is_final_at_once(monkeypatch, state):
         watch(monkeypatch).check_pods([pod(state)])
 
 
-def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, capsys):
+def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, now, capsys):
     """30 min in Kueue's queue do not count: the 900 s for node 0 begin when the job is admitted."""
-    now = [0.0]
-    monkeypatch.setattr(apply.time, "monotonic", lambda: now[0])
     queued = [answer for _ in range(30) for answer in (job("Suspended")["out"], pods()["out"])]
     admitted = [job()["out"], pods(pod(waiting("ContainerCreating")), pod(index=1))["out"]]
     watching = watch(monkeypatch, *queued, *admitted * 2)
@@ -608,9 +589,7 @@ def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, capsys):
         watching.step()
 
 
-def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(apply.time, "monotonic", lambda: now[0])
+def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch, now):
     watching = watch(monkeypatch, *[job()["out"], pods(pod(RUNNING))["out"]] * 4)
     watching.cluster.command = ["true"]
     watching.step()

@@ -472,10 +472,7 @@ def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
     sshd = write_program(tmp_path / "sshd", f"#!/usr/bin/env bash\n{rank}\n")
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
     command = simulation.run(worker, {"/usr/sbin/sshd": str(sshd)})
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "ready").exists, 60, "a rank")
     command.process.terminate()
     command.wait()
     assert (tmp_path / "seen").read_text() == "USR1"
