@@ -26,6 +26,22 @@ esac
 """
 
 
+def bash(folder, *words, **env):
+    """Run bash with the programs of a folder before all others, in the environment of a job."""
+    own = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
+    return subprocess.run(["bash", *words], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+
+
+def is_requeued(folder, job="7"):
+    return f"requeue {job}" in (folder / "scontrol.txt").read_text().splitlines()
+
+
+def preempt(folder):
+    """Let scontrol show the job as preempted."""
+    script = (folder / "scontrol").read_text()
+    (folder / "scontrol").write_text(script.replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00"))
+
+
 @pytest.fixture
 def job(tmp_path):
     """Return a function that runs lines after begin_job with options, in the batch script's environment."""
@@ -33,10 +49,8 @@ def job(tmp_path):
         write_program(tmp_path / name, script)
 
     def run(*options, begin='begin_job ddp "$@"', then="", **env):
-        begin = f"set -u; source slurm/job.sh; {begin}"
-        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
-        words = ["bash", "-c", f"{begin}\n{then}", "bash", *options, "--runs-dir", str(tmp_path / "runs")]
-        return subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=60)
+        lines = f"set -u; source slurm/job.sh; {begin}\n{then}"
+        return bash(tmp_path, "-c", lines, "bash", *options, "--runs-dir", str(tmp_path / "runs"), **env)
 
     return run
 
@@ -93,7 +107,7 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     then = "export HELD=$MASTER_PORT; make_elastic; echo more"
     done = job(then=then, **own)
     assert "job 7: another process took port 2" in done.stdout
-    assert "requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()
+    assert is_requeued(tmp_path)
     done = job(then=then, STATUS="3", **own)
     assert (done.returncode, "more" in done.stdout) == (1, False)
     assert re.search(r"error: job 7: its store did not start on n1:\d+ \(status 3\)\n$", done.stderr)
@@ -145,7 +159,7 @@ def test_the_port_follows_from_the_job(job):
 
 
 @pytest.mark.parametrize(
-    ("status", "greatest", "restarts", "is_requeued", "said"),
+    ("status", "greatest", "restarts", "requeues", "said"),
     [
         (75, 75, "0", True, "job 7: another process took port 2"),
         (75, 75, "10", False, " 11 times (MAX_REQUEUES=10); to resume: sbatch ... --name ddp-job7 --resume auto"),
@@ -153,11 +167,11 @@ def test_the_port_follows_from_the_job(job):
         (2, 2, "0", False, "error: job 7 ended with status 2"),
     ],
 )
-def test_a_lost_race_for_the_port_is_requeued(job, tmp_path, status, greatest, restarts, is_requeued, said):
+def test_a_lost_race_for_the_port_is_requeued(job, tmp_path, status, greatest, restarts, requeues, said):
     then = f'touch "$run_dir/config.json"; status={status} greatest={greatest}; end_job'
     done = job(then=then, SLURM_RESTART_COUNT=restarts)
     assert done.returncode != 0
-    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert is_requeued(tmp_path) is requeues
     assert said in done.stdout + done.stderr
     assert "PORT_IS_CHOSEN=1" in job(then="env").stdout
 
@@ -220,16 +234,15 @@ def test_a_submitted_job_is_requeued_or_ends_as_rank_0_has(
     submitted, tmp_path, then, left, status, ends_with, said
 ):
     done = submitted(left, status, then)
-    is_requeued = "requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()
-    assert is_requeued is (ends_with == "requeue"), done.stdout + done.stderr
-    assert is_requeued or done.returncode == ends_with
+    assert is_requeued(tmp_path) is (ends_with == "requeue"), done.stdout + done.stderr
+    assert is_requeued(tmp_path) or done.returncode == ends_with
     assert said in done.stdout + done.stderr
     if ends_with not in (0, "requeue"):
         assert (tmp_path / "logs/7_status").read_text() == f"{ends_with}\n"
 
 
 @pytest.mark.parametrize(
-    ("then", "left", "preempted", "is_requeued", "said"),
+    ("then", "left", "preempted", "requeues", "said"),
     [
         ("", "0", False, False, ""),
         ("", "3", False, False, ""),
@@ -241,14 +254,13 @@ def test_a_submitted_job_is_requeued_or_ends_as_rank_0_has(
     ],
 )
 def test_a_submitted_script_is_requeued_if_a_restart_would_go_on(
-    submitted, tmp_path, then, left, preempted, is_requeued, said
+    submitted, tmp_path, then, left, preempted, requeues, said
 ):
     if preempted:
-        text = (tmp_path / "scontrol").read_text().replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00")
-        (tmp_path / "scontrol").write_text(text)
+        preempt(tmp_path)
     done = submitted(left, 0, then, script="train.py")
     assert (done.returncode == 0) is (left == "0"), done.stderr
-    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert is_requeued(tmp_path) is requeues
     assert said in done.stdout + done.stderr
 
 
@@ -266,11 +278,9 @@ def test_a_task_of_an_array_requeues_itself_alone_and_has_its_own_run(submitted,
     others = '"show job "*) echo " JobState=RUNNING PreemptTime=2026 " ;;'
     (tmp_path / "scontrol").write_text(text.replace('"show job "*)', f'{own}\n{others}\n"never "*)'))
     array = {"SLURM_JOB_ID": "104", "SLURM_ARRAY_JOB_ID": "101", "SLURM_ARRAY_TASK_ID": "3"}
-    for left, is_requeued in (("1", False), ("0 USR1", True)):
+    for left, requeues in (("1", False), ("0 USR1", True)):
         done = submitted(left, 0, RECORD, others=("a", "b", "c"), **array)
-        assert ("requeue 101_3" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued, (
-            done.stderr
-        )
+        assert is_requeued(tmp_path, "101_3") is requeues, done.stderr
     assert (tmp_path / "runs/mine/config.json").exists()
 
 
@@ -321,7 +331,7 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("then", "preempted", "is_requeued", "said"),
+    ("then", "preempted", "requeues", "said"),
     [
         ("status=0", False, False, ""),
         ("status=3", False, False, "error: job 7 ended with status 3"),
@@ -335,16 +345,13 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
         ("signal=TERM status=0", False, False, "error: job 7: its ranks were told to stop before their end"),
     ],
 )
-def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(
-    script, tmp_path, then, preempted, is_requeued, said
-):
+def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path, then, preempted, requeues, said):
     """A restart would continue after a preemption, or if the script has written to RUN_DIR since its start."""
     if preempted:
-        text = (tmp_path / "scontrol").read_text().replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00")
-        (tmp_path / "scontrol").write_text(text)
+        preempt(tmp_path)
     done = script(f"greatest=0; sleep 0.02; {then}; end_job")
     assert (done.returncode == 0) is (then == "status=0"), done.stderr
-    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert is_requeued(tmp_path) is requeues
     assert said in done.stdout + done.stderr
 
 
@@ -532,10 +539,7 @@ def file(job, tmp_path):
         (tmp_path / "scontrol").write_text(
             SCONTROL.replace('"JobId=7 ', f'"JobId=7\n   Command={" ".join(called)}\n')
         )
-        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, **JOB, **env}
-        done = subprocess.run(
-            ["bash", f"slurm/{name}", *called[1:]], cwd=ROOT, env=own, capture_output=True, text=True, timeout=60
-        )
+        done = bash(tmp_path, f"slurm/{name}", *called[1:], **env)
         assert done.returncode == 0, done.stderr
         return done.stdout, (tmp_path / "srun.txt").read_text()
 
@@ -806,7 +810,7 @@ def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi
 
 
 @pytest.mark.parametrize(
-    ("then", "is_requeued", "said"),
+    ("then", "requeues", "said"),
     [
         (
             "signal=USR1 status=0",
@@ -818,9 +822,9 @@ def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi
         ("status=0", False, "error: job 7: its ranks were told to stop before their end; to resume: "),
     ],
 )
-def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, is_requeued, said):
+def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, requeues, said):
     done = job(then=f"{then}; greatest=$status; end_job")
-    assert ("requeue 7" in (tmp_path / "scontrol.txt").read_text().splitlines()) is is_requeued
+    assert is_requeued(tmp_path) is requeues
     assert said in done.stdout + done.stderr
     assert done.returncode != 0
 
