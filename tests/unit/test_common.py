@@ -572,6 +572,12 @@ class TestRecord:
         record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
         return record, content
 
+    def log(self, record, step, loss=1.0):
+        record.log_step(step=step, epoch=1, loss=loss, lr=0.1, samples_per_s=1.0)
+
+    def write_checkpoint(self, record, step, is_best=False):
+        record.checkpoints.write(pack(record.args, Position(step=step), {}, {}, {}), is_best)
+
     def test_config_tells_what_was_run(self, tmp_path, monkeypatch):
         monkeypatch.setenv("MAKE_LINE", "make run RECIPE=single")
         record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
@@ -615,7 +621,7 @@ class TestRecord:
 
     def test_the_result_has_the_best_evaluation_and_when_the_run_ended(self, tmp_path, capsys):
         record, _ = self.open(tmp_path, "--name", "a")
-        record.log_step(step=100, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+        self.log(record, 100)
         record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
         result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
         record.print_result(record.write_result(headline="test_accuracy", **result, samples_per_s=1.0))
@@ -634,7 +640,7 @@ class TestRecord:
         path = record.folder / "result.json"
         old = {"recipe": "a", "world_size": 2, "step": 9, "samples_per_s": 1, "test_accuracy": 0.5}
         args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
-        record.checkpoints.write(pack(args, Position(step=9), {}, {}, {}))
+        self.write_checkpoint(record, 9)
         for result, last in ((json.loads(path.read_text()), "test_error=0.2500"), (old, "test_accuracy=0.5000")):
             path.write_text(json.dumps(result))
             record, _ = open_run(args, "single", [])
@@ -650,7 +656,7 @@ class TestRecord:
         written = json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)
         assert (written["test_loss"], written["best_test_loss"]) == (None, None)
         args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
-        record.checkpoints.write(pack(args, Position(step=9), {}, {}, {}))
+        self.write_checkpoint(record, 9)
         again, _ = open_run(args, "single", [])
         again.begin(9, total_steps=9, is_complete=True)
         again.print_result(again.write_result(headline="test_loss", **values, samples_per_s=1.0))
@@ -664,7 +670,7 @@ class TestRecord:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         record, _ = self.open(tmp_path, "--name", "a")
-        for call in (lambda: record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0), record.close):
+        for call in (lambda: self.log(record, 1), record.close):
             record._events = SimpleNamespace(add_scalar=fail, close=fail)
             with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
                 call()
@@ -675,17 +681,6 @@ class TestRecord:
         assert self.open(tmp_path, recipe="ddp")[0].folder.name == "ddp-001"
         (tmp_path / "single-1203").mkdir()
         assert self.open(tmp_path)[0].folder.name == "single-1204"
-
-    def test_resume_auto_without_a_name_takes_the_newest(self, tmp_path):
-        for _ in range(2):
-            self.open(tmp_path)
-        record, _ = self.open(tmp_path, "--resume", "auto")
-        assert record.folder.name == "single-002"
-        assert len(json.loads((record.folder / "config.json").read_text())["launches"]) == 2
-
-    def test_resume_auto_of_nothing_is_a_new_run(self, tmp_path):
-        assert self.open(tmp_path, "--resume", "auto")[0].folder.name == "single-001"
-        assert self.open(tmp_path, "--resume", "auto", "--name", "x")[0].folder.name == "x"
 
     def test_a_taken_name_is_refused(self, tmp_path):
         self.open(tmp_path, "--name", "a")
@@ -700,7 +695,7 @@ class TestRecord:
 
     def test_overwrite_deletes_runs_only(self, tmp_path):
         record, _ = self.open(tmp_path, "--name", "a")
-        record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+        self.log(record, 1)
         record, _ = self.open(tmp_path, "--name", "a", "--overwrite")
         assert (record.folder / "metrics.jsonl").read_text() == ""
         (tmp_path / "precious").mkdir()
@@ -723,8 +718,8 @@ class TestRecord:
     @pytest.mark.parametrize("flag", ["--resume=auto", "--overwrite"])
     def test_of_two_jobs_of_a_run_the_older_writes_nothing_more(self, tmp_path, flag):
         def write_all(record, step):
-            yield lambda: record.log_step(step=step, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
-            yield lambda: record.checkpoints.write(pack(record.args, Position(step=step), {}, {}, {}))
+            yield lambda: self.log(record, step)
+            yield lambda: self.write_checkpoint(record, step)
             yield lambda: record.write_result(headline="test_loss", world_size=1, test_loss=1.0, samples_per_s=1.0)
 
         older, _ = self.open(tmp_path, "--name", "a")
@@ -750,7 +745,7 @@ class TestRecord:
 
         monkeypatch.setattr(torch, "save", save_late)
         with pytest.raises(UserError, match="another job has taken over the run"):
-            record.checkpoints.write(pack(record.args, Position(step=5), {}, {}, {}), is_best=True)
+            self.write_checkpoint(record, 5, is_best=True)
         assert [path.suffix for path in (record.folder / "checkpoints").iterdir()] == [".tmp"]
 
     @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES, None])
@@ -767,25 +762,22 @@ class TestRecord:
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
-            record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
-            record.checkpoints.write(pack(record.args, Position(step=1), {}, {}, {}))
+            self.log(record, 1)
+            self.write_checkpoint(record, 1)
         assert json.loads((record.folder / "metrics.jsonl").read_text())["step"] == 1
         assert [path.name for path in record.checkpoints.paths()] == ["step-000000001.pt"]
         self.open(tmp_path, "--name", "a", "--resume", "auto")
         with pytest.raises(UserError, match="another job has taken over the run"):
-            record.log_step(step=2, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
+            self.log(record, 2)
 
     def test_a_run_that_another_job_is_about_to_replace_is_not_written_to(self, tmp_path):
         """Otherwise its checkpoint would count as one of the new run."""
         record, _ = self.open(tmp_path, "--name", "a")
         for path in record.folder.iterdir():
             path.unlink()  # as --overwrite does before it writes its own
-        for write in (
-            lambda: record.log_step(step=1, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0),
-            lambda: record.checkpoints.write(pack(record.args, Position(step=1), {}, {}, {})),
-        ):
+        for write in (self.log, self.write_checkpoint):
             with pytest.raises(UserError, match=r"a/config\.json is gone: another job replaces the run,.* stops"):
-                write()
+                write(record, 1)
         assert list(record.folder.iterdir()) == []
 
     @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
@@ -815,14 +807,13 @@ class TestRecord:
     def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
         record, _ = self.open(tmp_path, "--name", "a")
         for step in range(1, 8):
-            record.log_step(step=step, epoch=1, loss=1.0, lr=0.1, samples_per_s=1.0)
-        args = options(["--runs-dir", str(tmp_path)])
-        record.checkpoints.write(pack(args, Position(step=5), {}, {}, {}))
+            self.log(record, step)
+        self.write_checkpoint(record, 5)
         with open(record.folder / "metrics.jsonl", "a") as file:
             file.write('{"step": 8, "lo')
         record, content = self.open(tmp_path, "--name", "a", "--resume", "auto")
         assert content["position"]["step"] == 5
-        record.log_step(step=6, epoch=1, loss=2.0, lr=0.1, samples_per_s=1.0)
+        self.log(record, 6, 2.0)
         lines = [json.loads(line) for line in (record.folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
         assert lines[-1]["loss"] == 2.0
@@ -847,7 +838,7 @@ class TestRecord:
         )
         record.begin(0, total_steps=100, is_complete=False)
         for step in (1, 2):
-            record.log_step(step=step, epoch=1, loss=step / 2, lr=0.1, samples_per_s=1.0)
+            self.log(record, step, step / 2)
         record.close()
         events = EventAccumulator(str(record.folder)).Reload()
         assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
