@@ -23,7 +23,7 @@ def test_two_local_nodes_equal_single_without_compression(single, tmp_path):
     assert_same_run(tmp_path / "horovod", single)
 
 
-def test_a_signal_ends_it_with_a_checkpoint_and_it_goes_on(single, tmp_path):
+def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     command = local("horovod", 2, 1, *words_for(tmp_path, "horovod", *ENDLESS, "--compression", "none"))
     command.wait_for_step(tmp_path / "horovod", 5)
     command.process.send_signal(signal.SIGUSR1)
