@@ -508,14 +508,18 @@ class Command:
         # pread does not move the file offset, which the writing processes share.
         return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
-    def wait(self, timeout_s: float = TIMEOUT_S, gone_within_s: float = 3.0) -> Result:
-        """Wait until the command ends; fail the test after timeout_s, or if a process is left over."""
+    def wait(self, timeout_s: float = TIMEOUT_S, gone_within_s: float = 3.0, check: bool = False) -> Result:
+        """Wait until the command ends; fail the test after timeout_s, or if a process is left over.
+
+        With check, the command must end with status 0.
+        """
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
         self.wait_for_gone(gone_within_s)
         self.alive.remove(self)
+        assert not check or self.process.returncode == 0, f"status {self.process.returncode}:\n{self.text}"
         return Result(self.process.returncode, self._read(self._out), self._read(self._err))
 
     def kill(self) -> None:
@@ -528,9 +532,9 @@ class Command:
             self.alive.remove(self)
 
 
-def run_command(*argv: str, timeout_s: float = TIMEOUT_S, **env: str) -> Result:
-    """Run a command until it ends; then no process of it may be left over."""
-    return Command(*argv, **env).wait(timeout_s)
+def run_command(*argv: str, timeout_s: float = TIMEOUT_S, check: bool = False, **env: str) -> Result:
+    """Run a command until it ends; then no process of it may be left over. With check, its status must be 0."""
+    return Command(*argv, **env).wait(timeout_s, check=check)
 
 
 def write_program(path: Path, script: str) -> Path:

@@ -75,8 +75,7 @@ def examine(
         names = "umount /etc/hosts; mount --bind hosts /etc/hosts"
         plan = {"nodes": nodes, "network": f"{names}\n{network}", "started": started}
         (folder / "plan.json").write_text(json.dumps(plan))
-        done = Command(sys.executable, "-m", "tests.doctor.nodes", name).wait(timeout_s)
-        assert done.status == 0, done.stderr
+        done = Command(sys.executable, "-m", "tests.doctor.nodes", name).wait(timeout_s, check=True)
         assert list((folder / "runs").iterdir()) == [], "the probe of the shared folder is removed"
         outputs = {i: (folder / f"out{i}").read_text() for i in started}
         assert (folder / "report.json").exists(), outputs

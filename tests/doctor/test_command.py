@@ -27,8 +27,7 @@ DOCTOR = (sys.executable, "-m", "scripts.doctor")
 
 def test_two_nodes_of_this_machine(tmp_path):
     words = ("--nodes", "2", "--nproc-per-node", "2", "--json", str(tmp_path / "report.json"), "--device", "cpu")
-    result = Command(*DOCTOR, *words, "--runs-dir", str(tmp_path / "runs"), FABRIC="tcp").wait(100)
-    assert result.status == 0, result.stdout
+    result = Command(*DOCTOR, *words, "--runs-dir", str(tmp_path / "runs"), FABRIC="tcp").wait(100, check=True)
     lines = result.stdout.splitlines()
     assert lines[0].startswith("doctor: 2 nodes at 127.0.0.1:")
     assert re.match(r"doctor: all is well on 2 nodes, \d+ s$", lines[-1])

@@ -137,8 +137,7 @@ def test_a_pod_that_starts_again_is_followed_again(tmp_path):
     play["get pods"] = [pods(pod(RUNNING)), *[pods(stopped)] * 2, pods(second), pods(ended)]
     play["logs"] = [{"out": "stopped\n"}, {"out": RESULT}]
     played = Played(tmp_path, play, "ddp")
-    result = played.wait()
-    assert result.status == 0, result.stderr
+    result = played.command.wait(check=True)
     assert "stopped\n" in result.stdout
     assert result.stdout.endswith(RESULT)
     assert sum("logs" in call["argv"] for call in played.calls) == 2

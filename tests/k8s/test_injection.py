@@ -43,8 +43,7 @@ def fake_python(tmp_path):
 
 def what_starts(pod, python):
     """Return the command and environment of the launcher that a pod's container executes."""
-    result = simulation.run(pod, {}, PYTHON=python).wait()
-    assert result.status == 0, result.stderr
+    result = simulation.run(pod, {}, PYTHON=python).wait(check=True)
     return json.loads(re.search(r"^launcher (.*)$", result.stdout, re.MULTILINE)[1])
 
 
@@ -279,8 +278,7 @@ def test_the_elastic_job_goes_on_without_a_pod_that_is_lost(tmp_path):
     pods = start("pytorchjob-elastic", documents, tmp_path, *words)
     pods[0].wait_for_step(tmp_path / "ddp-elastic", 22)
     pods[1].kill()
-    result = pods[0].wait(gone_within_s=15)
-    assert result.status == 0, result.stdout + result.stderr
+    result = pods[0].wait(gone_within_s=15, check=True)
     assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=1 ")
     assert launches(tmp_path / "ddp-elastic") == [2, 1]
     assert launches(tmp_path / "ddp-elastic", "step")[1] >= 20
@@ -433,8 +431,7 @@ def test_the_launcher_waits_for_every_worker_and_passes_on_its_variables(mpi_lau
     port = server.getsockname()[1]
     env = {"NCCL_IB_HCA": "=mlx5_0", "HTTPS_PROXY": "p", "LD_LIBRARY_PATH": "/nccl", "HOME": "/tmp"}
     own = {"NVIDIA_VISIBLE_DEVICES": "void", "KUBERNETES_PORT": "1", "HOSTNAME": "launcher"}
-    result = start_launcher(mpi_launcher, tmp_path, port, **env, **own).wait()
-    assert result.status == 0, result.stderr
+    result = start_launcher(mpi_launcher, tmp_path, port, **env, **own).wait(check=True)
     passed = set(re.findall(r"-x (\w+)", result.stdout))
     assert {*env, "FABRIC", "PATH", "PYTHON", "MASTER_ADDR", "NPROC_PER_NODE"} <= passed
     assert not passed & {*own, "SSH_OPTIONS", "OMPI_MCA_orte_default_hostfile", "K_MPI_JOB_ROLE", "PWD", "_"}

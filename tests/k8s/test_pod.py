@@ -64,8 +64,7 @@ def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
     if recipe == "spawn":
         return  # it ends like single
     rest = (*command, "--max-steps", str(last_step(tmp_path / "mine") + 2))
-    result = run_command(*rest, **env)
-    assert result.status == 0, result.stderr
+    result = run_command(*rest, check=True, **env)
     line = result.stdout.splitlines()[-1]
     assert line.startswith("result recipe=single ")
     # A pod that starts once more finds the run complete, and succeeds, so that no other follows.

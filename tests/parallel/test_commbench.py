@@ -21,8 +21,7 @@ SMALL = ("--sizes", "4,12k", "--seconds", "0.01", "--link-gbit", "10")
 def measure(folder, nodes, *words):
     """Run commbench; return its report."""
     words = (*words, "--nodes", str(nodes), "--runs-dir", str(folder), *SMALL)
-    result = run_command(sys.executable, "-m", "scripts.bench.commbench", *words)
-    assert result.status == 0, result.stdout + result.stderr
+    result = run_command(sys.executable, "-m", "scripts.bench.commbench", *words, check=True)
     report = json.loads((folder / "commbench-001/commbench.json").read_text())
     assert len(result.stdout.splitlines()) == len(report["rows"]) + 3  # header, rule, last line
     return report

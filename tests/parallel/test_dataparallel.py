@@ -63,8 +63,7 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     """Several GPUs still get one process; these two do not exist, so the run uses the CPU."""
     options = ["--max-steps", "1", "--device", "cpu", "--runs-dir", str(tmp_path), "--no-tensorboard"]
     command = [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options]
-    done = run_command(*command, CUDA_VISIBLE_DEVICES="0,1")
-    assert done.status == 0, done.stderr
+    done = run_command(*command, CUDA_VISIBLE_DEVICES="0,1", check=True)
     assert "result recipe=dataparallel world_size=1 " in done.stdout
 
 

@@ -51,8 +51,7 @@ def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
 def test_two_local_nodes_equal_single(baseline, tmp_path):
     """Run the whole path of `make run RECIPE=ddp NODES=2 NPROC_PER_NODE=2`."""
     argv = ("--max-steps", "25", "--seed", "1")
-    result = local("ddp", 2, 2, *words_for(tmp_path, "real", *argv)).wait()
-    assert result.status == 0, result.stderr
+    result = local("ddp", 2, 2, *words_for(tmp_path, "real", *argv)).wait(check=True)
     assert result.stdout.splitlines()[-1].startswith("result recipe=ddp world_size=4 test_accuracy=0.")
     assert_same_run(tmp_path / "real", baseline(*argv))
 
@@ -62,8 +61,7 @@ def test_plain_torchrun_equals_single(baseline, tmp_path):
     argv = ("--max-steps", "5", "--seed", "1")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     words = words_for(tmp_path, "torchrun", *argv)
-    result = run_command(*torchrun, "-m", "recipes.ddp.train", *words, OMP_NUM_THREADS="1")
-    assert result.status == 0, result.stderr
+    run_command(*torchrun, "-m", "recipes.ddp.train", *words, OMP_NUM_THREADS="1", check=True)
     assert_same_run(tmp_path / "torchrun", baseline(*argv))
 
 

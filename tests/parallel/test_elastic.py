@@ -74,8 +74,7 @@ def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
         job.wait_for_step(run, launches(run, "step")[3] + 10)
         job.process.send_signal(signal.SIGTERM)
         returned.send_signal(signal.SIGTERM)
-        result = job.wait()
-        assert result.status == 0, result.stderr
+        result = job.wait(check=True)
         assert result.errors == []
         assert returned.wait(10) == 0
     finally:
@@ -114,8 +113,7 @@ def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     assert launches(run, "step")[1] >= 20
     job.wait_for_step(run, launches(run, "step")[1] + 20)
     job.process.send_signal(signal.SIGTERM)
-    result = job.wait()
-    assert result.status == 0, result.stderr
+    result = job.wait(check=True)
     assert num_shards(run) == 1
     assert re.search("^stopped by .*: wrote ", result.stdout, re.MULTILINE)
     assert last_step(run) == newest_checkpoint(run)["position"]["step"]

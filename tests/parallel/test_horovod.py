@@ -17,8 +17,8 @@ def horovod():
 
 
 def test_two_local_nodes_equal_single_without_compression(single, tmp_path):
-    result = local("horovod", 2, 2, *words_for(tmp_path, "horovod", *STEPS, "--compression", "none")).wait()
-    assert result.status == 0, result.stdout + result.stderr
+    words = words_for(tmp_path, "horovod", *STEPS, "--compression", "none")
+    result = local("horovod", 2, 2, *words).wait(check=True)
     assert "result recipe=horovod world_size=4 " in result.stdout
     assert_same_run(tmp_path / "horovod", single)
 
@@ -27,8 +27,7 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     command = local("horovod", 2, 1, *words_for(tmp_path, "horovod", *ENDLESS, "--compression", "none"))
     command.wait_for_step(tmp_path / "horovod", 5)
     command.process.send_signal(signal.SIGUSR1)
-    result = command.wait()
-    assert result.status == 0, result.stdout + result.stderr
+    result = command.wait(check=True)
     assert "stopped by SIGUSR1" in result.stdout
 
 
@@ -70,6 +69,5 @@ def check_started(single, folder, *launcher, **env):
     """Assert that two ranks, each with one thread, have the losses of single."""
     words = words_for(folder, "horovod", *STEPS, "--compression", "none")
     ranks = ("-np", "2", ".venv/bin/python", "-m", "recipes.horovod.train", *words)
-    result = run_command(*launcher, *ranks, OMP_NUM_THREADS="1", **env)
-    assert result.status == 0, result.stdout + result.stderr
+    run_command(*launcher, *ranks, OMP_NUM_THREADS="1", check=True, **env)
     assert losses(folder / "horovod") == pytest.approx(losses(single), rel=1e-5)

@@ -215,8 +215,7 @@ def run_lines(*lines):
         "from recipes.single.train import options",
         f"load = lambda *argv: load_data(options([*{WORDS}, *argv]), torch.device('cpu'), print)",
     )
-    result = run_command(sys.executable, "-c", "\n".join((*imports, *lines)))
-    assert result.status == 0, result.stderr
+    result = run_command(sys.executable, "-c", "\n".join((*imports, *lines)), check=True)
     return result.stdout
 
 

@@ -320,8 +320,7 @@ def test_a_signal_to_the_launcher(tmp_path):
     job = local("ddp", 2, 1, *words_for(tmp_path, "real", *ENDLESS))
     job.wait_for_step(tmp_path / "real", 9)
     job.process.send_signal(signal.SIGUSR1)
-    result = job.wait()
-    assert result.status == 0, result.stderr
+    result = job.wait(check=True)
     assert "stopped by SIGUSR1: wrote " in result.stdout
     assert result.errors == []
     step = newest_checkpoint(tmp_path / "real")["position"]["step"]
@@ -341,8 +340,7 @@ def test_a_signal_that_comes_early_ends_with_status_0(tmp_path, nodes, delay_s):
     wait_until(lambda: has_handler(job.process.pid, signal.SIGTERM), 20, "the launcher's own handlers")
     time.sleep(delay_s)
     job.process.send_signal(signal.SIGTERM)
-    result = job.wait()
-    assert result.status == 0, result.stderr
+    result = job.wait(check=True)
     assert result.errors == []
     assert not list(tmp_path.glob("early/checkpoints/*.tmp"))
 
@@ -355,8 +353,7 @@ def test_a_signal_to_an_agent_reaches_its_ranks(tmp_path):
     job = Command("scripts/launch.sh", "ddp", *words, PYTHON=sys.executable, GLOO_SOCKET_IFNAME="lo", **node)
     job.wait_for_step(tmp_path / "agent", 5)
     job.process.send_signal(signal.SIGTERM)
-    result = job.wait()
-    assert result.status == 0, result.stderr
+    job.wait(check=True)
     assert last_step(tmp_path / "agent") == newest_checkpoint(tmp_path / "agent")["position"]["step"] > 0
 
 

@@ -169,8 +169,7 @@ def test_its_own_launcher_starts_two_processes(reference, page, launcher):
     if page == "horovod":
         need_horovod()
     argv = (f"recipes/{page}/minimal.py", "--epochs", "1", *EVERY_STEP)
-    result = run_command(*launcher, *argv, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    assert result.status == 0, result.stderr
+    result = run_command(*launcher, *argv, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", check=True)
     found = read(re.sub(r"^\[\S+<stdout>:", "", result.stdout, flags=re.MULTILINE))  # what horovodrun prepends
     first = {step: reference.losses[step] for step in range(1, STEPS_PER_EPOCH + 1)}
     assert found.losses == pytest.approx(first, rel=1e-5)

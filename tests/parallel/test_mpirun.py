@@ -73,8 +73,7 @@ def test_a_refusal_is_one_line_and_status_2(mpi):
 def test_usr1_writes_a_checkpoint(mpi, tmp_path):
     job = start(tmp_path)
     job.process.send_signal(signal.SIGUSR1)
-    result = job.wait(gone_within_s=20)
-    assert result.status == 0
+    result = job.wait(gone_within_s=20, check=True)
     assert "stopped by SIGUSR1: wrote" in result.stdout
 
 

@@ -61,8 +61,7 @@ ssh; scripts/launch/horovod.py does without. test_mpirun.py has mpirun on one no
 @pytest.mark.parametrize(("launcher", "nodes"), LAUNCHERS)
 def test_map(launcher, nodes):
     size, world_size = 2, 2 * nodes
-    result = run_command(*launcher(nodes, size), OMP_NUM_THREADS="1", **MPI_ENV)
-    assert result.status == 0, result.stderr
+    result = run_command(*launcher(nodes, size), OMP_NUM_THREADS="1", check=True, **MPI_ENV)
     [found] = re.findall(r"probe (\{.*\})", result.stdout)  # horovodrun prefixes each line with the rank
     content = json.loads(found)
     assert content["world_size"] == world_size

@@ -47,8 +47,7 @@ def test_a_signal_to_the_starter_ends_with_a_checkpoint(tmp_path):
     [node] = start(tmp_path, 1, 2, "--epochs", "10000")
     node.wait_for_step(tmp_path / "run", 1)
     node.process.send_signal(signal.SIGUSR1)
-    result = node.wait()
-    assert result.status == 0, result.stderr
+    result = node.wait(check=True)
     assert "wrote" in result.stdout
     assert weights(tmp_path / "run")
 
@@ -59,8 +58,7 @@ def test_a_signal_while_ranks_import_torch_is_not_lost(tmp_path):
     wait_until(lambda: len(ranks(node)) == 2, TIMEOUT_S, "two ranks")
     node.process.send_signal(signal.SIGTERM)
     sent_at = time.monotonic()
-    result = node.wait()
-    assert result.status == 0, result.stderr
+    result = node.wait(check=True)
     if time.monotonic() - sent_at > spawn.MEETING_S and "before the ranks had met" in node.text:
         return  # the import was slow; ranks that have not met lose no work
     assert "stopped by SIGTERM: wrote" in result.stdout
@@ -73,8 +71,7 @@ def test_a_signal_while_ranks_wait_for_another_node_ends_them(tmp_path):
     lost.kill()
     wait_until(lambda: ranks(node), TIMEOUT_S, "a rank")
     node.process.send_signal(signal.SIGTERM)
-    result = node.wait(29)
-    assert result.status == 0, result.stderr
+    node.wait(29, check=True)
     assert "stopped by SIGTERM before the ranks had met" in node.text
 
 
@@ -85,8 +82,7 @@ def test_a_signal_while_the_starter_imports_torch_is_not_lost(tmp_path):
     starter = psutil.Process(node.process.pid)
     wait_until(lambda: starter.cmdline()[1:3] == ["-m", name], TIMEOUT_S, name)
     starter.send_signal(signal.SIGTERM)
-    result = node.wait()
-    assert result.status == 0, result.stderr
+    node.wait(check=True)
     assert "stopped by SIGTERM" in node.text
 
 

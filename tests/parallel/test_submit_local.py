@@ -24,8 +24,7 @@ def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
     for node in "01":
         wait_until(lambda node=node: f"trains {node}\n" in command.text, TIMEOUT_S, lambda: command.text)
     command.process.send_signal(signal.SIGTERM)
-    done = command.wait()
-    assert done.status == 0, done.stdout + done.stderr
+    done = command.wait(check=True)
     assert " on 2 nodes, all on this machine, record " in done.stdout
     assert "stopped by SIGTERM, which the script does not handle\n" in done.stdout
 
@@ -33,8 +32,7 @@ def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
 def test_points_of_a_script_run_one_by_one(tmp_path):
     (tmp_path / "train.py").write_text("import os, sys; print('seen', sys.argv[1:], os.environ['RUN_DIR'])")
     env = {"SCRIPT": str(tmp_path / "train.py"), "RUNS_DIR": str(tmp_path / "runs")}
-    done = submit("single", "--name", "mine", "--sweep", "lr=1,2", "--", "--out={run_dir}", **env).wait()
-    assert done.status == 0, done.stderr
+    done = submit("single", "--name", "mine", "--sweep", "lr=1,2", "--", "--out={run_dir}", **env).wait(check=True)
     runs = [tmp_path / f"runs/mine-lr{rate}" for rate in "12"]
     seen = [line for line in done.stdout.splitlines() if line.startswith("seen ")]
     assert seen == [f"seen {[f'--out={run}', '--lr', rate]} {run}" for run, rate in zip(runs, "12", strict=True)]

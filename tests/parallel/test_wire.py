@@ -26,8 +26,7 @@ def planned_bytes(*words):
 def test_bytes_of_a_step(tmp_path):
     """LeNet on images of 96 pixels and 1,000 classes has 1,027,436 parameters: 4.1 MB of gradients."""
     need_namespaces()
-    done = run_command(sys.executable, "-m", "tests.wire_ranks", str(tmp_path), timeout_s=120)
-    assert done.status == 0, done.stdout + done.stderr
+    run_command(sys.executable, "-m", "tests.wire_ranks", str(tmp_path), timeout_s=120, check=True)
     # conv 6 x 3 x 25 + 6, conv 16 x 6 x 25 + 16, linear 16 x 22 x 22 -> 120 -> 84 -> 1,000
     parameters = 456 + 2_416 + (7_744 + 1) * 120 + 121 * 84 + 85 * 1_000
     limit = ring_bytes(4 * parameters, 2)

@@ -322,8 +322,7 @@ sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
 
     @pytest.mark.slow
     def test_the_local_launcher_takes_another_port(self):
-        result = run_command(sys.executable, "-c", self.TAKE)
-        assert result.status == 0, result.stderr
+        result = run_command(sys.executable, "-c", self.TAKE, check=True)
         assert result.stdout.splitlines()[-1].startswith("probe {")
         assert len(result.errors) == 1
         assert "has been taken since the launcher chose it" in result.errors[0]
@@ -462,8 +461,7 @@ def test_what_has_passed_with_the_same_file_is_left_out(tmp_path):
     words = ("scripts/dev/test.sh", "quick", "--numprocesses", "0", "-k", "test_wire_sums")
     passed = []
     for more in ("and by_hand", ""):
-        done = run_command(*words[:-1], f"{words[-1]} {more}", "-v", **env)
-        assert done.status == 0, done.stderr
+        done = run_command(*words[:-1], f"{words[-1]} {more}", "-v", check=True, **env)
         passed.append(set(re.findall(r"::(\w+)\S* PASSED", done.stdout)))
     assert passed[0] == {"test_figures_by_hand"}
     assert passed[1]
