@@ -420,6 +420,12 @@ class Result:
         """The lines on standard error that begin with `error: `."""
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
+    @property
+    def refusal(self) -> str:
+        """The one line that a refused command prints on standard error; its status is 2."""
+        assert (self.status, len(self.errors), self.stderr.count("\n")) == (2, 1, 1), self.stderr
+        return self.errors[0]
+
 
 def _heed_ctrl_c() -> None:
     """React to Ctrl-C like a command on a terminal; one in the background of a script would ignore it."""
