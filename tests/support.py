@@ -61,6 +61,13 @@ class Outcome:
         """All ranks' output, each line marked with its rank."""
         return "\n".join(f"[{i}] {line}" for i, text in enumerate(self.outputs) for line in text.splitlines())
 
+    @property
+    def refusal(self) -> str:
+        """The one error line of a refused job, whose ranks all end with status 2."""
+        errors = [line for text in self.outputs for line in text.splitlines() if line.startswith("error: ")]
+        assert (set(self.statuses), len(errors), "Traceback" in self.text) == ({2}, 1, False), self.text
+        return errors[0]
+
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:
     """Wait until the condition holds; after timeout_s, fail the test with `what`, which may be a function.
@@ -194,8 +201,11 @@ class Ranks:
             assert pid
             os.kill(pid, number)
 
-    def wait(self, timeout_s: float = TIMEOUT_S) -> Outcome:
-        """Wait for all ranks; after timeout_s, kill those that still run and fail the test."""
+    def wait(self, timeout_s: float = TIMEOUT_S, check: bool = False) -> Outcome:
+        """Wait for all ranks; after timeout_s, kill those that still run and fail the test.
+
+        With check, every rank must end with status 0.
+        """
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -208,6 +218,7 @@ class Ranks:
             [self.output(rank) for rank in range(len(self.processes))],
         )
         assert not hung, f"ranks {hung} still ran after {timeout_s} s:\n{outcome.text}"
+        assert not check or not any(outcome.statuses), f"statuses {outcome.statuses}:\n{outcome.text}"
         return outcome
 
 
@@ -298,13 +309,9 @@ def _run_rank(
     sys.exit(status)
 
 
-def run_ranks(
-    recipe: str, argv: list[str], world_size: int, folder: Path, nodes: int = 1, check: bool = True, **env: str
-) -> Outcome:
-    """Run a recipe with world_size ranks until it ends; with check, every rank must end with status 0."""
-    outcome = Ranks(recipe, argv, world_size, folder, nodes, **env).wait()
-    assert not check or not any(outcome.statuses), outcome.text
-    return outcome
+def run_ranks(recipe: str, argv: list[str], world_size: int, folder: Path, **how: Any) -> Outcome:
+    """Run a recipe with world_size ranks until it ends; every rank must end with status 0."""
+    return Ranks(recipe, argv, world_size, folder, **how).wait(check=True)
 
 
 def words_for(folder: Path, name: str, *argv: str) -> list[str]:
@@ -316,7 +323,7 @@ def train(recipe: str, folder: Path, world_size: int, *argv: str, nodes: int = 1
     """Train with every step logged and without TensorBoard; return the run's folder."""
     name = f"{recipe}-{world_size}"
     words = words_for(folder, name, *argv)
-    run_ranks(recipe, words, world_size, folder / f"output-{name}", nodes, **env)
+    run_ranks(recipe, words, world_size, folder / f"output-{name}", nodes=nodes, **env)
     return folder / name
 
 

@@ -7,7 +7,7 @@ import torch
 
 from recipes.apex import train as recipe
 from tests.conftest import need_gpus, require
-from tests.support import largest_difference, losses, newest_checkpoint, train, weights
+from tests.support import largest_difference, losses, newest_checkpoint, run_ranks, train, weights
 
 U = torch.finfo(torch.float16).eps / 2
 STEPS = ("--max-steps", "20", "--seed", "1", "--warmup-steps", "1", "--checkpoint-every", "10", "--deterministic")
@@ -70,7 +70,6 @@ def test_checkpoints_pass_between_backends(single, tmp_path, level):
 
 def test_auto_takes_apex_where_it_is(tmp_path):
     need_gpus()
-    from tests.support import run_ranks
 
     has_apex = importlib.util.find_spec("apex.amp") is not None if importlib.util.find_spec("apex") else False
     words = ["--max-steps", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]

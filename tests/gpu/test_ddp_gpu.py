@@ -21,6 +21,7 @@ from tests.support import (
     local,
     losses,
     newest_checkpoint,
+    run_ranks,
     train,
     weights,
     words_for,
@@ -83,8 +84,7 @@ def test_resume_is_exact(tmp_path):
     argv = (*STEPS, "--amp", "fp16", "--clip-grad-norm", "0.5")
     whole = train("ddp", tmp_path / "whole", 1, *argv)
     when = Interrupt(signal.SIGUSR1, 10)
-    job = Ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out", interrupt=when)
-    assert job.wait().statuses == [0]
+    run_ranks("ddp", words_for(tmp_path, "ddp-1", *argv), 1, tmp_path / "out", interrupt=when)
     run = train("ddp", tmp_path, 1, *argv, "--resume", "auto")
     ours, theirs = ({**newest_checkpoint(each), "timed": None} for each in (run, whole))  # all but the clock
     assert is_equal(ours, theirs)

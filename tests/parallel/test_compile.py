@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import need_horovod
-from tests.support import Ranks, words_for
+from tests.support import run_ranks, words_for
 
 STEPS = 3
 
@@ -40,9 +40,6 @@ def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     words = words_for(
         tmp_path, "run", "--compile", "--max-steps", str(STEPS), "--device", "cpu", *ONE_PASS.get(recipe, ())
     )
-    outcome = Ranks(
-        recipe, words, 1, tmp_path / "out", setup=functools.partial(count_compiled_passes, tmp_path)
-    ).wait()
-    assert outcome.statuses == [0], outcome.text
+    run_ranks(recipe, words, 1, tmp_path / "out", setup=functools.partial(count_compiled_passes, tmp_path))
     passes = [(tmp_path / name).stat().st_size / BLOCKS.get(recipe, 1) for name in ("train", "eval")]
     assert passes == [STEPS, 6]

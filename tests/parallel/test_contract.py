@@ -28,12 +28,12 @@ from tests import observe
 from tests.conftest import need_horovod, slow
 from tests.support import (
     Interrupt,
-    Ranks,
     largest_difference,
     last_step,
     losses,
     metrics,
     newest_checkpoint,
+    run_ranks,
     weights,
     words_for,
 )
@@ -157,8 +157,7 @@ def launch(name, world_size, folder, *argv, interrupt=None):
     setup = functools.partial(observe.observe_steps, folder)
     # Time in ms between two rounds of Horovod's coordination; the default is 1, and a step would have many rounds.
     env = {"HOROVOD_CYCLE_TIME": "10"}
-    outcome = Ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup, **env).wait()
-    assert outcome.statuses == [0] * world_size, outcome.text
+    outcome = run_ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup, **env)
     return folder / "run", outcome
 
 
@@ -415,8 +414,7 @@ def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
     for world_size in (1, 8):
         words = words_for(tmp_path, f"run{world_size}", "--device", "cpu", *argv)
         folder = tmp_path / str(world_size)
-        outcome = Ranks("ddp", words, world_size, folder, setup=observe.compute_in_double).wait()
-        assert outcome.statuses == [0] * world_size, outcome.text
+        run_ranks("ddp", words, world_size, folder, setup=observe.compute_in_double)
         runs.append(tmp_path / f"run{world_size}")
     single, eight = runs
     assert losses(eight) == pytest.approx(losses(single), rel=1e-6)

@@ -14,11 +14,11 @@ from tests.support import (
     TIMEOUT_S,
     Command,
     Interrupt,
-    Ranks,
     assert_same_curve,
     last_step,
     launches,
     newest_checkpoint,
+    run_ranks,
     wait_until,
     words_for,
 )
@@ -81,8 +81,7 @@ def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
         returned.kill()
     stop = Interrupt(signal.SIGTERM, last_step(run))
     words = words_for(tmp_path, "whole", *GENTLE)
-    whole = Ranks("ddp", words, 2, tmp_path / "output", interrupt=stop, SLOW_UNTIL=str(tmp_path))
-    assert whole.wait().statuses == [0, 0]
+    run_ranks("ddp", words, 2, tmp_path / "output", interrupt=stop, SLOW_UNTIL=str(tmp_path))
     assert_same_curve(run, tmp_path / "whole")
 
 
@@ -119,8 +118,7 @@ def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     assert last_step(run) == newest_checkpoint(run)["position"]["step"]
     stop = Interrupt(signal.SIGTERM, last_step(run))
     words = words_for(tmp_path, "whole", *GENTLE)
-    whole = Ranks("single", words, 1, tmp_path / "output", interrupt=stop, SLOW_UNTIL=str(tmp_path))
-    assert whole.wait().statuses == [0]
+    run_ranks("single", words, 1, tmp_path / "output", interrupt=stop, SLOW_UNTIL=str(tmp_path))
     assert_same_curve(run, tmp_path / "whole")
 
 

@@ -14,7 +14,7 @@ from recipes.common.record import resume
 from recipes.common.watch.bounds import HANG_STATUS
 from recipes.tensor import train as tensor
 from tests.conftest import need_horovod, slow
-from tests.support import Interrupt, Ranks, local, newest_checkpoint, train, words_for
+from tests.support import Interrupt, Ranks, local, newest_checkpoint, run_ranks, train, words_for
 
 TIMEOUT_S = 4
 WORDS = ("--timeout-s", str(TIMEOUT_S), "--epochs", "1000", "--device", "cpu")
@@ -132,8 +132,7 @@ def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     late = Interrupt(signal.SIGCONT, 0, [1], sleep_s=0.1)
     argv = ("--max-steps", "70", "--straggler-window-s", "2", "--device", "cpu")
     words = words_for(tmp_path, "slow", *argv)
-    outcome = Ranks(recipe, words, 3, tmp_path / "output", interrupt=late).wait()
-    assert outcome.statuses == [0, 0, 0], outcome.text
+    outcome = run_ranks(recipe, words, 3, tmp_path / "output", interrupt=late)
     pattern = r"^warning: rank (\d) on \S+ is slow: of a step of (\d+) ms, its own work takes (\d+) ms, "
     said = re.findall(pattern, outcome.outputs[0], re.MULTILINE)
     assert {rank for rank, *_ in said} == {"1"}, outcome.text
@@ -168,8 +167,7 @@ def test_ranks_wait_for_a_large_checkpoint(tmp_path, recipe, argv):
     argv = words_for(tmp_path, "run", *WORDS, *argv, "--resume", "auto")
     for step in (2, 4):
         words, setup = [*argv, "--max-steps", str(step)], functools.partial(slow_disk, 1e4)
-        outcome = Ranks(recipe, words, 2, tmp_path / str(step), setup=setup).wait()
-        assert outcome.statuses == [0, 0], outcome.text
+        outcome = run_ranks(recipe, words, 2, tmp_path / str(step), setup=setup)
     assert "resumed from" in outcome.outputs[0]
     assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 4
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.conftest import need_horovod
 from tests.page import run_page
-from tests.support import ROOT, Ranks, losses, metrics, run_command, train
+from tests.support import ROOT, losses, metrics, run_command, run_ranks, train
 
 PAGES = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
 PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(PAGES[3:], "ddp")
@@ -79,8 +79,7 @@ def run(page, folder, world_size, argv, run_page=run_page, **env):
     """Run a page until it ends, on CPUs by default; return rank 0's output. The other ranks print no losses."""
     env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     setup = functools.partial(run_page, page, [*argv, *EVERY_STEP])
-    outcome = Ranks(page, [], world_size, folder, setup=setup, **env).wait()
-    assert not any(outcome.statuses), outcome.text
+    outcome = run_ranks(page, [], world_size, folder, setup=setup, **env)
     assert not any("loss" in output for output in outcome.outputs[1:])
     return read(outcome.outputs[0])
 

@@ -157,6 +157,6 @@ def test_a_lost_rank_ends_the_others(tmp_path):
 )
 def test_bad_input_is_one_line(tmp_path, argv, words):
     argv = ["--runs-dir", str(tmp_path), *argv]
-    outcome = run_ranks("scratch", argv, 2, tmp_path / "out", check=False)
-    assert outcome.statuses == [2, 2]
-    assert re.fullmatch(rf"error: .*{re.escape(words)}.*\n", "".join(outcome.outputs))
+    outcome = Ranks("scratch", argv, 2, tmp_path / "out").wait()
+    assert words in outcome.refusal
+    assert "".join(outcome.outputs) == f"{outcome.refusal}\n"

@@ -17,7 +17,18 @@ from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
 from tests.parallel.test_fsdp import note_restored_bytes
-from tests.support import ROOT, Interrupt, Ranks, largest_difference, launches, losses, metrics, train, words_for
+from tests.support import (
+    ROOT,
+    Interrupt,
+    Ranks,
+    largest_difference,
+    launches,
+    losses,
+    metrics,
+    run_ranks,
+    train,
+    words_for,
+)
 
 SHARDED = ("--sharded-checkpoints", "--device", "cpu")
 STEPS = (*SHARDED, "--max-steps", "12", "--checkpoint-every", "3")
@@ -113,8 +124,7 @@ def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
     assert 0 < counts < 1000, "the tied matrix once"
     words = words_for(tmp_path, "run", *GPT, *DOCS, *SHARDED, "--resume", str(first), "--max-steps", "3")
     setup = functools.partial(note_read_bytes, tmp_path)
-    outcome = Ranks("fsdp", words, 3, tmp_path / "out", setup=setup).wait()
-    assert not any(outcome.statuses), outcome.text
+    run_ranks("fsdp", words, 3, tmp_path / "out", setup=setup)
     total = sum(entry["size"] for entry in files)
     for kind in ("bytes", "read"):
         found = [int((tmp_path / f"{kind}{rank}").read_text()) for rank in range(3)]
@@ -187,8 +197,7 @@ def test_a_rank_killed_in_a_save_costs_no_checkpoint(undisturbed, tmp_path, rank
 def test_a_stop_signal_leaves_a_sharded_checkpoint(undisturbed, tmp_path):
     words = words_for(tmp_path, "fsdp-1", *STEPS)
     interrupt = Interrupt(signal.SIGUSR1, 5, [1])
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", interrupt=interrupt).wait()
-    assert outcome.statuses == [0, 0], outcome.text
+    run_ranks("fsdp", words, 2, tmp_path / "out", interrupt=interrupt)
     assert end_of(tmp_path / "fsdp-1")["position"]["step"] == 6
     run = train("fsdp", tmp_path, 1, *STEPS, "--resume", "auto")
     assert len([line for line in metrics(run) if "loss" in line]) == 12

@@ -7,7 +7,7 @@ import pytest
 
 import recipes
 from scripts.dev import new
-from tests.support import ROOT, Ranks
+from tests.support import ROOT, run_ranks
 
 
 @pytest.fixture
@@ -66,6 +66,5 @@ def test_a_copy_trains(house, tmp_path):
     new.main(["--name", "mine", "--from", "ddp"])
     words = ["--runs-dir", str(tmp_path / "runs"), "--name", "run", "--max-steps", "2", "--no-tensorboard"]
     setup = functools.partial(import_copy, house)
-    outcome = Ranks("mine", words, 1, tmp_path / "output", setup=setup).wait()
-    assert outcome.statuses == [0], outcome.text
+    outcome = run_ranks("mine", words, 1, tmp_path / "output", setup=setup)
     assert "result recipe=mine world_size=1 test_accuracy=" in outcome.outputs[0]
