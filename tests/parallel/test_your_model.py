@@ -174,6 +174,20 @@ def run(folder):
     return functools.cache(start)
 
 
+@pytest.fixture
+def start(folder, tmp_path):
+    """Return a function that starts a recipe's ranks, with the user's module, for a run in tmp_path / "run"."""
+
+    def ranks(recipe, world_size, *argv, **env):
+        if recipe == "horovod":
+            need_horovod()
+        words = words_for(tmp_path, "run", "--device", "cpu", *argv)
+        setup = functools.partial(import_from, folder)
+        return Ranks(recipe, words, world_size, tmp_path / "out", setup=setup, **env)
+
+    return ranks
+
+
 SPIRALS = shlex.split("--data mine:spirals --model mine:net --max-steps 36 --warmup-steps 9 --lr 0.1")
 
 
@@ -212,43 +226,36 @@ def test_a_task_of_your_own_is_evaluated_exactly(run, recipe):
 
 
 @pytest.mark.parametrize("broken", ["56", *slow("57,63")], ids=["before training", "in training"])
-def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, folder, tmp_path, broken):
+def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, folder, tmp_path, broken):
     """The digest that ranks compare reads every eighth sample, including 56. Rank 1 reads sample 57 in step 5."""
-    argv = ("--data", "mine:breaks", "--model", "mine:net", "--max-steps", "8", "--device", "cpu")
-    argv = (*argv, "--global-batch-size", "8", "--checkpoint-every", "1")
-    words = words_for(tmp_path, "ddp", *argv)
-    setup = functools.partial(import_from, folder)
-    faulty = [*words, "--workers", "1"]
-    outcome = Ranks("ddp", faulty, 2, tmp_path / "out", setup=setup, BREAK=broken).wait()
-    line = outcome.refusal
+    argv = ("--data", "mine:breaks", "--model", "mine:net", "--max-steps", "8", "--global-batch-size", "8")
+    argv += ("--checkpoint-every", "1")
+    line = start("ddp", 2, *argv, "--workers", "1", BREAK=broken).wait().refusal
     pattern = r"error: rank 1: --data mine:breaks: 'train'\[(\d+)\] failed: ValueError: sample \1 is broken "
     number = (folder / "mine.py").read_text().split("raise ValueError")[0].count("\n") + 1
     found = re.fullmatch(pattern + rf"\({folder}/mine.py, line {number}\); fix it, then add --resume auto", line)
     assert found, line
     assert found[1] in broken.split(",")
-    begun = (tmp_path / "ddp").exists()
+    begun = (tmp_path / "run").exists()
     assert begun == (broken != "56")
     if begun:
-        assert newest_checkpoint(tmp_path / "ddp")["position"]["step"] == 4
-        resumed = [*words, "--workers", "0", "--resume", "auto"]
-        run_ranks("ddp", resumed, 2, tmp_path / "out", setup=setup)
+        assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 4
+        start("ddp", 2, *argv, "--workers", "0", "--resume", "auto").wait(check=True)
         whole = run("single", 1, *argv, "--workers", "0")
-        assert losses(tmp_path / "ddp") == pytest.approx(losses(whole), rel=1e-5)
+        assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
 @pytest.mark.parametrize(("recipe", "broken"), [("ddp", "task"), ("pipeline", "task"), ("ddp", "model")])
-def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, folder, tmp_path, recipe, broken):
+def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, start, tmp_path, recipe, broken):
     argv = ("--data", "mine:values", "--model", "mine:broken_line", "--task", "mine:BrokenMetric")
-    argv = ("--device", "cpu", "--global-batch-size", "48", "--max-steps", "5", *argv, *SAME[recipe])
-    words = words_for(tmp_path, recipe, *argv)
-    setup = functools.partial(import_from, folder)
-    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup, BREAK=broken).wait()
+    argv = ("--global-batch-size", "48", "--max-steps", "5", *argv, *SAME[recipe])
+    outcome = start(recipe, 2, *argv, BREAK=broken).wait()
     assert f"ValueError: too many samples for this {'metric' if broken == 'task' else 'model'}" in outcome.text
     if broken == "task":
         assert "ValueError: too many samples for this metric" in outcome.refusal
-    assert newest_checkpoint(tmp_path / recipe)["position"]["step"] == 5
-    run_ranks(recipe, [*words, "--resume", "auto"], 2, tmp_path / "out", setup=setup)
-    assert largest_difference(weights(tmp_path / recipe), weights(run(recipe, 2, *VALUES))) == 0
+    assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 5
+    start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
+    assert largest_difference(weights(tmp_path / "run"), weights(run(recipe, 2, *VALUES))) == 0
 
 
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
@@ -294,12 +301,12 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("recipe", "argv", "begin", "message"), MISSING, ids=lambda value: str(value)[:8])
-def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, recipe, argv, begin, message):
-    setup = functools.partial(import_from, folder)
-    words = words_for(tmp_path, recipe, "--device", "cpu", *argv)
-    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup, FROM=begin).wait(60)
+def test_ranks_without_the_same_gradients_end_with_one_line(start, recipe, argv, begin, message):
+    outcome = start(recipe, 2, *argv, FROM=begin).wait(60)
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "Traceback" not in outcome.text
     fix = r"set requires_grad to False if it is never used, or use RECIPE=horovod"
-    assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.refusal), outcome.refusal
+    assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
 
 
 @pytest.mark.parametrize(
@@ -312,13 +319,10 @@ def test_ranks_without_the_same_gradients_end_with_one_line(folder, tmp_path, re
     ],
     ids=["other", "none", "order", "evaluation"],
 )
-def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_path, case, what, env):
+def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(start, case, what, env):
     """Gloo would abort them, or mix the weights of two blocks of one size."""
-    argv = ("--data", "mine:spirals", "--model", "mine:Experts", "--device", "cpu")
-    setup = functools.partial(import_from, folder)
-    words = words_for(tmp_path, "run", *argv)
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case, **env).wait(60)
-    assert outcome.refusal == (
+    ranks = start("fsdp", 2, "--data", "mine:spirals", "--model", "mine:Experts", CASE=case, **env)
+    assert ranks.wait(60).refusal == (
         f"error: rank 1 runs {what} where rank 0 runs experts.0.0, and FSDP gathers in order; "
         "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
     )
@@ -332,11 +336,9 @@ def test_fsdps_ranks_that_run_different_blocks_end_with_one_line(folder, tmp_pat
         *slow(("order", "experts.1.0", "experts.0.0", ("--compile",))),
     ],
 )
-def test_a_rank_of_fsdp_that_runs_other_blocks_in_a_later_step_says_so(folder, tmp_path, case, what, first, argv):
-    argv = ("--data", "mine:spirals", "--model", "mine:Experts", "--device", "cpu", *argv)
-    setup = functools.partial(import_from, folder)
-    words = words_for(tmp_path, "run", *argv)
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup, CASE=case, FROM="3").wait()
+def test_a_rank_of_fsdp_that_runs_other_blocks_in_a_later_step_says_so(start, tmp_path, case, what, first, argv):
+    argv = ("--data", "mine:spirals", "--model", "mine:Experts", *argv)
+    outcome = start("fsdp", 2, *argv, CASE=case, FROM="3").wait()
     assert outcome.statuses == [1, 2], outcome.text
     assert re.findall("error: .*", outcome.outputs[1]) == [
         f"error: rank 1 runs {what} where its first pass ran {first}, and FSDP gathers in order; "
@@ -365,12 +367,10 @@ def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
         ("pipeline", 4, "buffered_at_the_end", ("--stages", "2")),
     ],
 )
-def test_buffers_that_ddp_cannot_send_are_refused(folder, tmp_path, recipe, ranks, model, argv):
-    words = words_for(tmp_path, recipe, "--device", "cpu", *BUFFERED, "--model", f"mine:{model}", *argv)
-    setup = functools.partial(import_from, folder)
-    outcome = Ranks(recipe, words, ranks, tmp_path / "out", setup=setup).wait(60)
+def test_buffers_that_ddp_cannot_send_are_refused(start, recipe, ranks, model, argv):
     who = "rank 1: " * (ranks == 4)
-    assert outcome.refusal == (
+    job = start(recipe, ranks, *BUFFERED, "--model", f"mine:{model}", *argv)
+    assert job.wait(60).refusal == (
         f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
         "use another dtype, or RECIPE=fsdp"
     )
@@ -407,24 +407,15 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("recipe", "own", "message"), DTYPES, ids=lambda value: str(value)[:8])
-def test_parameters_whose_types_a_recipe_cannot_train_are_refused(folder, tmp_path, recipe, own, message):
-    if recipe == "horovod":
-        need_horovod()
-    argv = ("--data", "mine:spirals", "--model", "mine:Mixed", "--device", "cpu", *own)
-    setup = functools.partial(import_from, folder)
-    outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), 2, tmp_path / "out", setup=setup).wait(60)
-    assert outcome.refusal == f"error: --model mine:Mixed: {message}"
+def test_parameters_whose_types_a_recipe_cannot_train_are_refused(start, recipe, own, message):
+    job = start(recipe, 2, "--data", "mine:spirals", "--model", "mine:Mixed", *own)
+    assert job.wait(60).refusal == f"error: --model mine:Mixed: {message}"
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("fsdp")])
-def test_ranks_wait_for_a_sample_that_takes_longer_than_their_time_limit(folder, tmp_path, recipe):
-    if recipe == "horovod":
-        need_horovod()
-    argv = ("--data", "mine:spirals", "--model", "mine:net", "--task", "mine:SlowSample", "--device", "cpu")
-    words = words_for(tmp_path, "run", *argv, "--max-steps", "2", "--timeout-s", "5")
-    setup = functools.partial(import_from, folder)
-    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=setup).wait(60)
-    assert outcome.statuses == [0, 0], outcome.text
+def test_ranks_wait_for_a_sample_that_takes_longer_than_their_time_limit(start, recipe):
+    argv = ("--data", "mine:spirals", "--model", "mine:net", "--task", "mine:SlowSample")
+    outcome = start(recipe, 2, *argv, "--max-steps", "2", "--timeout-s", "5").wait(60, check=True)
     assert "\na slow sample\nresult recipe=" in outcome.outputs[0]
 
 
