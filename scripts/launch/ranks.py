@@ -41,8 +41,8 @@ STOPPED_BY: set[int] = set()
 SAVING = threading.Event()
 """Set while ranks of an elastic job may write a checkpoint before a node joins or leaves."""
 
-announce: list[Callable[[], bool]] = []
-"""Functions that an elastic job calls before a stop signal is passed on; each returns whether ranks ended well."""
+announce_stop: Callable[[], bool] | None = None
+"""Of an elastic job: tells the others of a stop signal before it is passed on; whether ranks ended well."""
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:
@@ -64,18 +64,18 @@ def pass_signals_on(logs: str) -> None:
     sent = set()
     while True:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS))
-        if announce and STOPPED_BY:
+        if announce_stop and STOPPED_BY:
             continue  # launchers repeat it, and an elastic job's node is already leaving
         STOPPED_BY.add(received)
-        for tell in announce:
-            tell()
+        if announce_stop:
+            announce_stop()
         workers = psutil.Process().children()
         try:
             # The folder has files once processes have started; those of an elastic job may have ended since.
             have_run = bool(os.listdir(logs))
         except FileNotFoundError:  # the job is over
             return
-        if not workers and (announce or not have_run):
+        if not workers and (announce_stop or not have_run):
             status = 0
             if not (have_run or os.environ.get(HAS_RETURNED)):
                 print(f"stopped by {received.name} before any process had started", flush=True)
@@ -93,12 +93,12 @@ def pass_signals_on(logs: str) -> None:
 
 def have_ended_well() -> bool:
     """Whether this node's ranks of an elastic job, all ended, have finished or written a checkpoint."""
-    if not announce:
+    if not announce_stop:
         return False  # no rendezvous yet: the ranks of an earlier agent were lost with it
-    if all(tell() for tell in announce):
+    if announce_stop():
         return True
     time.sleep(NOTICE_S)
-    return all(tell() for tell in announce)
+    return announce_stop()
 
 
 def run_processes(command: list[str], environments: dict[int, dict[str, str]], logs: str) -> int:

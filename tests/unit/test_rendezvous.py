@@ -484,7 +484,7 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(ranks, "STOPPED_BY", set())
-    monkeypatch.setattr(ranks, "announce", [lambda: has_ended_well])
+    monkeypatch.setattr(ranks, "announce_stop", lambda: has_ended_well)
     with pytest.raises(SystemExit) as caught:
         ranks.pass_signals_on(str(logs))
     assert caught.value.code == status
@@ -517,9 +517,9 @@ def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, ca
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(ranks, "NOTICE_S", 0)
     monkeypatch.setenv(ranks.HAS_RETURNED, "1")
-    for announce in ([], [lambda: False]):
+    for announce_stop in (None, lambda: False):
         monkeypatch.setattr(ranks, "STOPPED_BY", set())
-        monkeypatch.setattr(ranks, "announce", announce)
+        monkeypatch.setattr(ranks, "announce_stop", announce_stop)
         (tmp_path / "logs").mkdir()
         with pytest.raises(SystemExit) as caught:
             ranks.pass_signals_on(str(tmp_path / "logs"))
@@ -579,7 +579,7 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
             return failed(r0=ended)
 
     monkeypatch.setattr(elastic, "install", lambda: None)
-    monkeypatch.setattr(elastic, "announce", [])
+    monkeypatch.setattr(ranks, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
