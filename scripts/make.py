@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, plain_name, read_number
+from recipes.common.process.node import shell_status
 from scripts.bench.commbench.options import BACKENDS
 from scripts.bench.figures import PARTS
 from scripts.launch.command import ROOT, check_names, check_recipe
@@ -290,9 +291,8 @@ TARGETS: dict[str, Callable[[], Command]] = {
 
 def prepare(argv: list[str]) -> None:
     """Run a script that installs something; exit with its status if it fails."""
-    status = subprocess.run(argv).returncode
-    if status:
-        sys.exit(status if status > 0 else 128 - status)
+    if status := subprocess.run(argv).returncode:
+        sys.exit(shell_status(status))
 
 
 def typed() -> dict[str, str]:

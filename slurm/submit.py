@@ -32,6 +32,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.options import Options, non_negative_int, plain_name, positive_int
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.node import shell_status
 from scripts.launch import script
 from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, next_folder, parse
 from slurm.sweep import grid_points, report, words
@@ -384,7 +385,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
         os.execv(launcher[0], commands[0])
     statuses = [subprocess.run(command).returncode for command in commands]
     report(runs, statuses)
-    return max(status if status >= 0 else 128 - status for status in statuses)
+    return max(map(shell_status, statuses))
 
 
 def describe(args: Namespace, runs: list[Run]) -> str:

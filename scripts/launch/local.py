@@ -30,7 +30,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.meeting import PortTakenError
-from recipes.common.process.node import how_ended
+from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import HANG_STATUS
@@ -257,7 +257,7 @@ class LocalJob:
                 return spoken
         for number, status in statuses.items():
             print(f"error: node {number} {how_ended(status)}; all nodes are stopped", file=sys.stderr)
-        return max(status if status > 0 else 128 - status for status in statuses.values())
+        return max(map(shell_status, statuses.values()))
 
 
 class ElasticJob(LocalJob):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from recipes.common.process.node import shell_status
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
@@ -102,7 +103,7 @@ def run(command: Sequence[str], env: Mapping[str, str], **how: Any) -> tuple[int
     `how`: the other arguments of run_with_signals().
     """
     returned, received = run_with_signals(command, env, **how)
-    return (returned if returned >= 0 else 128 - returned), received
+    return shell_status(returned), received
 
 
 def run_with_signals(

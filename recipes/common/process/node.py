@@ -105,13 +105,17 @@ def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
         if spoken in statuses.values():
             return spoken
     print(f"error: {cause_of(statuses, pids)}", file=sys.stderr, flush=True)
-    status = statuses[culprit_of(statuses)]
-    return status if status > 0 else 128 - status
+    return shell_status(statuses[culprit_of(statuses)])
 
 
 def culprit_of(statuses: dict[int, int]) -> int:
     """Return the failed rank to blame: the lowest one killed by a signal, or else the lowest one."""
     return min(statuses, key=lambda rank: (statuses[rank] > 0, rank))
+
+
+def shell_status(status: int) -> int:
+    """Return an exit status as a shell has it: 128 + n where signal n ended the process, not -n."""
+    return status if status >= 0 else 128 - status
 
 
 def how_ended(status: int) -> str:
