@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.process.node import read_number
+from recipes.common.options import read_number
 from recipes.common.process.parent import LAUNCHER_PID, become, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport

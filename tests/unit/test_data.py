@@ -14,8 +14,9 @@ import pytest
 import torch
 from torchvision import datasets
 
-from recipes.common.data import SKIPPED, imagefolder, load_data, unread_folder
+from recipes.common.data import imagefolder, load_data, unread_folder
 from recipes.common.errors import UserError
+from recipes.common.task import SKIPPED
 from recipes.single.train import options
 from tests.conftest import refused
 

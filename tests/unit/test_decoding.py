@@ -14,13 +14,14 @@ from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
-from recipes.common.data import SKIPPED, gpu_decode, imagefolder, images, load_data
+from recipes.common.data import gpu_decode, imagefolder, images, load_data
 from recipes.common.data.gpu_decode import BatchDecoder, PartDecoder, collate
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
 from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
 from recipes.common.data.workers import LoadedSplit
 from recipes.common.errors import UserError
 from recipes.common.seeding import mix
+from recipes.common.task import SKIPPED
 from recipes.single.train import options
 
 CPU = torch.device("cpu")

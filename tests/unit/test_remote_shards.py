@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.data import SKIPPED, load_data
+from recipes.common.data import load_data
 from recipes.common.data.cache import Cache, is_hole
 from recipes.common.data.remote import open_store
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
 from recipes.common.seeding import permutation
+from recipes.common.task import SKIPPED
 from recipes.single.train import options
 from scripts.bench.range_server import serve
 from tests.images import make_images

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.data import SKIPPED, load_data
+from recipes.common.data import load_data
 from recipes.common.data.shards import INDEX, pack, write_index
 from recipes.common.errors import UserError
 from recipes.common.job import draw_order
 from recipes.common.seeding import permutation
+from recipes.common.task import SKIPPED
 from recipes.single.train import options
 from scripts.bench.range_server import serve
 from scripts.dev import shards

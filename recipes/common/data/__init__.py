@@ -18,9 +18,9 @@ from torch import Tensor
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, RawSplits, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_reference, url_of
-from recipes.common.task import SKIPPED, Classification, Task
+from recipes.common.task import Classification, Task
 
-__all__ = ["EVAL_BATCH_SIZE", "SKIPPED", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]
+__all__ = ["EVAL_BATCH_SIZE", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]
 
 
 def find_for_all_ranks(args: Options) -> bytes:
