@@ -146,7 +146,7 @@ def answering(runs: Sequence[Run]) -> Run:
     return next((run for run in runs if any(question.figure(run.figures) for question in asked)), runs[0])
 
 
-def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool = False) -> str:
+def short_table(runs: Sequence[Run], drill: Sequence[Figure], is_chinese: bool) -> str:
     """Return the table of README.md, or of README.zh-CN.md, from the newest run that answers it and the drill."""
     run = answering(runs)
     figures = [*run.figures, *drill]

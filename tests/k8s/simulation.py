@@ -94,7 +94,7 @@ def named(documents: list[Document], kind: str) -> Document:
     return next(document for document in documents if document["kind"] == kind)
 
 
-def indexed_job(name: str, spec: Document, subdomain: str, prefix: str, uid: str = JOB_UID) -> Iterator[Pod]:
+def indexed_job(name: str, spec: Document, subdomain: str, prefix: str) -> Iterator[Pod]:
     """Yield the pods of an Indexed Job; the Job controller injects the index last."""
     assert spec["completionMode"] == "Indexed"
     assert spec["parallelism"] == spec["completions"], "all nodes have to run at once"
@@ -103,7 +103,7 @@ def indexed_job(name: str, spec: Document, subdomain: str, prefix: str, uid: str
             **spec["template"]["metadata"]["labels"],
             "batch.kubernetes.io/job-completion-index": str(index),
             "batch.kubernetes.io/job-name": name,
-            "batch.kubernetes.io/controller-uid": uid,
+            "batch.kubernetes.io/controller-uid": JOB_UID,
         }
         hostname = f"{prefix}-{index}"
         addresses = [f"{hostname}.{subdomain}"] if subdomain else []

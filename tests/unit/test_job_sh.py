@@ -617,25 +617,17 @@ def test_the_repository_may_have_spaces_in_its_path(file, tmp_path):
     assert " exec scripts/launch.sh " in called
 
 
-def root_of(path, folder=ROOT, **env):
+def root_of(path):
     """Return the repository's root as job.sh finds it when it is sourced by this path."""
-    shown = subprocess.run(
-        ["bash", "-c", f'source "{path}"; echo "$root"'],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    return shown.stdout.splitlines()
+    command = ["bash", "-c", f'source "{path}"; echo "$root"']
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
 
 
 def test_the_folder_of_sbatch_files_may_be_a_link(tmp_path):
     (tmp_path / "jobs").symlink_to(ROOT / "slurm")
-    assert root_of(tmp_path / "jobs/job.sh") == [str(ROOT)]
+    assert root_of(tmp_path / "jobs/job.sh") == f"{ROOT}\n"
     (tmp_path / "checkout").symlink_to(ROOT)
-    kept = [str(tmp_path / "checkout")]
+    kept = f"{tmp_path}/checkout\n"
     assert root_of(tmp_path / "checkout/slurm/job.sh") == kept, "nodes may know the repository by this name only"
 
 

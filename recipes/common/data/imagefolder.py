@@ -240,9 +240,9 @@ def check_listing(listing: Listing, folder: Path) -> None:
 
 
 def load_imagefolder(
-    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: bytes = b""
+    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], found: bytes
 ) -> Data:
-    """Return the images below --data-dir; `found` is rank 0's Listing, if it has walked for all ranks.
+    """Return the images below --data-dir; `found` is rank 0's Listing, empty unless it has walked for all ranks.
 
     Raises UserError as walk() and check_listing().
     """

@@ -276,9 +276,9 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
 
 
 def load_shards(
-    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], index: bytes = b""
+    args: Options, device: torch.device, on_bad_image: Callable[[UserError], None], index: bytes
 ) -> Data:
-    """Return the images in the shards of --data-dir; `index` is the index, if rank 0 has read it for all ranks.
+    """Return the images in the shards of --data-dir; `index` is empty unless rank 0 has read it for all ranks.
 
     Raises UserError if the index is missing or damaged, or a shard is missing or has another size.
     """
