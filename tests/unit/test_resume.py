@@ -1,5 +1,6 @@
 """What `--resume` finds, takes over from a checkpoint, and leaves as it is: the one-process recipe, in process."""
 
+import contextlib
 import copy
 import errno
 import json
@@ -77,22 +78,27 @@ def read(run, name="config.json"):
     return json.loads((run / name).read_text())
 
 
+@contextlib.contextmanager
+def refused_and_left(run, words):
+    """Assert that the block raises a UserError with these words (a pattern), and leaves the run as it is."""
+    before = contents(run)
+    with pytest.raises(UserError, match=words):
+        yield
+    assert contents(run) == before
+
+
 # ---- a passing fault
 
 
 @pytest.mark.parametrize("call", ["load", "listdir", "read_text"])
 def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeypatch, call):
-    before = contents(run)
-
     def fail(path, **options):
         raise OSError(errno.ESTALE, "Stale file handle", str(path))
 
-    with monkeypatch.context() as patch:
+    with refused_and_left(run, r"cannot read .*Stale file handle"), monkeypatch.context() as patch:
         owner = {"load": torch, "listdir": os, "read_text": record.Path}[call]
         patch.setattr(owner, call, fail)
-        with pytest.raises(UserError, match=r"cannot read .*Stale file handle"):
-            single("a", "--epochs", "2", "--resume", "auto")
-    assert contents(run) == before
+        single("a", "--epochs", "2", "--resume", "auto")
     lines = single("a", "--epochs", "2", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 2 * EPOCH + 1))
@@ -123,30 +129,24 @@ def test_what_a_task_derives_is_saved_as_plain_numbers(run, single):
 def test_where_no_checkpoint_is_good_nothing_begins(run, single):
     for path in run.glob("checkpoints/*.pt"):
         path.write_bytes(path.read_bytes()[:-1])
-    before = contents(run)
     for _ in range(2):
-        with pytest.raises(UserError, match=r"none of the 1 checkpoints .*; try .*--overwrite and --resume none"):
+        with refused_and_left(run, r"none of the 1 checkpoints .*; try .*--overwrite and --resume none"):
             single("a", "--epochs", "2", "--resume", "auto")
-        assert contents(run) == before
     single("a", "--max-steps", "1", "--overwrite", "--resume", "none")
     assert newest_checkpoint(run)["position"]["step"] == 1
 
 
 def test_a_complete_run_without_checkpoints_is_refused(run, single):
     shutil.rmtree(run / "checkpoints")
-    before = contents(run)
-    with pytest.raises(UserError, match=r"a is complete, and its checkpoints are gone; .*--overwrite"):
+    with refused_and_left(run, r"a is complete, and its checkpoints are gone; .*--overwrite"):
         single("a", "--epochs", "2", "--resume", "auto")
-    assert contents(run) == before
 
 
 @pytest.mark.parametrize("text", DAMAGED_CONFIGS)
 def test_a_damaged_config_is_named_and_left(run, single, text):
     (run / "config.json").write_text(text)
-    before = contents(run)
-    with pytest.raises(UserError, match=r"config.json is damaged or not of this project; restore or remove it"):
+    with refused_and_left(run, r"config.json is damaged or not of this project; restore or remove it"):
         single("a", "--epochs", "2", "--resume", "auto")
-    assert contents(run) == before
 
 
 def test_a_damaged_line_costs_no_other(run, single):
@@ -174,12 +174,8 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
     shutil.rmtree(other / "checkpoints")
     (other / "result.json").unlink()
     shutil.rmtree(run)
-    before = contents(other)
-    with pytest.raises(
-        UserError, match=r"b has no checkpoint, and .*a/checkpoints/step-.*, where it began, is gone; "
-    ):
+    with refused_and_left(other, r"b has no checkpoint, and .*a/checkpoints/step-.*, where it began, is gone; "):
         single("b", "--epochs", "2", "--resume", "auto")
-    assert contents(other) == before
 
 
 def test_a_run_that_ended_before_its_record_began_begins_from_another_again(run, single, tmp_path):
@@ -204,26 +200,21 @@ def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
 def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path, place):
     """Its own checkpoint would be lost before the new run has written one."""
     (tmp_path / "link").symlink_to(run)
-    before = contents(run)
     for path in (run / place, tmp_path / "link" / place):
-        with pytest.raises(UserError, match=r"--resume: .*\.pt is in .*a, which --overwrite deletes; "):
+        with refused_and_left(run, r"--resume: .*\.pt is in .*a, which --overwrite deletes; "):
             single("a", "--epochs", "2", "--overwrite", "--resume", str(path))
-        assert contents(run) == before
 
 
 def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
     """The old record is removed once the checkpoint has been restored and the steps are known to suffice."""
     other = shutil.copytree(run, tmp_path / "b")
-    before = contents(run)
-    with pytest.raises(UserError, match=rf"is at step {EPOCH}, beyond the 5 steps"):
+    with refused_and_left(run, rf"is at step {EPOCH}, beyond the 5 steps"):
         single("a", "--max-steps", "5", "--overwrite", "--resume", str(other))
-    assert contents(run) == before
     content = newest_checkpoint(other)
     content["model"].popitem()
     record.CheckpointFolder(other / "checkpoints").write(content)
-    with pytest.raises(UserError, match="the checkpoint does not fit this run"):
+    with refused_and_left(run, "the checkpoint does not fit this run"):
         single("a", "--overwrite", "--resume", str(other))
-    assert contents(run) == before
 
 
 def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_path):
@@ -299,13 +290,11 @@ def test_a_result_of_fewer_epochs_is_not_that_of_the_longer_run(run, single):
 
 def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
     (run / "result.json").unlink()  # as if it had been stopped there
-    before = contents(run)
     words = rf"step-{EPOCH:09d}.pt is at step {EPOCH}, beyond the 5 steps of .*; raise them"
-    with pytest.raises(UserError, match=words):
+    with refused_and_left(run, words):
         single("a", "--max-steps", "5", "--resume", "auto")
-    with pytest.raises(UserError, match=words):
+    with refused_and_left(run, words):
         single("b", "--max-steps", "5", "--resume", str(run))
-    assert contents(run) == before
     assert not (tmp_path / "b").exists(), "a refusal leaves no run behind"
 
 
