@@ -1,6 +1,7 @@
 """Who is named when ranks wait for one another, from what each of them says."""
 
 import builtins
+import contextlib
 import json
 import os
 import socket
@@ -33,6 +34,13 @@ from tests.support import wait_until
 @pytest.fixture
 def args(tmp_path):
     return SimpleNamespace(timeout_s=5.0, runs_dir=tmp_path)
+
+
+@pytest.fixture
+def watch(args):
+    """The watch of a job of one rank, without a store."""
+    with contextlib.closing(Watch(0, 1, args, None)) as watch:
+        yield watch
 
 
 def note(rank, entered, name, is_inside=True, step=3, since_s=5.0):
@@ -80,43 +88,33 @@ def test_a_lost_link_blames_nobody():
     )
 
 
-def test_collectives_of_one_name_in_a_row_count_once(args):
-    watch = Watch(0, 1, args, None)
-    try:
-        for name in ("evaluation", "evaluation", "agreement", "evaluation"):
-            with watch(name):
-                pass
-        assert watch._note()["entered"] == 3
-        with pytest.raises(RuntimeError), watch("gradients"):
-            raise RuntimeError
-        assert watch._note()["name"] == "gradients"
-        assert watch._note()["is_inside"], "a rank stands where a collective has failed"
-    finally:
-        watch.close()
+def test_collectives_of_one_name_in_a_row_count_once(watch):
+    for name in ("evaluation", "evaluation", "agreement", "evaluation"):
+        with watch(name):
+            pass
+    assert watch._note()["entered"] == 3
+    with pytest.raises(RuntimeError), watch("gradients"):
+        raise RuntimeError
+    assert watch._note()["name"] == "gradients"
+    assert watch._note()["is_inside"], "a rank stands where a collective has failed"
 
 
-def test_after_a_collective_inside_of_another_the_outer_one_is_watched(args):
-    watch = Watch(0, 2, args, None)
+def test_after_a_collective_inside_of_another_the_outer_one_is_watched(args, watch):
     with watch("gradients", computes=True):
         with watch("agreement"):
             pass
         at = watch._at
         assert (at.name, at.is_inside, at.limit_s, at.entered) == ("gradients", True, 2 * args.timeout_s + 1, 2)
     assert not watch._at.is_inside
-    watch.close()
 
 
-def test_a_dead_peer_is_told_from_one_that_hangs(args):
-    watch = Watch(0, 1, args, None)
-    try:
-        with watch("gradients"):
-            assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
-            assert watch.is_hang("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ")
-            assert not watch.is_hang("Connection closed by peer")
-            watch._at = watch._at._replace(since=time.monotonic() - 4.5)
-            assert watch.is_hang("Connection closed by peer"), "the first whose time is up breaks the connections"
-    finally:
-        watch.close()
+def test_a_dead_peer_is_told_from_one_that_hangs(watch):
+    with watch("gradients"):
+        assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
+        assert watch.is_hang("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ")
+        assert not watch.is_hang("Connection closed by peer")
+        watch._at = watch._at._replace(since=time.monotonic() - 4.5)
+        assert watch.is_hang("Connection closed by peer"), "the first whose time is up breaks the connections"
 
 
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
@@ -222,27 +220,21 @@ class Recorder(Watch):
 def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_s):
     """It takes a second longer than the backend's own limit, or twice the limit if the rank also computes."""
     args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
-    watch = Recorder(0, 1, args, Store() if has_store else None)
-    try:
+    with contextlib.closing(Recorder(0, 1, args, Store() if has_store else None)) as watch:
         began_at = time.monotonic()
         with watch("gradients", computes=computes):
             wait_until(lambda: watch.ends, 20, "the end of a rank that waits")
         assert watch.ends[0] - began_at > limit_s
-    finally:
-        watch.close()
 
 
 def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
     args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
-    watch = Recorder(0, 1, args, Store())
-    try:
+    with contextlib.closing(Recorder(0, 1, args, Store())) as watch:
         with watch("gradients"):
             pass
         watch._at = watch._at._replace(since=time.monotonic() - 60)
         time.sleep(3 * NOTE_S)
         assert watch.ends == []
-    finally:
-        watch.close()
 
 
 @pytest.fixture
@@ -278,19 +270,15 @@ def test_a_rank_that_never_leaves_delays_rank_0_to_a_bound(two_watches, monkeypa
     assert 0.2 <= time.monotonic() - began_at < 4
 
 
-def test_entering_a_collective_costs_microseconds(args):
-    watch = Watch(0, 1, args, None)
-    try:
-        began_s = time.thread_time()  # CPU time, which a busy machine does not increase
-        for _ in range(10_000):
-            with watch("gradients"):
-                pass
-        assert time.thread_time() - began_s < 10_000 * 50e-6
-    finally:
-        watch.close()
+def test_entering_a_collective_costs_microseconds(watch):
+    began_s = time.thread_time()  # CPU time, which a busy machine does not increase
+    for _ in range(10_000):
+        with watch("gradients"):
+            pass
+    assert time.thread_time() - began_s < 10_000 * 50e-6
 
 
-def test_a_report_reads_no_module_from_a_disk(args, monkeypatch):
+def test_a_report_reads_no_module_from_a_disk(watch, args, monkeypatch):
     """The disk may be what hangs, and its code may have changed since the job began."""
     monkeypatch.setattr(os, "_exit", sys.exit)
     own_import = builtins.__import__
@@ -300,14 +288,10 @@ def test_a_report_reads_no_module_from_a_disk(args, monkeypatch):
             raise ImportError(name)
         return own_import(name, *others)
 
-    watch = Watch(0, 1, args, None)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(builtins, "__import__", refuse)
-            with pytest.raises(SystemExit) as caught:
-                watch.end()
-    finally:
-        watch.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", refuse)
+        with pytest.raises(SystemExit) as caught:
+            watch.end()
     assert caught.value.code == HANG_STATUS
     assert len(list(args.runs_dir.glob("hang-*/hang-report.txt"))) == 1
 
@@ -368,18 +352,14 @@ def test_who_is_no_straggler():
     assert stragglers(work(1, [0]), work(200, [9]), 10, share=0.1) == []  # it is alone
 
 
-def test_work_is_what_lies_outside_of_collectives(args):
-    watch = Watch(0, 1, args, None)
-    try:
-        time.sleep(0.05)
-        with watch("gradients"):
-            time.sleep(0.2)
-        time.sleep(0.05)
-        with watch("metrics"):
-            time.sleep(0.2)
-        assert 0.1 <= watch._note()["busy_s"] < 0.25
-    finally:
-        watch.close()
+def test_work_is_what_lies_outside_of_collectives(watch):
+    time.sleep(0.05)
+    with watch("gradients"):
+        time.sleep(0.2)
+    time.sleep(0.05)
+    with watch("metrics"):
+        time.sleep(0.2)
+    assert 0.1 <= watch._note()["busy_s"] < 0.25
 
 
 class Observed:
@@ -394,24 +374,21 @@ class Observed:
         return True
 
 
-def test_what_reads_from_a_gpu_is_watched(args):
+def test_what_reads_from_a_gpu_is_watched(watch):
     """NCCL's calls return at once: a missing rank shows only when the host reads a result."""
-    watch, seen = Watch(0, 1, args, None), []
-    try:
-        cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options(["--log-every", "2"])
-        optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
-        peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
-        job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
-        observed = Observed(watch, seen)
-        job.guard.check_gradients = job.guard.settle = job.throughput._synchronize = observed
-        assert job.check_gradients(torch.ones(()), [torch.ones(1)])
-        job.count_step()  # the first waits for the device
-        job.count_step()  # the second is logged
-        job.pause()
-        assert seen == [("gradients", True)] * 4
-        assert not watch._note()["is_inside"]
-    finally:
-        watch.close()
+    seen = []
+    cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options(["--log-every", "2"])
+    optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
+    peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
+    job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
+    observed = Observed(watch, seen)
+    job.guard.check_gradients = job.guard.settle = job.throughput._synchronize = observed
+    assert job.check_gradients(torch.ones(()), [torch.ones(1)])
+    job.count_step()  # the first waits for the device
+    job.count_step()  # the second is logged
+    job.pause()
+    assert seen == [("gradients", True)] * 4
+    assert not watch._note()["is_inside"]
 
 
 # ---- a thousand ranks
@@ -482,17 +459,13 @@ def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
     assert [oct(path.stat().st_mode & 0o777) for path in paths] == [oct(0o644)] * 2
 
 
-def test_a_report_that_fails_ends_the_rank_all_the_same(args, monkeypatch, capsys):
+def test_a_report_that_fails_ends_the_rank_all_the_same(watch, monkeypatch, capsys):
     def fail(*_, **__):
         raise KeyError("host")
 
     monkeypatch.setattr(Report, "make", fail)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    watch = Watch(0, 1, args, None)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            watch.end()
-    finally:
-        watch.close()
+    with pytest.raises(SystemExit) as caught:
+        watch.end()
     assert caught.value.code == HANG_STATUS
     assert "KeyError: 'host'" in capsys.readouterr().err
