@@ -133,10 +133,13 @@ def no_process_is_left():
 @pytest.fixture(autouse=True)
 def nothing_is_inherited():
     """Undo what recipes and launchers set in this process, so that later tests and programs do not inherit it."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     gc.unfreeze()  # exit_status() has frozen the objects of earlier tests
     os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its parent is another process
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -89,16 +89,11 @@ def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_the_job_that_another_port_started_anew_hears_of_a_lost_terminal_too(before):
-    handlers = {number: signal.getsignal(number) for number in (*local.STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)}
-    try:
-        signal.signal(signal.SIGHUP, before)
-        for job in (local.LocalJob(), local.LocalJob()):
-            job.listen()
-            expected = before if before == signal.SIG_IGN else job.interrupt
-            assert signal.getsignal(signal.SIGHUP) == expected, "nohup ignores it"
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGHUP, before)
+    for job in (local.LocalJob(), local.LocalJob()):
+        job.listen()
+        expected = before if before == signal.SIG_IGN else job.interrupt
+        assert signal.getsignal(signal.SIGHUP) == expected, "nohup ignores it"
 
 
 def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():

@@ -604,14 +604,8 @@ def kept(monkeypatch, tmp_path, statuses, max_restarts=3, options=("--name=x",))
     monkeypatch.setattr(rejoin, "RETURN_AFTER_S", 0.05)
     monkeypatch.setenv("STATUSES", statuses)
     monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
-    handlers = {number: signal.getsignal(number) for number in rejoin.STOP_SIGNALS}
     log = tmp_path / "log"
-    try:
-        status = rejoin.keep([*options], max_restarts, [sys.executable, "-c", AGENT, str(log)])
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, rejoin.STOP_SIGNALS)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    status = rejoin.keep([*options], max_restarts, [sys.executable, "-c", AGENT, str(log)])
     return status, log.read_text().splitlines()
 
 
