@@ -107,7 +107,7 @@ class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
     With file_limit_bytes, a write beyond that size of a file fails, as on a full disk. Each rank calls setup(), if
-    given, before its recipe, and gets own_argv[rank] in addition to argv.
+    given, before its recipe, and gets own_argv[rank] in addition to argv. Without Horovod, its test is skipped.
     """
 
     alive: list[Ranks] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
@@ -125,6 +125,10 @@ class Ranks:
         own_argv: dict[int, list[str]] | None = None,
         **env: str,
     ) -> None:
+        if recipe == "horovod":
+            from tests.conftest import need_horovod  # here, as each rank imports this file
+
+            need_horovod()
         self.folder = folder
         self.alive.append(self)
         folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,6 @@ from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
 from recipes.common.world.tree import broadcast_tree
-from tests.conftest import need_horovod
 from tests.images import make_images
 from tests.support import Ranks, is_equal, run_ranks, words_for
 
@@ -107,8 +106,6 @@ def refused(recipe, folder, **how):
 
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "horovod"])
 def test_other_options_on_a_rank(tmp_path, recipe):
-    if recipe == "horovod":
-        need_horovod()
     line = refused(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]})
     assert line.startswith("error: rank 1: --lr is 0.5 on ")
     assert line.endswith(", and 0.02 on rank 0; start all ranks with the same options, data, code and libraries")

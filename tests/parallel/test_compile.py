@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 
-from tests.conftest import need_horovod
 from tests.support import run_ranks, words_for
 
 STEPS = 3
@@ -35,8 +34,6 @@ ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     """The 360 test images make six batches of 64, as in training."""
-    if recipe == "horovod":
-        need_horovod()
     words = words_for(
         tmp_path, "run", "--compile", "--max-steps", str(STEPS), "--device", "cpu", *ONE_PASS.get(recipe, ())
     )

@@ -25,7 +25,7 @@ from recipes.common.models.models import build_model
 from recipes.common.seeding import mix
 from recipes.single.train import options
 from tests import observe
-from tests.conftest import need_horovod, slow
+from tests.conftest import slow
 from tests.support import (
     Interrupt,
     largest_difference,
@@ -151,8 +151,6 @@ def is_available(name):
 
 def launch(name, world_size, folder, *argv, interrupt=None):
     """Run a recipe with observe_steps() until it ends; return the run's folder and the ranks' Outcome."""
-    if name == "horovod":
-        need_horovod()
     words = words_for(folder, "run", "--seed", str(SEED), "--device", "cpu", *argv)
     setup = functools.partial(observe.observe_steps, folder)
     # Time in ms between two rounds of Horovod's coordination; the default is 1, and a step would have many rounds.

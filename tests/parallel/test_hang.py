@@ -13,7 +13,7 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.record import resume
 from recipes.common.watch.bounds import HANG_STATUS
 from recipes.tensor import train as tensor
-from tests.conftest import need_horovod, slow
+from tests.conftest import slow
 from tests.support import Interrupt, Ranks, local, newest_checkpoint, run_ranks, train, words_for
 
 TIMEOUT_S = 4
@@ -162,8 +162,6 @@ def slow_disk(bytes_per_s):
 )
 def test_ranks_wait_for_a_large_checkpoint(tmp_path, recipe, argv):
     """Written or read at 10 kB/s, LeNet's may take 26 s longer than --timeout-s."""
-    if recipe == "horovod":
-        need_horovod()
     argv = words_for(tmp_path, "run", *WORDS, *argv, "--resume", "auto")
     for step in (2, 4):
         words, setup = [*argv, "--max-steps", str(step)], functools.partial(slow_disk, 1e4)

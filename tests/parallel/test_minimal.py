@@ -64,8 +64,6 @@ def read(text):
 
 def options_of(page, world_size, stages):
     """Return a page's options for a number of processes, and the number that the launcher starts."""
-    if page == "horovod":
-        need_horovod()
     own = {
         "spawn": ["--nproc-per-node", str(world_size)],
         "apex": ["--opt-level", "O0"],

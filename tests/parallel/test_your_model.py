@@ -14,7 +14,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.parallel.buckets import checked_buffers
 from recipes.single.train import options
-from tests.conftest import need_horovod, slow
+from tests.conftest import slow
 from tests.support import (
     ROOT,
     Ranks,
@@ -161,8 +161,6 @@ def run(folder):
     """Return a function that returns a recipe's run with some options; each is trained once."""
 
     def start(recipe, world_size, *argv):
-        if recipe == "horovod":
-            need_horovod()
         name = f"{recipe}-{abs(hash(argv))}"
         words = words_for(
             folder, name, "--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ())
@@ -179,8 +177,6 @@ def start(folder, tmp_path):
     """Return a function that starts a recipe's ranks, with the user's module, for a run in tmp_path / "run"."""
 
     def ranks(recipe, world_size, *argv, **env):
-        if recipe == "horovod":
-            need_horovod()
         words = words_for(tmp_path, "run", "--device", "cpu", *argv)
         setup = functools.partial(import_from, folder)
         return Ranks(recipe, words, world_size, tmp_path / "out", setup=setup, **env)
