@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -698,13 +699,10 @@ def test_a_torch_that_does_not_import_is_a_finding(tmp_path, monkeypatch):
 
 def test_gpus_that_torch_counts_and_cannot_use_do_not_count(monkeypatch, capsys):
     """NVML counts GPUs whatever their driver: only CUDA itself tells that torch cannot use them."""
-
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12080).\nPlease update it.")
-
+    said = "The NVIDIA driver on your system is too old (found version 12080)."
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError(f"{said}\nPlease update it.")))
     torch_facts.main()
     found = json.loads(capsys.readouterr().out)
     assert [device["device"] for device in found["devices"]] == ["cpu"]
-    assert found["cuda_error"] == "The NVIDIA driver on your system is too old (found version 12080)."
+    assert found["cuda_error"] == said

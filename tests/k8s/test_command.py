@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -386,10 +387,7 @@ def test_what_a_cluster_may_have_created_is_looked_for(monkeypatch, said, is_rea
 
 
 def test_ctrl_c_before_the_job_is_made_has_no_traceback(monkeypatch):
-    def interrupt(request):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(apply, "render", interrupt)
+    monkeypatch.setattr(apply, "render", Mock(side_effect=KeyboardInterrupt))
     assert apply.main(["ddp"]) == 130
 
 
@@ -614,11 +612,9 @@ def test_a_node_0_that_is_gone_and_finds_no_place_is_told(monkeypatch, capsys):
 
 
 def test_a_job_that_is_deleted_while_followed_is_one_line(monkeypatch):
-    def get(*words):
-        raise UserError('kubectl get jobs.batch ddp: (NotFound): jobs.batch "ddp" not found')
-
     watching = watch(monkeypatch)
-    watching.cluster.get = get
+    said = 'kubectl get jobs.batch ddp: (NotFound): jobs.batch "ddp" not found'
+    watching.cluster.get = Mock(side_effect=UserError(said))
     with pytest.raises(UserError, match="the job ddp has been deleted while it was followed"):
         watching.step()
 
@@ -645,13 +641,10 @@ def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(tmp_path):
 
 
 def test_a_cluster_that_does_not_answer_for_long_ends_the_command_and_not_the_job(monkeypatch, capsys):
-    def get(*words):
-        raise UserError("no answer from the cluster within 60 s to kubectl get")
-
     now = iter(range(0, 100_000, 60))
     monkeypatch.setattr(apply.time, "monotonic", lambda: float(next(now)))
     watching = watch(monkeypatch)
-    watching.cluster.get = get
+    watching.cluster.get = Mock(side_effect=UserError("no answer from the cluster within 60 s to kubectl get"))
     with pytest.raises(UserError, match=r"; the job goes on; make k8s-delete NAME=ddp ends it$") as raised:
         watching.run()
     assert raised.value.status == 1

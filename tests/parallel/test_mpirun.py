@@ -3,6 +3,7 @@
 import signal
 import sys
 import types
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -93,11 +94,7 @@ def mpi4py_with(error=None):
     """Return an mpi4py module of one process, or one whose MPI does not load."""
     module = types.ModuleType("mpi4py")
     if error:
-
-        def fail(name):
-            raise error
-
-        module.__getattr__ = fail
+        module.__getattr__ = Mock(side_effect=error)
     else:
         world = types.SimpleNamespace(size=1, rank=0)
         module.MPI = types.SimpleNamespace(COMM_WORLD=world, get_vendor=lambda: ("Open MPI", (4, 1, 4)))

@@ -13,6 +13,7 @@ import struct
 import threading
 import zlib
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -245,12 +246,9 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, ca
     """Neither the unreadable file nor those before it are set aside: the next launch resumes from the newest."""
     before = files(folder.folder)
 
-    def fail(*_, **__):
-        raise error
-
     target = {"load": (torch, "load"), "check": (isal_zlib, "crc32"), "fstat": (os, "fstat")}
     with monkeypatch.context() as patch:
-        patch.setattr(*target[call], fail)
+        patch.setattr(*target[call], Mock(side_effect=error))
         for set_aside in (True, False):
             with pytest.raises(UserError) as caught:
                 read_newest(folder, set_aside)
@@ -281,10 +279,7 @@ def test_what_torch_says_of_a_damaged_file_is_no_fault_of_the_machine(folder, mo
 
 
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(folder, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(os, "listdir", fail)
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
     with pytest.raises(OSError, match="Stale file handle"):
         read_newest(folder, set_aside=True)
 
@@ -307,11 +302,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(folder, monke
 def test_the_best_is_replaced_and_never_written_to(folder, monkeypatch, has_links):
     """The old best.pt stays whole until the new one, flushed to the disk, takes its name."""
     if not has_links:
-
-        def refuse(*_, **__):
-            raise OSError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     best = folder.folder / "best.pt"
     folder.write(content(40, 0.6), is_best=True)
     before, newest = best.read_bytes(), folder.paths()[0].read_bytes()
@@ -368,12 +359,8 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
     before = {path: path.read_bytes() for path in folder.paths()}
     for name in ("save", "fsync", "replace"):
         with monkeypatch.context() as patch:
-
-            def fail(*_, **__):
-                raise OSError(28, "No space left on device")
-
             target = {"save": (torch, "save"), "fsync": (os, "fsync"), "replace": (type(folder.folder), "replace")}
-            patch.setattr(*target[name], fail)
+            patch.setattr(*target[name], Mock(side_effect=OSError(28, "No space left on device")))
             with pytest.raises(UserError) as caught:
                 folder.write(content(40))
         assert "step-000000040.pt: No space left on device (free some space)" in str(caught.value)
@@ -542,10 +529,7 @@ def test_a_tied_weight_is_copied_and_written_once(folder):
 
 
 def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch):
-    def fail(*_):
-        raise UserError("the disk is full")
-
-    monkeypatch.setattr(folder, "write", fail)
+    monkeypatch.setattr(folder, "write", Mock(side_effect=UserError("the disk is full")))
     errors = []
     writer = CheckpointWriter(folder.write, errors.append)
     writer.begin(content(40))

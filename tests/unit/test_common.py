@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -217,13 +218,11 @@ class TestJob:
         assert printed == ([] if value == 0.5 else [f"warning: test_accuracy is {value}{why}"])
 
     def test_a_line_that_nobody_reads_is_a_vote(self):
-        def fail(text):
-            raise UserError("nobody reads standard output any more")
-
         job, errors = self.job(), []
+        say = Mock(side_effect=UserError("nobody reads standard output any more"))
         job.stop, job.record = (
             SimpleNamespace(fail=errors.append),
-            SimpleNamespace(progress=SimpleNamespace(say=fail)),
+            SimpleNamespace(progress=SimpleNamespace(say=say)),
         )
         job.say("warning: skipped step 3")
         assert [str(error) for error in errors] == ["nobody reads standard output any more"]
@@ -240,13 +239,10 @@ class TestJob:
         ],
     )
     def test_a_rank_that_alone_fails_in_an_evaluation_waits_for_no_other(self, monkeypatch, error, gathers, saved):
-        def fail(job, technique):
-            raise error
-
         job, found = self.job("--epochs", "1"), []
         job.save = lambda: found.append("alone")
         monkeypatch.setattr(loop, "train_one_epoch", lambda job, technique: GO)
-        monkeypatch.setattr(loop, "evaluate", fail)
+        monkeypatch.setattr(loop, "evaluate", Mock(side_effect=error))
         monkeypatch.setattr(loop, "save_checkpoint", lambda job, technique: found.append("all"))
         with pytest.raises(type(error)):
             loop.train_epochs(job, SimpleNamespace(gather_state=found.copy if gathers else None))
@@ -665,11 +661,8 @@ class TestRecord:
 
     def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
         """TensorBoard's thread keeps the error and raises it in a later call."""
-
-        def fail(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         record, _ = self.open(tmp_path, "--name", "a")
+        fail = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         for call in (lambda: self.log(record, 1), record.close):
             record._events = SimpleNamespace(add_scalar=fail, close=fail)
             with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):

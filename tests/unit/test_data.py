@@ -8,6 +8,7 @@ import pickle
 import socket
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -124,10 +125,7 @@ def test_a_failed_download_is_refused_in_one_line(fashion):
 def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monkeypatch):
     """Lustre refuses locks without the mount option flock."""
 
-    def flock(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
     with pytest.raises(UserError, match=r"^--download: cannot lock .*: Function not .*; download once"):
         load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import types
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -266,16 +267,13 @@ def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monk
         (IndexError("list index out of range"), "IndexError: list index out of range"),
         (psutil.NoSuchProcess(7), "NoSuchProcess: process no longer exists (pid=7)"),
     ):
-        monkeypatch.setattr(one, "_plant", lambda error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(one, "_plant", Mock(side_effect=error))
         assert one.run().failure == words
 
 
 def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
     """The others are still planted, and nothing that was not done is undone."""
 
-    def fail(folder):
-        raise subprocess.CalledProcessError(1, ["cc"])
-
-    monkeypatch.setattr(plants, "prepare_clock", fail)
+    monkeypatch.setattr(plants, "prepare_clock", Mock(side_effect=subprocess.CalledProcessError(1, ["cc"])))
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
     assert one.run().failure.startswith("CalledProcessError: Command '['cc']' returned")

@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -502,10 +503,7 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
                 load(url, "--cache-dir", str(tmp_path / "cache"))
         data = load(url, "--cache-dir", str(tmp_path / "cache"))
 
-        def refuse(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "pwrite", refuse)
+        monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert "--cache-dir cannot use " in one_error(data)
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import TCPStore
@@ -140,10 +141,7 @@ def test_a_stop_reaches_the_ranks_without_the_store(nodes, monkeypatch):
     """Otherwise the thread that passes the signal on would end before it has done so."""
     [a] = nodes(1, min_nodes=1, max_nodes=1)
     join(a)
-
-    def add(key, amount):
-        raise RuntimeError("Connection was likely closed")
-
+    add = Mock(side_effect=RuntimeError("Connection was likely closed"))
     monkeypatch.setattr(elastic.Handler, "notes", SimpleNamespace(add=add))
     assert not a.announce_stop()
 

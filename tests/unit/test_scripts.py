@@ -416,21 +416,18 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
 
 def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
     """A driver that ignores fsGroup mounts such a volume, for a recipe's record or a script's folder."""
-
-    def refuse(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", "/runs/mine")
-
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("SCRIPT", str(tmp_path / "train.py"))
     monkeypatch.setenv("RUN_DIR", "/runs/mine")
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    refusal = PermissionError(errno.EACCES, "Permission denied", "/runs/mine")
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=refusal))
     words = (
         f"cannot make /runs/mine: Permission denied; give it to user {os.getuid()} (Kubernetes: by an access point"
     )
     with refused(words):
         script.check_job()
     with refused(words), as_user_error("make", tmp_path):
-        refuse()
+        raise refusal
 
 
 @pytest.mark.parametrize("name", ["", "mine"])

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -225,12 +226,9 @@ def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch
 
 
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
-
-    before = files(folder.folder)
+    before, fault = files(folder.folder), OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", fail)
+        patch.setattr(os, "fstat", Mock(side_effect=fault))
         with pytest.raises(UserError, match=r"cannot read .*Input/output error; nothing was changed"):
             read_newest(folder, set_aside=True)
     assert files(folder.folder) == before
@@ -301,15 +299,12 @@ def test_what_one_rank_meets_all_raise_and_nothing_is_left(folder, spoil, messag
 
 
 def test_a_newer_job_that_clears_the_shard_files_is_named(folder, monkeypatch):
-    def take_over():
-        raise UserError("another job has taken over")
-
     def clear(place):
         for path in place.glob("step-000000030-*.shard"):
             path.unlink(missing_ok=True)
 
     monkeypatch.setattr(shard_files, "sync_folder", clear)
-    monkeypatch.setattr(folder, "check_owner", take_over)
+    monkeypatch.setattr(folder, "check_owner", Mock(side_effect=UserError("another job has taken over")))
     assert [str(error) for error in write(folder, 30)] == ["another job has taken over"] * RANKS
     assert [path.name for path in folder.paths()] == ["step-000000020.pt", "step-000000010.pt"]
 

@@ -183,12 +183,9 @@ def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, mo
 
 
 def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
-    def hangs(*_):
-        raise subprocess.TimeoutExpired(["sbatch"], 60)
-
     monkeypatch.setattr(submit, "check", lambda _: None)
     monkeypatch.setattr(submit, "plan_runs", lambda _: (tmp_path / "mine", []))
-    monkeypatch.setattr(submit, "submit_to_slurm", hangs)
+    monkeypatch.setattr(submit, "submit_to_slurm", Mock(side_effect=subprocess.TimeoutExpired(["sbatch"], 60)))
     assert submit.main(["ddp"]) == 1
     assert capsys.readouterr().err == "error: Slurm did not answer sbatch within 60 s; see sinfo\n"
 

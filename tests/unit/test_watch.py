@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -157,11 +158,8 @@ MEMORY = (
 def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
 
-    def fail():
-        raise RuntimeError(message)
-
     with pytest.raises(SystemExit) as caught:
-        exit_status(fail)
+        exit_status(Mock(side_effect=RuntimeError(message)))
     assert caught.value.code == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
@@ -198,11 +196,8 @@ def test_an_error_after_a_lack_of_memory_keeps_its_traceback():
 
 
 def test_other_errors_of_the_run_time_keep_their_traceback():
-    def fail():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        exit_status(fail)
+        exit_status(Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
 
 
 class Recorder(Watch):
@@ -460,10 +455,7 @@ def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
 
 
 def test_a_report_that_fails_ends_the_rank_all_the_same(watch, monkeypatch, capsys):
-    def fail(*_, **__):
-        raise KeyError("host")
-
-    monkeypatch.setattr(Report, "make", fail)
+    monkeypatch.setattr(Report, "make", Mock(side_effect=KeyError("host")))
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
         watch.end()

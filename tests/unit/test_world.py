@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +64,8 @@ def test_an_error_of_another_class_arrives_with_its_status(world):
     """Such as a worker's, which the next launch may not have: status 1."""
     world = dataclasses.replace(world, watch=lambda name: contextlib.nullcontext())
 
-    def fail():
-        raise WorkerError("a worker hangs")
-
     with pytest.raises(UserError, match=r"^a worker hangs$") as caught:
-        run_on_all_ranks(fail, world)
+        run_on_all_ranks(Mock(side_effect=WorkerError("a worker hangs")), world)
     assert (caught.value.status, caught.value.on_one_rank) == (1, False)
 
 
@@ -122,10 +120,7 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
 def test_a_rank_that_cannot_connect_to_another_names_the_address(monkeypatch, said, error, expected):
     """Gloo uses the address of a host's own name, 127.0.1.1 on Debian, if nothing names an interface."""
 
-    def fail(*_, **__):
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=RuntimeError(said)))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(error, match=expected):
@@ -147,13 +142,11 @@ def test_gloo_may_not_connect_for_five_time_outs(monkeypatch, capfd, local_rank,
 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
 def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
-    def fail(*args):
-        raise UserError("wrong", on_one_rank=on_one_rank)
-
     for name in ("RANK", "LOCAL_RANK", "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
         monkeypatch.setenv(name, "0")  # and afterwards as before
     found = []
     hvd = SimpleNamespace(init=bool, size=lambda: 2, rank=lambda: 0, local_rank=lambda: 0)
+    fail = Mock(side_effect=UserError("wrong", on_one_rank=on_one_rank))
     for name, value in {"hvd": hvd, "Stop": bool, "join_world": str, "train": fail}.items():
         monkeypatch.setattr(horovod, name, value)
     monkeypatch.setattr(horovod, "leave_world", lambda world: found.append("world"))
@@ -170,11 +163,9 @@ def test_every_world_of_several_ranks_exchanges_by_itself():
 
 
 def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch):
-    def set_device(device):
-        raise torch.cuda.DeferredCudaCallError("CUDA call failed lazily with error: invalid\n\nIt was called at:")
-
+    said = "CUDA call failed lazily with error: invalid\n\nIt was called at:"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=torch.cuda.DeferredCudaCallError(said)))
     with pytest.raises(UserError, match=r"^cuda:0 on \S+ does not work: CUDA call failed .*: invalid; see `make"):
         choose_devices("auto")
     assert choose_devices("cpu") == [torch.device("cpu")]
