@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import random
 import struct
 from collections import Counter
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 
@@ -164,6 +165,22 @@ def test_what_is_no_image_is_a_fault(tmp_path):
             decode(read(str(path)), whole)
     with pytest.raises(BAD_IMAGE):
         decode(read(str(tmp_path / "none.jpg")), whole)
+
+
+def test_no_image_is_run_as_a_program(tmp_path, monkeypatch):
+    """Pillow lets Ghostscript run EPS files, whatever their names; those of a server may be anybody's."""
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # as in a new process
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/has-run\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(BAD_IMAGE):
+        decode(encoded(picture(), format="EPS"), whole)
+    assert not (tmp_path / "has-run").exists()
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000", "AVIF"])
+def test_other_formats_are_read_whatever_the_name_of_a_file(kind):
+    assert decode(encoded(picture(), format=kind), whole).shape == (HEIGHT, WIDTH, 3)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -326,7 +343,7 @@ class TestDecodeGpu:
         assert warnings(capfd) == said
         assert (own.skipped, split.skipped) == (2, 2)
         assert len(said) == 2
-        assert said[1].endswith("91.jpg does not decode (not an image of a format that Pillow supports)")
+        assert said[1].endswith("91.jpg does not decode (not an image of a supported format)")
 
     def test_jpegs_are_decoded_by_the_rank(self, folder, monkeypatch):
         """Otherwise the test above would compare workers with workers."""

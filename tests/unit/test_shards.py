@@ -149,7 +149,7 @@ def test_an_empty_image_is_one_that_does_not_decode(tmp_path, monkeypatch):
             reasons += [str(error).partition(" does not ")[2] for error in told]
     assert len(reasons) == 5
     assert set(reasons) == {
-        "decode (not an image of a format that Pillow supports); fix or remove it, or add --skip-bad-images"
+        "decode (not an image of a supported format); fix or remove it, or add --skip-bad-images"
     }
     monkeypatch.setattr("recipes.common.data.shards.MAX_IMAGE_BYTES", 300)
     with pytest.raises(UserError, match=r"/class\d/\S+ has \d+ bytes, more than 300; scale or remove it, then"):

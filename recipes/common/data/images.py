@@ -34,6 +34,9 @@ class Box(NamedTuple):
 
 JPEG_BEGIN, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF")
+"""The formats that Pillow may read, whatever a file's name: of EPS, it would let Ghostscript run the file."""
+
 BAD_IMAGE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 """What read() and decode() raise on a file that cannot be read or does not decode."""
 
@@ -57,10 +60,10 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         if decoded is not None:
             return torch.from_numpy(np.asarray(decoded))
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             rgb = _to_8_bits(image).convert("RGB")
     except UnidentifiedImageError:  # its text is the address of an object
-        raise ValueError("not an image of a format that Pillow supports") from None
+        raise ValueError("not an image of a supported format") from None
     except (*BAD_IMAGE, MemoryError):
         raise
     except Exception as error:  # of damaged headers: TypeError, EOFError, struct.error
