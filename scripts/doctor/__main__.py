@@ -255,7 +255,9 @@ def main(argv: list[str]) -> int:
     if args.nodes and not args.as_node:
         return run_local(args, [*argv, "--as-node"])
     place = read_node(WAIT_S)
-    word = os.environ.get("RDZV_ID") or "none"
+    # One node alone shares it with nobody. The name of its folder in --runs-dir, which may be /tmp, then cannot be
+    # guessed by other users.
+    word = os.environ.get("RDZV_ID") or ("none" if place.nnodes > 1 else secrets.token_hex(16))
     return lead(place, args, word) if place.node_rank == 0 else follow(place, args, word)
 
 

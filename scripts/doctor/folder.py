@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from scripts.doctor.network import call_within
 
@@ -28,6 +29,12 @@ SMALL_S = 5.0
 """Time limit for leaving or reading lines, and for removing the folder."""
 
 STALE_S = 3600.0
+
+
+def create(path: Path) -> BinaryIO:
+    """Open a new file, in place of an old one; a link that another user may have put there is not followed."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
 
 
 class RunsFolder:
@@ -57,7 +64,7 @@ class RunsFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary, path = self.folder / f".node-{self.rank}.tmp", self.folder / f"node-{self.rank}"
-            with open(temporary, "wb") as file:
+            with create(temporary) as file:
                 file.write(self.content(self.rank))
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,9 +97,14 @@ class RunsFolder:
 
     def leave_word(self, text: str) -> None:
         """Leave a line for node 0 that this node cannot send over the network."""
+
+        def leave() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with create(self.folder / f"word-{self.rank}") as file:
+                file.write(text.encode())
+
         with contextlib.suppress(OSError):
-            call_within(lambda: self.folder.mkdir(parents=True, exist_ok=True), SMALL_S)
-            call_within(lambda: (self.folder / f"word-{self.rank}").write_text(text), SMALL_S)
+            call_within(leave, SMALL_S)
 
     def words_left(self) -> dict[int, str]:
         """Return the lines that nodes have left, by rank."""

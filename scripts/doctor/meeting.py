@@ -30,6 +30,9 @@ from scripts.launch.interface import resolve
 MAX_LINE_BYTES = 16 * 1024 * 1024
 """Limit of one message; the facts of a node are some kilobytes."""
 
+MAX_HELLO_BYTES = 512
+"""The same before both sides have proved that they know the secret: anyone may connect."""
+
 MAX_REFUSED = 64
 
 SILENCE_S = 150.0
@@ -50,7 +53,7 @@ class Channel:
         self.connection.settimeout(CONNECT_TIMEOUT_S)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, timeout_s: float) -> Answer:
+    def receive(self, timeout_s: float, max_bytes: int = MAX_LINE_BYTES) -> Answer:
         """Return the next message.
 
         Raises:
@@ -59,7 +62,7 @@ class Channel:
         """
         self.connection.settimeout(timeout_s)
         try:
-            line = call_within(lambda: self.lines.readline(MAX_LINE_BYTES), timeout_s)
+            line = call_within(lambda: self.lines.readline(max_bytes), timeout_s)
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
         if not line:
@@ -82,11 +85,11 @@ def introduce(channel: Channel, place: Node, word: str) -> str:
     Raises:
         OSError, ValueError, KeyError, TypeError: the program that answers is not node 0 of this job.
     """
-    nonce, own = channel.receive(CONNECT_TIMEOUT_S)["nonce"], os.urandom(16).hex()
+    nonce, own = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)["nonce"], os.urandom(16).hex()
     proof = mac(word, f"node {nonce} {own} {place.node_rank} {place.nnodes}".encode()).hex()
     hello = {"rank": place.node_rank, "nnodes": place.nnodes, "nonce": own, "mac": proof}
     channel.send({**hello, "time": time.time()})
-    reply = channel.receive(CONNECT_TIMEOUT_S)
+    reply = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)
     if "refusal" in reply:
         return str(reply["refusal"])
     if not hmac.compare_digest(reply["mac"], mac(word, f"head {own}".encode()).hex()):
@@ -168,10 +171,10 @@ class Meeting:
     def welcome(self, channel: Channel, address: str) -> None:
         """Accept a node that knows the secret and has a NODE_RANK of its own; send others the reason if not."""
         # Ignore clients that do not speak the protocol, such as port scans and health checks.
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
             nonce, begin = os.urandom(16).hex(), time.time()
             channel.send({"nonce": nonce})
-            hello = channel.receive(CONNECT_TIMEOUT_S)
+            hello = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)
             half_s = (time.time() - begin) / 2
             offset_s = hello.get("time", begin + half_s) - begin - half_s
             rank, nnodes, own = int(hello["rank"]), hello["nnodes"], hello["nonce"]

@@ -1,6 +1,7 @@
 """The doctor as a user types it: nodes on this machine, refusals, and nothing that hangs or is left behind."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
-from scripts.doctor import meeting
+from scripts.doctor import folder, meeting
 from scripts.launch import echo
 from scripts.launch.local import free_port
 from tests.support import Command, wait_until, write_program
@@ -84,6 +85,30 @@ def test_a_health_check_does_not_try_a_runs_folder_that_hangs_again(tmp_path):
     assert result.status == 1
     assert "lost while it was asked for write: no answer within " in result.stdout
     assert re.findall("hangs .*", result.stdout) == ["hangs os.mkdir"]
+
+
+def test_a_health_check_follows_no_link_of_another_user(tmp_path):
+    """It runs as root, and its folder may be /tmp."""
+    guessed = tmp_path / f".doctor-{hashlib.sha256(b'none').hexdigest()[:16]}"
+    guessed.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in (".node-0.tmp", "word-0"):
+        (guessed / name).symlink_to(tmp_path / "mine")
+    Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path)).wait(30)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (guessed / ".node-0.tmp").is_symlink(), "a folder of that name is not used"
+
+
+def test_nodes_follow_no_link_in_the_runs_folder(tmp_path):
+    probe = folder.RunsFolder(tmp_path, "none", 0)
+    probe.folder.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in (".node-0.tmp", "word-0"):
+        (probe.folder / name).symlink_to(tmp_path / "mine")
+    assert probe.write() is None
+    probe.leave_word("a line")
+    assert probe.words_left() == {0: "a line"}
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_port_that_is_taken(tmp_path):
@@ -171,6 +196,15 @@ def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
     gathering.join(20)
     assert list(met.channels) == [1]
     assert len(met.refused) == 2
+
+
+@pytest.mark.parametrize("hello", [b'{"rank": Infinity, "nnodes": 2, "nonce": ""}\n', b"[" * 100_000 + b"\n"])
+def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
+    own, theirs = socket.socketpair()
+    theirs.sendall(hello)
+    met = meeting.Meeting("word", 2, lambda order: order)
+    met.welcome(meeting.Channel(own), "10.0.0.9")
+    assert (met.channels, met.refused) == ({}, [])
 
 
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
