@@ -62,6 +62,9 @@ PASSED_ON = re.compile(
 )
 """Variables that launchers, torch and its libraries read; make passes on those that are typed."""
 
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+"""Found in the names of variables that make_line() leaves out: a run's record and its output have that line."""
+
 USED: set[str] = set()
 """The variables that the target reads."""
 
@@ -304,8 +307,9 @@ def typed() -> dict[str, str]:
 
 
 def make_line(target: str) -> str:
-    """Return what was typed, as a shell command."""
-    return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, text in typed().items())])
+    """Return what was typed, as a shell command, without secrets."""
+    shown = {name: text for name, text in typed().items() if not SECRET.search(name)}
+    return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, text in shown.items())])
 
 
 def check_used(target: str) -> None:

@@ -367,6 +367,12 @@ def test_installation_comes_before_the_command(monkeypatch):
     ]
 
 
+def test_the_line_of_the_record_has_no_secrets(monkeypatch):
+    words = ["RECIPE=ddp", "HF_TOKEN=t", "AWS_SECRET_ACCESS_KEY=k", "X_PASSWD=p", "AWS_REGION=eu", "HF_HOME=/x"]
+    monkeypatch.setenv("MAKEFLAGS", " ".join([" --", *words]))
+    assert make.make_line("run") == "make run RECIPE=ddp AWS_REGION=eu HF_HOME=/x"
+
+
 def test_a_failed_installation_is_the_end(monkeypatch):
     with pytest.raises(SystemExit) as caught:
         make.prepare(["false"])
