@@ -5,6 +5,7 @@ scripts/launch/agent.py calls it, and scripts/launch/elastic.py extends it. Sour
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
@@ -28,6 +29,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.meeting import MissingNodeError, port_taken
 from recipes.common.process.node import Node, check_head
 from scripts.launch import script
+from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.ranks import END_GRACE_S, END_SIGNAL, SAVING, STOP_GRACE_S, STOPPED_BY, blame, rank_command
 from scripts.launch.stopped_status import option
@@ -119,13 +121,15 @@ def meet_nodes(node: Node, job: str) -> Store:
     """
     is_head = node.node_rank == 0
     bound = timedelta(seconds=node.rdzv_timeout_s)
-    connect = partial(TCPStore, node.master_addr, node.master_port, wait_for_workers=False, multi_tenant=True)
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     try:
-        store = connect(is_master=is_head, timeout=bound)
-    except DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
+        if is_head:  # torch itself would listen on all addresses, also if all nodes are on this machine
+            options["master_listen_fd"] = listen(node.listening_address, node.master_port).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             raise port_taken(node.master_port) from None
         raise
+    store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
     rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]
     size = names.compare_set("nnodes", "", str(node.nnodes)).decode()

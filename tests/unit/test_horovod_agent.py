@@ -1,8 +1,10 @@
 """How Horovod's processes meet without MPI: the rendezvous of node 0, with a stand-in for Horovod's."""
 
+import socket
 import sys
 import types
 import urllib.request
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -53,6 +55,14 @@ def test_the_rendezvous_answers_at_every_address_of_node_0(node):
         for address in ("127.0.1.1", "127.0.0.1", "127.0.0.2"):
             with urllib.request.urlopen(f"http://{address}:{node.master_port}/global/0", timeout=10) as answer:
                 assert answer.read() == b"ok"
+
+
+def test_the_rendezvous_of_nodes_on_this_machine_is_out_of_others_reach(node):
+    here = replace(node, master_addr="127.0.0.1")
+    with horovod_agent.rendezvous(here):
+        socket.create_connection(("127.0.0.1", here.master_port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", here.master_port), timeout=10)
 
 
 def test_a_lost_race_for_its_port_is_no_traceback(node, monkeypatch):

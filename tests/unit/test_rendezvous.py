@@ -38,6 +38,17 @@ def test_a_store_on_all_addresses_answers_by_ipv4_and_ipv6(address):
         socket.create_connection((address, listener.getsockname()[1]), timeout=10).close()
 
 
+def test_the_store_of_nodes_on_this_machine_is_out_of_others_reach():
+    place = Node(1, 0, 1, "127.0.0.1", free_port(), 10)
+    served = torch_agent.meet_nodes(place, "job")
+    socket.create_connection(("127.0.0.1", place.master_port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", place.master_port), timeout=10)
+    with pytest.raises(UserError, match=f"^MASTER_PORT {place.master_port} "):
+        torch_agent.meet_nodes(place, "job")
+    del served
+
+
 @pytest.fixture
 def store(monkeypatch):
     """A job's store, with short timeouts."""
