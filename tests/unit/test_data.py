@@ -130,6 +130,15 @@ def test_a_folder_that_cannot_be_locked_is_refused_with_the_remedy(fashion, monk
         load("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download")
 
 
+def test_a_lock_that_leads_elsewhere_empties_nothing(fashion, tmp_path):
+    """Others may be able to write to a folder of data."""
+    folder, _ = fashion
+    (tmp_path / "mine").write_text("mine")
+    (folder / ".download.lock").symlink_to(tmp_path / "mine")
+    load("--data", "fashion-mnist", "--data-dir", str(folder), "--download")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_download_into_a_folder_that_cannot_be_written(fashion, monkeypatch, number):
     """As on a read-only volume: it is no fault if all files are there."""

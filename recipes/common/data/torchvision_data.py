@@ -62,7 +62,7 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
             raise
         yield  # all files may be there; if not, torchvision raises the same error
         return
-    with open(path, "w") as lock:
+    with open(path, "a") as lock:  # "w" would empty what a link leads to
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
