@@ -106,6 +106,12 @@ def image(folder, *argv, **env):
     return result, [line for line in calls.read_text().splitlines() if "build " in line or "push" in line]
 
 
+def test_a_stand_in_has_only_packages_that_debian_has_signed():
+    """Without Debian's keys, debootstrap would only warn."""
+    [line] = re.findall("^debootstrap .*", (ROOT / "docker/stand-in.sh").read_text(), re.MULTILINE)
+    assert "--force-check-gpg" in line.split()
+
+
 def test_an_image_has_a_second_name_that_no_registry_can_have(checkout):
     """Builds and Compose 1 pull an image that is missing, and cluster-recipes/ddp may be somebody else's."""
     used = re.findall(r"^ARG IMAGE=(.*)", (ROOT / "docker/slurm.Dockerfile").read_text(), re.MULTILINE)
