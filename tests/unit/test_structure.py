@@ -43,6 +43,14 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_actions_of_others_are_pinned_by_commit():
+    """A tag can be moved, and the action then runs other code."""
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    used = re.findall(r"uses: (.*)", text)
+    assert used
+    assert [name for name in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v[\d.]+", name)] == []
+
+
 def module_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
