@@ -1,9 +1,12 @@
 """--compile: every pass of training and of evaluation goes through what was compiled."""
 
 import functools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.runtime_utils import default_cache_dir
 
 from tests.support import run_ranks, words_for
 
@@ -40,3 +43,19 @@ def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     run_ranks(recipe, words, 1, tmp_path / "out", setup=functools.partial(count_compiled_passes, tmp_path))
     passes = [(tmp_path / name).stat().st_size / BLOCKS.get(recipe, 1) for name in ("train", "eval")]
     assert passes == [STEPS, 6]
+
+
+def plant(folder):
+    """Make the folder for compiled code one to which all users can write, as another user may have."""
+    tempfile.tempdir = str(folder)
+    planted = Path(default_cache_dir())
+    planted.mkdir(exist_ok=True)
+    planted.chmod(0o777)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+def test_code_that_another_user_may_have_planted_is_not_run(tmp_path, recipe):
+    words = words_for(tmp_path, "run", "--compile", "--max-steps", "1", "--device", "cpu")
+    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=functools.partial(plant, tmp_path)).wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    assert f"error: --compile: {tmp_path}/torchinductor_" in outcome.text

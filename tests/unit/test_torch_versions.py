@@ -1,14 +1,19 @@
-"""What the launcher does otherwise than torchrun: how ranks end, and on which cores they run."""
+"""What is done otherwise than by torch: how ranks end, on which cores they run, where compiled code is kept."""
 
+import os
 import shutil
 import signal
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from recipes.common import compiled_code
+from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from scripts.launch import ranks, torch_agent
 
@@ -55,3 +60,26 @@ def test_other_ranks_are_not(gpus, monkeypatch, without):
     if without == "numactl":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     assert torch_agent.choose_numa_options(NODE, ["--device=cpu"] if without == "wish" else []) is None
+
+
+def test_compiled_code_is_run_from_a_folder_of_this_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):  # the second run finds the first one's folder
+        compiled_code.check_folder()
+        [folder] = tmp_path.iterdir()
+        assert folder.name.startswith("torchinductor_")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o775)  # as torch makes it under the umask 002
+    compiled_code.check_folder()
+    with monkeypatch.context() as other:
+        other.setattr(compiled_code, "os", SimpleNamespace(geteuid=lambda: os.geteuid() + 1))
+        with pytest.raises(UserError, match="is not a folder that only you can write to; remove it"):
+            compiled_code.check_folder()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is not a folder that only you can write to"):
+        compiled_code.check_folder()
+    folder.unlink()
+    folder.touch()
+    with pytest.raises(UserError, match=r"cannot make .* \(File exists\)"):
+        compiled_code.check_folder()

@@ -1,0 +1,31 @@
+"""--compile: the folder in which torch keeps compiled code, and from which it runs whatever it finds."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+from recipes.common.errors import UserError
+
+
+def check_folder() -> None:
+    """Make the folder, unless it is there: its name, torchinductor_USER in the temporary folder, can be guessed.
+
+    torch also keeps headers there if TORCHINDUCTOR_CACHE_DIR names another folder, and does not check whose it is.
+
+    Raises UserError if it is another user's, or everyone can write to it.
+    """
+    folder = Path(default_cache_dir())
+    fix = "remove it, or set TMPDIR to a folder of yours"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    except OSError as error:
+        raise UserError(f"--compile: cannot make {folder} ({error.strerror}); {fix}") from None
+    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
+    if not is_own or about.st_mode & stat.S_IWOTH:
+        what = "which holds compiled code, is not a folder that only you can write to"
+        raise UserError(f"--compile: {folder}, {what}; {fix}")
