@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,8 @@ class Job:
     position: Position = field(default_factory=Position)
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
+    _pass_ends: list[torch.cuda.Event] = field(default_factory=list)
+    """On a GPU, the ends of the last two passes."""
 
     def __post_init__(self) -> None:
         self.device = self.peers.device
@@ -187,6 +190,30 @@ class Job:
             self.record.progress.begin_epoch(
                 self.position.epoch + 1, steps, done, run_steps=self.total_steps, run_done=self.position.step
             )
+
+    @property
+    def _queues_exchanges(self) -> bool:
+        """Whether ranks exchange between GPUs: a collective then returns before it is done."""
+        return self.device.type == "cuda" and self.peers.world_size > 1
+
+    def watch_gpu(self) -> contextlib.AbstractContextManager[None]:
+        """Return a watch for work of this rank alone that may wait for an exchange between GPUs."""
+        return self.peers.watch("gradients") if self._queues_exchanges else contextlib.nullcontext()
+
+    def end_pass(self) -> None:
+        """If ranks exchange between GPUs, wait for the end of the pass before the one that has just been queued.
+
+        The GPU has a whole pass to do meanwhile. Otherwise the host would queue further steps while an exchange
+        hangs, and notice it only once it logs a loss, or the queue is full.
+        """
+        if self._queues_exchanges:
+            if not self._pass_ends:
+                self._pass_ends = [torch.cuda.Event(blocking=True) for _ in range(2)]  # no core spins
+            self._pass_ends.reverse()
+            latest, before = self._pass_ends
+            latest.record(torch.cuda.current_stream(self.device))
+            with self.peers.watch("gradients"):
+                before.synchronize()
 
     def count_step(self) -> None:
         """Count an optimizer step."""

@@ -245,6 +245,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         for number, part in enumerate(parts, 1):
             some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
             loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
+            job.end_pass()
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
@@ -252,8 +253,9 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        (technique.update or update)(job, partial(job.check_gradients, loss_sum))
-        job.guard.restore_buffers(job.scaler)
+        with job.watch_gpu():
+            (technique.update or update)(job, partial(job.check_gradients, loss_sum))
+            job.guard.restore_buffers(job.scaler)
         job.count_step()
         if job.is_log_due():
             # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.

@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -384,6 +385,60 @@ def test_what_reads_from_a_gpu_is_watched(watch):
     job.pause()
     assert seen == [("gradients", True)] * 4
     assert not watch._note()["is_inside"]
+
+
+class FakeEvent:
+    """A stand-in for an event of a GPU, which records what the host asks of it and what is watched meanwhile."""
+
+    seen: ClassVar[list] = []
+    watch = None
+
+    def __init__(self, **how):
+        self.name = f"event {len(FakeEvent.seen)}"
+        FakeEvent.seen.append(("made", how))
+
+    def record(self, stream):
+        FakeEvent.seen.append(("record", self.name))
+
+    def synchronize(self):
+        note = FakeEvent.watch._note()
+        FakeEvent.seen.append(("wait", self.name, note["name"], note["is_inside"]))
+
+
+def test_the_host_queues_a_pass_ahead_of_its_gpu_and_no_more(args, monkeypatch):
+    """Otherwise the steps that it queues while an exchange hangs would hide that from the watch."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(FakeEvent, "seen", [])
+    watch = FakeEvent.watch = Watch(0, 2, args, None)
+    try:
+        cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options([])
+        optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
+        peers, data = SimpleNamespace(device=cpu, world_size=2, watch=watch), SimpleNamespace(train=range(6400))
+        job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
+        job.end_pass()
+        with job.watch_gpu():
+            assert not watch._note()["is_inside"], "on a CPU, a step of the optimizer is work"
+        assert FakeEvent.seen == [], "a CPU queues nothing"
+        job.device = torch.device("cuda", 0)
+        for _ in range(3):
+            job.end_pass()
+        with job.watch_gpu():
+            assert watch._note()["name"] == "gradients"
+            assert watch._at.limit_s == args.timeout_s + 1
+        assert not watch._note()["is_inside"]
+        peers.world_size = 1
+        job.end_pass()  # one process exchanges nothing
+    finally:
+        watch.close()
+    made, used = FakeEvent.seen[:2], FakeEvent.seen[2:]
+    assert made == [("made", {"blocking": True})] * 2
+    one, two = "event 1", "event 0"
+    assert used == [
+        *(("record", one), ("wait", two, "gradients", True)),
+        *(("record", two), ("wait", one, "gradients", True)),
+        *(("record", one), ("wait", two, "gradients", True)),
+    ]
 
 
 # ---- a thousand ranks
