@@ -257,6 +257,9 @@ class Observer:
         batch = first_tensor(arguments)
         if batch is None or batch.requires_grad:
             return
+        mask = arguments[1].get("attention_mask")
+        if isinstance(mask, Tensor) and mask.shape == batch.shape and not mask.is_floating_point():
+            batch = batch * mask  # a sample's padding depends on the others of its batch
         # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
             self.evaluation_model = self.evaluation_model or id(module)

@@ -30,6 +30,32 @@ def test_only_the_first_samples_are_checked_for_random_numbers(tmp_path, monkeyp
     assert len(calls) == 2 * observe.RANDOM_SAMPLES
 
 
+class Tagger(torch.nn.Module):
+    """A model of padded tokens, called as those of transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(9, 2)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.embedding(input_ids)
+
+
+def test_what_pads_a_sample_is_no_part_of_it_if_the_model_gets_a_mask(tmp_path):
+    """A batch is padded to its longest sample: on several ranks, that is another one."""
+    pad, model = 7, Tagger()
+    long = {"input_ids": torch.tensor([[1, 2, 3, 4], [5, 6, pad, pad]])}
+    short = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
+    for mask in (long["input_ids"] != pad, (long["input_ids"] != pad).long()):
+        observer = observe.Observer(tmp_path, 0)
+        observer.see_batch(model, ((), {**long, "attention_mask": mask}))
+        observer.see_batch(model, ((), short))
+        assert observer.record["rows"][1] == observer.record["rows"][2]
+    observer = observe.Observer(tmp_path, 0)
+    observer.see_batch(model, ((), {**long, "attention_mask": (1.0 - mask) * -1e9}))  # it is added to scores
+    assert observer.record["rows"] == observe.fingerprints(long["input_ids"])
+
+
 def test_a_sketch_does_not_depend_on_the_default_device():
     tensor = torch.arange(100.0)
     with torch.device("meta"):
