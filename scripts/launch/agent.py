@@ -73,6 +73,8 @@ def quiet_import() -> Iterator[None]:
 
 def run_torchrun(node: Node, recipe: str, options: list[str], logs: str) -> int:
     """Let torchrun start the node's processes; return the job's exit status on this node."""
+    if script.is_set() and node.node_rank == 0:
+        script.warn_of_own_port()
     with quiet_import():
         if os.environ.get("MIN_NODES"):
             from scripts.launch.elastic import run

@@ -67,6 +67,31 @@ def read_script() -> Path:
     return path
 
 
+def line_of_own_port(node: ast.AST) -> int:
+    """Return the line in which a script sets MASTER_PORT in any case, not in some `if`; 0 if it does not."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Assign) and any(
+            ast.unparse(target).endswith("environ['MASTER_PORT']") for target in child.targets
+        ):
+            return child.lineno
+        is_open = not isinstance(child, ast.If) or "__name__" in ast.unparse(child.test)
+        if is_open and (line := line_of_own_port(child)):
+            return line
+    return 0
+
+
+def warn_of_own_port() -> None:
+    """Print a warning if the script sets MASTER_PORT: the ranks of torchrun then wait where nobody listens."""
+    path = Path(os.environ["SCRIPT"])
+    if line := line_of_own_port(ast.parse(path.read_bytes())):
+        print(
+            f"warning: {path.name} sets MASTER_PORT in line {line}: ranks that torchrun starts may wait there, "
+            "where none of them listens; remove it or, if the script starts its ranks itself, set RECIPE=spawn",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def check_job() -> None:
     """Make RUN_DIR if it is set, and raise UserError if this node cannot run the script."""
     if run_dir := os.environ.get("RUN_DIR"):

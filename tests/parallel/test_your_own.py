@@ -116,6 +116,32 @@ def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
     assert not job.run.exists(), "nothing was written to it"
 
 
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os\nos.environ['MASTER_PORT'] = '1'", 2),
+        ("import os\ndef setup(rank):\n    os.environ['MASTER_PORT'] = '1'", 3),
+        ("from os import environ\nif __name__ == '__main__':\n    environ['MASTER_PORT'] = str(1)", 3),
+        ("import os\nif 'RANK' not in os.environ:\n    os.environ['MASTER_PORT'] = '1'", 0),
+        ("import os\nos.environ.setdefault('MASTER_PORT', '1')\nprint(os.environ['MASTER_PORT'])", 0),
+    ],
+)
+def test_a_script_that_sets_its_own_port_is_told_from_others(source, line):
+    assert contract.line_of_own_port(ast.parse(source)) == line
+
+
+def test_a_port_of_the_scripts_own_is_warned_of_once_where_torchrun_starts_it(tmp_path):
+    """torchrun's agent serves the ranks' store, and no rank does: they would wait for each other's time-out."""
+    source = f"{SHOW}\nos.environ['MASTER_PORT'] = '12355'"
+    result = Job(tmp_path, source, "ddp", 2, 1).wait()
+    lines = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert lines == [
+        "warning: train.py sets MASTER_PORT in line 9: ranks that torchrun starts may wait there, where none of "
+        "them listens; remove it or, if the script starts its ranks itself, set RECIPE=spawn"
+    ]
+    assert "warning" not in Job(tmp_path, source, "spawn").wait().stderr
+
+
 def test_spawn_starts_one_process_a_node_which_is_told_the_nodes(tmp_path):
     found = shown(Job(tmp_path, SHOW, "spawn", 2, 3, RANK="7", WORLD_SIZE="9").wait())
     variables = [one[3] for one in found]
