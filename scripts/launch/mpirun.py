@@ -39,7 +39,7 @@ from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.echo import Echo, try_port
 from scripts.launch.fabric import fabric_environment
-from scripts.launch.interface import by_preference, interface_addresses
+from scripts.launch.interface import by_preference, interface_addresses, is_loopback
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:
@@ -126,8 +126,11 @@ def own_addresses() -> list[str]:
     import psutil
 
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {name: entries for name, entries in interface_addresses(socket.AF_INET).items() if name in up}
-    return [address for name in by_preference(found) for address in found[name] if not address.startswith("127.")]
+    found = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        by_name = {name: own for name, own in interface_addresses(family).items() if name in up}
+        found += [address for name in by_preference(by_name) for address in by_name[name]]
+    return [address for address in found if not is_loopback(address) and not address.startswith("fe80:")]
 
 
 def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:

@@ -105,6 +105,8 @@ def check(options: list[str]) -> int:
     host, _, port = endpoint.rpartition(":")
     if endpoint and not (host and port.isdigit()):
         raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
+    if host.startswith("["):  # [fd00::1]:29500, as IPv6 addresses are written; connections take them without
+        os.environ["RDZV_ENDPOINT"] = f"{host.strip('[]')}:{port}"
     if not script.is_set() and not option("--name", "", options):
         raise UserError("an elastic job needs a name to resume after a restart; add --name")
     return read_number("MAX_RESTARTS", 3, at_least=0)

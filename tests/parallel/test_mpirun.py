@@ -1,6 +1,7 @@
 """Recipes under mpirun: torchrun's numbers, one line for what cannot work, and no process left behind."""
 
 import signal
+import socket
 import sys
 import types
 from unittest.mock import Mock
@@ -159,6 +160,20 @@ def test_an_address_counts_only_if_rank_0_answers():
         other.close()
     assert not is_reached("127.0.0.1", port)
     Echo("", "the token", port).close()  # the port is free again at once
+
+
+def test_a_host_without_ipv4_is_reached_by_ipv6(monkeypatch):
+    """An address of one link (fe80::) means nothing on another host."""
+    by_family = {
+        socket.AF_INET: {"lo": ["127.0.0.1"]},
+        socket.AF_INET6: {"lo": ["::1"], "eth0": ["fe80::7", "fd00::7"], "down": ["fd00::8"]},
+    }
+    monkeypatch.setattr(mpirun, "interface_addresses", by_family.get)
+    state = {name: types.SimpleNamespace(isup=name != "down") for name in ("lo", "eth0", "down")}
+    monkeypatch.setattr("psutil.net_if_stats", lambda: state)
+    assert mpirun.own_addresses() == ["fd00::7"]
+    by_family[socket.AF_INET]["eth0"] = ["10.0.0.7"]
+    assert mpirun.own_addresses() == ["10.0.0.7", "fd00::7"]
 
 
 class Communicator:

@@ -728,6 +728,18 @@ def test_settings_that_make_no_sense(monkeypatch, variables, options, words):
         rejoin.check(options)
 
 
+def test_an_endpoint_may_have_an_ipv6_address(monkeypatch):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
+    port = free_port()
+    server = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("RDZV_ENDPOINT", f"[::1]:{port}")
+    rejoin.check(["--name=x"])
+    assert os.environ["RDZV_ENDPOINT"] == f"::1:{port}"
+    elastic.connect(os.environ["RDZV_ENDPOINT"]).set("key", "value")
+    assert server.get("key") == b"value"
+
+
 def test_a_store_whose_port_is_taken(monkeypatch):
     port = free_port()
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
