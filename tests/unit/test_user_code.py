@@ -120,6 +120,10 @@ def token_skipped():
     x = torch.zeros(4, 8, dtype=torch.int64)
     return {"train": (x, x), "test": (x, x - 100), "target": "tokens", "num_classes": 9}
 
+def arrays():
+    pair = X.numpy(), np.arange(12) % 3
+    return {**noisy(), "train": pair, "test": [*pair]}
+
 class Lists(Noisy):
     def __getitem__(self, index):
         return [1.0, float(index)], 0.5 * index
@@ -433,6 +437,14 @@ def test_samples_of_lists_and_numbers_become_tensors():
     assert torch.equal(targets, torch.tensor([3.5, 2.0]))
 
 
+def test_a_pair_of_arrays_becomes_tensors_on_the_device():
+    data, _ = load("--data", "mine:arrays", "--model", "mine:net")
+    for split in (data.train, data.test):
+        ((inputs, targets),) = split.batches([torch.tensor([7, 4])], 0)
+        assert torch.equal(inputs, torch.linspace(-1, 1, 24).view(12, 2)[[7, 4]])
+        assert targets.tolist() == [1, 1]
+
+
 def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
     class Mute:
         def sample(self, model, device):
@@ -575,7 +587,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
         ),
         (
             ("--data", "mine:no_sequence"),
-            "'train' is a list_iterator; give a pair of tensors, or an object with len() and [i]",
+            "'train' is a list_iterator; give two tensors or arrays, or an object with len() and [i]",
         ),
         (("--data", "mine:none"), "'train' is empty; give at least one sample"),
         (("--data", "mine"), "invalid choice 'mine'"),

@@ -108,9 +108,9 @@ class SeededSamples(Dataset[Any]):
 def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
     """Return the data set of the user's function; `on_fault` gets the error of a sample that does not load later.
 
-    The function takes no arguments and returns a dict: "train" and "test", each a pair of tensors (inputs,
-    targets) or an indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the number of
-    classes or of different tokens, unless targets are values.
+    The function takes no arguments and returns a dict: "train" and "test", each a pair of tensors or arrays
+    (inputs, targets) or an indexable of such pairs for one sample; "target", one of KINDS; and "num_classes", the
+    number of classes or of different tokens, unless targets are values.
 
     Raises UserError if it fails or returns something else.
     """
@@ -155,7 +155,8 @@ def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserE
 
 
 def _are_tensors(samples: Any) -> bool:
-    return isinstance(samples, Sequence) and len(samples) == 2 and all(isinstance(p, Tensor) for p in samples)
+    is_pair = isinstance(samples, Sequence) and len(samples) == 2
+    return is_pair and all(isinstance(part, Tensor | np.ndarray) for part in samples)
 
 
 def _without_graph(what: str, samples: Any) -> Any:
@@ -183,7 +184,7 @@ def _first_sample(what: str, samples: Any) -> Batch:
             raise UserError(f"{what} has {counts[0]} inputs and {counts[1]} targets; give as many of each")
         return inputs[0], targets[0]
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
-        fix = "give a pair of tensors, or an object with len() and [i], such as a torch.utils.data.Dataset"
+        fix = "give two tensors or arrays, or an object with len() and [i], such as a torch.utils.data.Dataset"
         raise UserError(f"{what} is {name_of(samples)}; {fix}")
     if not call(f"{what}: len()", len, samples):
         raise UserError(f"{what} is empty; give at least one sample")
