@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
+from recipes.common.errors import UserError
+from recipes.common.record.resume import read_path
 from scripts.dev import export
 from tests.support import is_equal, newest_checkpoint, run_command
 from tests.unit.test_checkpoint import content
@@ -59,6 +61,16 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
     assert refusal(run).endswith(f", only best.pt, cut.pt; give {run / 'checkpoints' / 'best.pt'}")
     (tmp_path / "empty" / "c.pt").write_text("of a script")
     assert refusal(tmp_path / "empty").endswith(", only c.pt; give another run or checkpoint")
+
+
+def test_an_exported_model_is_named_where_a_checkpoint_is_meant(run, tmp_path):
+    """Its checksum is wrong, too, but it is not damaged."""
+    out = tmp_path / "model.pt"
+    assert export.main([str(run), str(out)]) == 0
+    with pytest.raises(UserError) as caught:
+        read_path(out)
+    what = "it holds only weights, as make export writes them, and no step"
+    assert str(caught.value) == f"--resume {out}: {what}; give another checkpoint or the run's folder"
 
 
 def test_a_full_disk_leaves_nothing(run, tmp_path):

@@ -95,6 +95,8 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
         raise _cannot_read(path, error) from error
     except BadCheckpointError:
+        if loading.exception() is None and is_weights_alone(loading.result()):
+            raise BadCheckpointError("it holds only weights, as make export writes them, and no step") from None
         raise
     except Exception as error:
         raise BadCheckpointError(str(error).strip().split("\n")[0] or type(error).__name__) from None
@@ -107,6 +109,11 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
             raise BadCheckpointError("it does not say which shard files it has") from None
         content["shards"]["folder"] = str(path.parent)
     return content
+
+
+def is_weights_alone(content: Any) -> bool:
+    """Return whether what a file holds is a state dict of a model, and no checkpoint."""
+    return isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values())
 
 
 def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
