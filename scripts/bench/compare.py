@@ -33,6 +33,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
+from scripts.launch.local import visible_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -158,11 +159,12 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("python -m scripts.bench.compare", __doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
-    parser.add_argument("--nproc-per-node", type=count, default=1, help="processes per node")
+    parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")
     parser.add_argument("--steps", type=int, default=50, help="steps over which loss curves are compared")
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
+    args.nproc_per_node = args.nproc_per_node or max(1, len(visible_gpus()) // args.nodes)
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
     check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")

@@ -1,5 +1,7 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from scripts.bench import compare
@@ -64,3 +66,18 @@ def test_bad_input_is_refused_before_anything_runs(words, error, capsys):
     assert compare.main(words) == 2
     assert capsys.readouterr().err.startswith(f"error: {error}")
     assert set((ROOT / "runs").glob("*")) == before
+
+
+@pytest.mark.parametrize(("words", "processes"), [([], 4), (["--nodes", "2"], 2), (["--nproc-per-node", "3"], 3)])
+def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
+    assert compare.main(["ddp", *words]) == 1
+    assert f"--nproc-per-node={processes}" in commands[0]
