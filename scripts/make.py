@@ -26,7 +26,7 @@ from recipes.common.options import Options, plain_name, read_number
 from recipes.common.process.node import shell_status
 from scripts.bench.commbench.options import BACKENDS
 from scripts.bench.figures import PARTS
-from scripts.launch.command import ROOT, check_names, check_recipe
+from scripts.launch.command import ROOT, check_names, check_recipe, gpus
 from scripts.launch.command import command as refusing
 
 VENV_PYTHON = ".venv/bin/python"
@@ -177,10 +177,12 @@ def plan() -> Command:
 
 def gpus_of_slurm() -> list[str]:
     """Return --gpus-per-node for GPUS=8, or with Slurm's name of their type, GPUS=h100:8; raises UserError."""
-    if not re.fullmatch(r"[A-Za-z][\w.-]*:[1-9][0-9]*", os.environ.get("GPUS", "")):
-        return flags(gpus_per_node="GPUS")
     USED.add("GPUS")
-    return [f"--gpus-per-node={os.environ['GPUS']}"]
+    text = os.environ.get("GPUS")
+    try:
+        return [f"--gpus-per-node={gpus(text)}"] if text else []
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"GPUS {error}") from None
 
 
 def submit() -> Command:

@@ -34,7 +34,16 @@ from recipes.common.options import Options, non_negative_int, plain_name, positi
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import shell_status
 from scripts.launch import script
-from scripts.launch.command import ONE_PROCESS, ROOT, CommandParser, check_recipe, command, next_folder, parse
+from scripts.launch.command import (
+    ONE_PROCESS,
+    ROOT,
+    CommandParser,
+    check_recipe,
+    command,
+    gpus,
+    next_folder,
+    parse,
+)
 from slurm.sweep import grid_points, report, words
 from slurm.training import SIGNAL, Run
 
@@ -83,13 +92,6 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     check_recipe(args.recipe)
     args.gpus = None if args.gpus_per_node is None else int(args.gpus_per_node.rpartition(":")[2])
     return args
-
-
-def gpus(text: str) -> str:
-    """Return a number of GPUs, with their type if that is given, as Slurm writes them: 8, h100:8."""
-    if not re.fullmatch(r"([A-Za-z][\w.-]*:)?[0-9]+", text, re.ASCII):
-        raise ArgumentTypeError(f"expects a whole number, or a type and a number (h100:8), got {text!r}")
-    return text
 
 
 def minutes(text: str) -> int:

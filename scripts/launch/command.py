@@ -12,10 +12,11 @@ import errno
 import functools
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,13 @@ class CommandParser(Parser):
 
 count = whole_number(1, 1024)
 """Reads a whole number from 1 to 1024: nodes, processes or rounds."""
+
+
+def gpus(text: str) -> str:
+    """Read a number of GPUs, with their type if that is given, as Slurm writes them: 8, h100:8."""
+    if not re.fullmatch(r"([A-Za-z][\w.-]*:)?[0-9]+", text, re.ASCII):
+        raise ArgumentTypeError(f"expects a whole number, or a type and a number (h100:8), got {text!r}")
+    return text
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Namespace:

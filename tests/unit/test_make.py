@@ -245,7 +245,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS: expected names separated by spaces, got '--plain'"),
         ("drill", {"FAULTS": "kil-rank"}, "FAULTS: invalid choice 'kil-rank'; did you mean 'kill-rank'? (choose"),
         ("evidence", {"CLAIMS": "one-cruve"}, "CLAIMS: invalid choice 'one-cruve'; did you mean 'one-curve'? (ch"),
-        ("submit", {"RECIPE": "ddp", "GPUS": "8:h100"}, "GPUS expects a whole number of at least 0, got '8:h100'"),
+        ("submit", {"RECIPE": "ddp", "GPUS": "8:h100"}, "GPUS expects a whole number, or a type and a "),
         ("k8s", {"RECIPE": "ddp", "GPUS": "h100:8"}, "GPUS expects a whole number of at least 0, got 'h100:8'"),
         ("same", {"GLOBAL_BATCH": "many"}, "GLOBAL_BATCH expects a whole number of at least 1, got 'many'"),
         ("k8s-delete", {}, "NAME is empty; name the job: make k8s-delete NAME=mine"),
