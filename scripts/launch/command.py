@@ -91,10 +91,21 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except BrokenPipeError:  # the reader of the output has closed it, as in `make list | head -1`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 128 + signal.SIGPIPE
+        except OSError as error:
+            if error.errno not in FULL or error.filename:
+                raise
+            print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
+            discard_output()
+            return 1
 
     return run
+
+
+def discard_output() -> None:
+    """Let what is left of the output go nowhere, so that Python does not fail to write it once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def recipes() -> dict[str, str]:

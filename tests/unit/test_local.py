@@ -43,6 +43,15 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
     assert (job.wait(), capsys.readouterr().err) == (status, f"[node 1] error: a disk is slow\n{last}\n")
 
 
+def test_an_output_that_cannot_be_written_is_one_line():
+    """`make list >/dev/full`, and a report on a disk that is full."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "scripts.launch.local", "--list"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    reason = "No space left on device; free some space"
+    assert (done.returncode, done.stderr) == (1, f"error: cannot write the output: {reason}\n")
+
+
 def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
     job.pass_on(signal.SIGTERM, None)
