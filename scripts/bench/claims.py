@@ -14,9 +14,7 @@ measured value, which must round to the figure.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from recipes.common.record.facts import revision as revision_of
 from scripts.bench.figures import Figure, describe, number, table_lines
 from scripts.launch.command import ROOT
 
@@ -48,15 +47,7 @@ file. "Not run": nobody has run it, or no record was kept.
 
 def revision() -> str:
     """Return the commit, with -dirty if tracked files other than claims, evidence and figures differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        describe = [*git, "describe", "--always", "--abbrev=12"]
-        commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # an image holds no repository
-        return os.environ.get("SOURCE_REVISION", "unknown")[:12]
-    own = [f":!{path.relative_to(ROOT)}" for path in (CLAIMS, OUTCOMES, PAGE, FIGURES)]
-    is_dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *own]).returncode
-    return commit + "-dirty" * bool(is_dirty)
+    return revision_of(CLAIMS, (CLAIMS, OUTCOMES, PAGE, FIGURES), digits=12) or "unknown"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,28 @@ def _first_line(path: Path, pattern: str) -> str | None:
     return match[1] if match else None
 
 
-def revision() -> str | None:
+def revision(file: Path | None = None, ignored: Sequence[Path] = (), digits: int = 40) -> str | None:
     """Return the git revision of the code, with "-dirty" if tracked files differ from it; None if unknown.
 
     A container image holds no repository: its Dockerfile sets SOURCE_REVISION to the revision that was built. An
     archive may be unpacked within another repository, whose revision says nothing about it.
+
+    Args:
+        file: a file that the code's own repository tracks (default: this one).
+        ignored: files and folders that may differ.
+        digits: the length of the commit's name.
     """
-    path = Path(__file__)
-    is_tracked = ["ls-files", "--error-unmatch", path.name]
+    tracked = file or Path(__file__)
+
+    def ask_git(*words: str) -> str:
+        command = ["git", "-C", str(tracked.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        for words in (is_tracked, ["describe", "--always", "--dirty", "--abbrev=40"]):
-            command = ["git", "-C", str(path.parent), *words]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
+        ask_git("ls-files", "--error-unmatch", tracked.name)
+        commit = ask_git("describe", "--always", f"--abbrev={digits}")
+        changed = ask_git("diff", "--name-only", "HEAD", "--", ":/", *(f":(exclude){path}" for path in ignored))
+        return commit + "-dirty" * bool(changed)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("SOURCE_REVISION")
+        source = os.environ.get("SOURCE_REVISION")
+        return source and re.sub(rf"^([0-9a-f]{{{digits}}})[0-9a-f]+", r"\1", source)
