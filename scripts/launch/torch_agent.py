@@ -73,11 +73,12 @@ def failures_of(result: RunResult) -> tuple[dict[int, int], dict[int, int]]:
 def choose_numa_options(node: Node, options: list[str]) -> Any:
     """Return options that bind each rank to the cores near its GPU (torchrun --numa-binding node), or None.
 
-    Binding needs numactl, at least as many GPUs as ranks, and a torch that supports it. If Slurm or a container
+    Binding needs numactl, one GPU for each rank, and a torch that supports it. If Slurm or a container
     gives a job cores of another NUMA node than its GPU's, its rank runs unbound: --numa-binding itself would fail.
     """
     is_for_gpus = option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
-    if not is_for_gpus or not shutil.which("numactl"):
+    has_several = option("--split", "ranks", options) == "in-process"  # GPUs of one rank, in pipeline
+    if not is_for_gpus or has_several or not shutil.which("numactl"):
         return None
     try:
         from torch.numa.binding import AffinityMode, NumaOptions

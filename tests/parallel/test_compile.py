@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
-from tests.support import run_ranks, words_for
+from tests.support import Ranks, run_ranks, words_for
 
 STEPS = 3
 

@@ -53,13 +53,14 @@ def test_ranks_with_gpus_are_bound_to_their_cores(gpus, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith(f"warning: torch {torch.__version__} binds no ranks to ")
 
 
-@pytest.mark.parametrize("without", ["gpus", "enough", "numactl", "wish"])
+@pytest.mark.parametrize("without", ["gpus", "enough", "numactl", "wish", "one"])
 def test_other_ranks_are_not(gpus, monkeypatch, without):
     if without in ("gpus", "enough"):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: {"gpus": 0, "enough": 1}[without])
     if without == "numactl":
         monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert torch_agent.choose_numa_options(NODE, ["--device=cpu"] if without == "wish" else []) is None
+    options = {"wish": ["--device=cpu"], "one": ["--split", "in-process"]}.get(without, [])
+    assert torch_agent.choose_numa_options(NODE, options) is None
 
 
 def test_compiled_code_is_run_from_a_folder_of_this_user(tmp_path, monkeypatch):
