@@ -120,7 +120,7 @@ def main(words: list[str]) -> int:
     networks = network.Network(args.nodes) if has_network else None
     setting = Setting(args.nodes, args.seed, args.steps, folder, networks)
     where = "a network for each node" if has_network else "plain processes"
-    size = f"{len(names)} faults, {args.nodes} nodes"
+    size = f"{len(names)} fault{'s' * (len(names) > 1)}, {args.nodes} nodes"
     print(f"drill {os.path.relpath(folder)}: {size}, {where}, SEED={args.seed}", flush=True)
     about = {"nodes": args.nodes, "seed": args.seed, "steps": args.steps, "checkpoint_every": INTERVAL}
     about |= {**measured_on("torch"), "networks": has_network, "left_out": reasons}
@@ -136,7 +136,7 @@ def main(words: list[str]) -> int:
     if failed:
         print(f"error: not survived: {', '.join(failed)}; again: SEED={args.seed}", file=sys.stderr)
         return 1
-    print(f"all {len(done)} faults survived")
+    print("1 fault survived" if len(done) == 1 else f"all {len(done)} faults survived")
     return 0
 
 
