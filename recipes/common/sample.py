@@ -23,7 +23,7 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
     Otherwise rank 0 samples in a thread, and keeps the others from taking that for a hang.
     """
     if exchanges:
-        with peers.watch("sample", computes=LONGEST):
+        with peers.watch("sample", computes=True, timeouts=LONGEST):
             return sample_here(task, model, peers, exchanges)
     if peers.world_size == 1:
         return sample_here(task, model, peers, exchanges)

@@ -59,7 +59,9 @@ class At(NamedTuple):
 class NoWatch:
     """The object that is notified of each wait for other ranks; this one watches nothing."""
 
-    def __call__(self, name: str, computes: int = 0) -> contextlib.AbstractContextManager[None]:
+    def __call__(
+        self, name: str, computes: bool = False, timeouts: int = 1
+    ) -> contextlib.AbstractContextManager[None]:
         """Enter a collective that all ranks enter; with `computes`, this rank also does work of its own in it."""
         return contextlib.nullcontext()
 
@@ -107,13 +109,13 @@ class Watch(NoWatch):
         Watch.active = self
 
     @contextlib.contextmanager
-    def __call__(self, name: str, computes: int = 0) -> Iterator[None]:
+    def __call__(self, name: str, computes: bool = False, timeouts: int = 1) -> Iterator[None]:
         """Record that this rank is in a collective that all ranks enter; after an error, it stays inside.
 
-        With `computes`, this rank does work of its own inside, which may take so many times --timeout-s (True:
-        one). The backend's time-out then limits the wait; the limit here is for backends without one.
+        With `computes`, this rank does work of its own inside, which may take `timeouts` times --timeout-s. The
+        backend's time-out then limits the wait; the limit here is for backends without one.
         """
-        limit_s = self.args.timeout_s * (1 + computes) + 1
+        limit_s = self.args.timeout_s * (1 + timeouts * computes) + 1
         entered, now = self._at.entered + (name != self._at.name), time.monotonic()
         outer = self._at
         if not outer.is_inside:
