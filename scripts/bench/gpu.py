@@ -6,8 +6,10 @@ is measured with and without CUDA graphs, and compared with the epoch time that 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,16 +96,20 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
 def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) -> tuple[Rounds, dict[str, str]]:
     """Call each contender once to warm up; return the rounds of those that work, and why the others do not.
 
-    The first call puts the compiled kernels into torch's cache.
+    The first call puts the compiled kernels into torch's cache. One that fails is not called again.
     """
-    faults = {}
-    for name, call in contenders.items():
+    faults: dict[str, str] = {}
+
+    def attempt(name: str) -> float:
         try:
-            call()
+            return math.nan if name in faults else contenders[name]()
         except RuntimeError as error:
             print(f"warning: {name}: {error}", file=sys.stderr, flush=True)
             faults[name] = str(error).strip().splitlines()[-1]
-    return take_turns({name: call for name, call in contenders.items() if name not in faults}, rounds), faults
+            return math.nan
+
+    values = take_turns({name: partial(attempt, name) for name in contenders}, rounds, warm_up=True)
+    return {name: own for name, own in values.items() if name not in faults}, faults
 
 
 def matmul_tflops() -> float:

@@ -57,6 +57,22 @@ def test_a_contender_without_a_result_is_an_error_that_shows_what_it_printed(mon
         programs.contender("bare_step", [])
 
 
+def test_what_fails_in_a_later_round_does_not_lose_what_works(capsys):
+    calls = []
+
+    def fail_late():
+        calls.append("late")
+        if len(calls) == 3:
+            raise RuntimeError("python ... ended with status 1:\nCUDA error: an illegal memory access")
+        return 2.0
+
+    values, faults = gpu.measure_working({"late": fail_late, "ours": lambda: 1.0}, 4)
+    assert values == {"ours": [1.0] * 4}
+    assert faults == {"late": "CUDA error: an illegal memory access"}
+    assert len(calls) == 3, "it is not called again"
+    assert capsys.readouterr().err.startswith("warning: late: python ... ended")
+
+
 def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, capsys):
     def recipe(name, folder, options):
         assert options[:2] == ["--device", "cuda"], "it does not turn to the CPU"
