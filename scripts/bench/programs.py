@@ -155,11 +155,14 @@ def parse_result(command: Sequence[str], printed: str) -> dict[str, Any]:
 
 
 def bare_step_ms(
-    net: Network, processes: int, threads: int, flags: Sequence[str], options: Sequence[str]
+    net: Network, processes: int, threads: int, flags: Sequence[str], options: Sequence[str], key: str = "step_ms"
 ) -> float:
-    """Return rank 0's milliseconds of a bare step, while as many processes do the same on a node each."""
+    """Return rank 0's milliseconds of a bare step, while as many processes do the same on a node each.
+
+    `key`: step_ms for their mean, median_ms for their median.
+    """
     command = contender_command("bare_step", ["--alone", *flags, "--", *options], 1)
-    return float(parse_result(command, net.run_ranks(command, processes, threads, TIMEOUT_S)[0])["step_ms"])
+    return float(parse_result(command, net.run_ranks(command, processes, threads, TIMEOUT_S)[0])[key])
 
 
 def threads(processes: int) -> dict[str, str]:

@@ -189,10 +189,11 @@ def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
 
 
 def time_bare(variant: Variant, net: Network, nodes: int) -> float:
-    """Return the mean seconds of a step of a bare loop with Horovod, on narrow links."""
+    """Return the median seconds of a step of a bare loop with Horovod, on narrow links, as of the recipe's."""
     flags = ["--horovod", variant.options[-1], "--steps", str(NARROW)]
+    options = [*workload(nodes), "--log-every", str(LOG_EVERY)]
     with net.narrowed(nodes, RATE, BURST):
-        return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
+        return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, options, "median_ms") / 1e3
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:

@@ -1,6 +1,8 @@
 """What make bench measures the recipes against does the same work."""
 
 import argparse
+import json
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -9,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from recipes.common.models.models import LeNet
 from scripts.bench import gpu, jpeg, programs
-from scripts.bench.contenders import lenet
+from scripts.bench.contenders import bare_step, lenet
 from tests.support import has_ended, wait_until
 
 
@@ -55,6 +57,17 @@ def test_a_contender_without_a_result_is_an_error_that_shows_what_it_printed(mon
     monkeypatch.setattr(programs, "run", lambda *_: "no server\n")
     with pytest.raises(RuntimeError, match=r"contenders.bare_step.* printed no result, but: 'no server\\n'"):
         programs.contender("bare_step", [])
+
+
+def test_a_bare_loop_reports_the_median_of_windows_as_a_recipe_logs_them(capsys, monkeypatch):
+    """One step that waits for the machine changes the mean."""
+    ticks = iter([*range(5), 100, 101, 102, 103, 104, 204, 205, 206, 207, 208, 208])  # the first are the warm-up's
+    monkeypatch.setattr(bare_step, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    flags = argparse.Namespace(steps=9, tf32=False, alone=False, horovod=None, without_backward=False)
+    flags.options = ["--data=synthetic", "--image-size=8", "--num-samples=64", "--device=cpu", "--log-every=2"]
+    bare_step.measure(flags, None)
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"step_ms": 12000.0, "median_ms": 1000.0}
 
 
 def test_what_fails_in_a_later_round_does_not_lose_what_works(capsys):

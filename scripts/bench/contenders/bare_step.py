@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -65,7 +66,11 @@ def main() -> None:
 
 
 def measure(own_args: argparse.Namespace, hvd: Any) -> None:
-    """Print the mean milliseconds of a step; hvd is horovod.torch, or None to train without it."""
+    """Print the milliseconds of a step; hvd is horovod.torch, or None to train without it.
+
+    step_ms is the mean, median_ms the median over windows of --log-every steps, as a recipe logs its speed. On a
+    GPU, where steps are only queued, the median means nothing.
+    """
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
     args = options(own_args.options)
@@ -97,14 +102,17 @@ def measure(own_args: argparse.Namespace, hvd: Any) -> None:
         optimizer.step()
 
     for count, has_backward in ((3, True), (steps, not own_args.without_backward)):  # the first is the warm-up
-        begin = time.perf_counter()
+        times = [time.perf_counter()]
         for _ in range(count):
             step(has_backward)
+            times.append(time.perf_counter())
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - times[0]
     if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps({"step_ms": 1000 * seconds / steps}), flush=True)
+        every = min(args.log_every, steps)
+        middle = median(end - begin for begin, end in itertools.pairwise(times[::every])) / every
+        print(json.dumps({"step_ms": 1000 * seconds / steps, "median_ms": 1000 * middle}), flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
