@@ -62,6 +62,14 @@ def test_what_is_typed_is_data(tmp_path, monkeypatch, way):
     assert make.typed() == (typed if way == "command line" else {})
 
 
+@pytest.mark.parametrize("flags", [" -- ", "s -- ", ""], ids=["make 4", "make -s", "make 3"])
+def test_what_is_typed_is_read_from_the_flags_of_every_make(monkeypatch, flags):
+    monkeypatch.setenv("MAKEFLAGS", flags + "NAME=mine ARGS=--\\ --x\\ y=$$z")
+    assert make.typed() == {"NAME": "mine", "ARGS": "-- --x y=$z"}
+    monkeypatch.setenv("MAKEFLAGS", "k --jobserver-fds=3,4 -j")
+    assert make.typed() == {}
+
+
 RUN = (".venv/bin/python", "-m", "scripts.launch.local")
 
 
