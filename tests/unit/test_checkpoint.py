@@ -368,6 +368,19 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
         assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
 
 
+def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monkeypatch):
+    """AFS and VirtualBox's shared folders have no such call; the file itself is flushed."""
+    fsync = os.fsync
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    assert read_checkpoint(folder.write(content(40)))["position"]["step"] == 40
+
+
 def test_a_checkpoint_is_whole_before_it_has_its_name(folder, monkeypatch):
     """A checkpoint is written, flushed and renamed, then its folder is flushed, in this order."""
     seen = []

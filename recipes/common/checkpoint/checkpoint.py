@@ -308,6 +308,9 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot flush folders: AFS, VirtualBox's
+            raise
     finally:
         os.close(handle)
 
