@@ -11,6 +11,8 @@ set -euo pipefail
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
 unset PYTHONHOME # as venv's own activate does
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON # packages would go elsewhere than to .venv
+export PIP_USER=0
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
     echo "usage: scripts/dev/setup.sh run|dev|bench" >&2
     exit 2

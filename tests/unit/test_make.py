@@ -554,6 +554,15 @@ def test_setup_that_fails_shows_pips_last_lines(checkout):
     assert not (checkout / ".venv/.installed/run.txt").exists()
 
 
+def test_setup_installs_into_its_environment_whatever_pip_is_told(checkout):
+    python = checkout / ".venv/bin/python"
+    install = '*" pip install "*)\n'
+    checks = "[[ -z ${PIP_TARGET:-}${PIP_PREFIX:-} && ${PIP_USER:-} == 0 ]] || exit 1\n"
+    python.write_text(python.read_text().replace(install, install + checks))
+    own = {"PIP_TARGET": "/elsewhere", "PIP_PREFIX": "/elsewhere", "PIP_USER": "1"}
+    assert run_command(str(checkout / "scripts/dev/setup.sh"), "run", **own).status == 0
+
+
 def test_setup_in_a_folder_that_is_read_only_is_refused_in_a_line(checkout):
     (checkout / ".venv.lock").mkdir()  # root may write everywhere
     result = run_command(str(checkout / "scripts/dev/setup.sh"), "run")
