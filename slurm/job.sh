@@ -20,6 +20,7 @@
 #   MIN_NODES         the least nodes to continue with (1)
 #   MAX_RESTARTS      how often ranks restart after a failure, and a node's agent after its loss (10)
 
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then set +u; fi # of older ones, such as RHEL 7's: "${empty[@]}" is an error
 root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! -e $root/scripts/launch.sh ]]; then # the folder slurm is a link
     root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")

@@ -24,12 +24,12 @@ if [[ -n ${TORCH_INDEX:-} ]]; then
     exit
 fi
 for name in run dev bench horovod-build; do
-    constraint=()
+    options=(--upgrade)
     case $name in # one environment may hold all three
-        dev) constraint=(--constraints run.txt) ;;
-        bench) constraint=(--constraints run.txt --constraints dev.txt) ;;
+        dev) options+=(--constraints run.txt) ;;
+        bench) options+=(--constraints run.txt --constraints dev.txt) ;;
     esac
-    uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+    uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
         --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" \
-        "${constraint[@]}" --output-file "$name.txt" "$name.in"
+        "${options[@]}" --output-file "$name.txt" "$name.in"
 done

@@ -20,7 +20,7 @@ fi
 
 # .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
 # does, in the same versions.
-is_ready() { runs && cmp --silent ".venv/.installed/$want.txt" "requirements/$want.txt"; }
+is_ready() { runs && cmp -s ".venv/.installed/$want.txt" "requirements/$want.txt"; }
 # Its Python may be gone, or too old: then .venv is made anew.
 runs() { .venv/bin/python -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null; }
 is_ready && exit 0
@@ -77,7 +77,7 @@ if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensure
     }
 fi
 size="PyTorch with CUDA: about 6 GB, some minutes"
-if cmp --silent .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
+if cmp -s .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"
 [[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"
@@ -88,7 +88,7 @@ if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar 
     exit 2
 fi
 # As pip would, but on all cores; templates among the packages are no Python.
-.venv/bin/python -m compileall -q -j 0 .venv/lib &>>"$log" || true
+.venv/bin/python -m compileall -q -j 0 .venv/lib >>"$log" 2>&1 || true
 mkdir -p .venv/.installed
 for list in run "$want"; do cp "requirements/$list.txt" .venv/.installed/; done
 say "done"

@@ -13,7 +13,7 @@ CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 tier=${1:-}
 case $tier in
 quick) chosen=(-m "not slow") ;;
-all) chosen=() ;;
+all) chosen=(-m "") ;;
 *)
     echo "error: unknown tier '$tier'; usage: scripts/dev/test.sh quick|all [PYTEST ARGUMENTS]" >&2
     exit 2
