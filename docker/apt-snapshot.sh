@@ -11,7 +11,7 @@ set -euo pipefail
 url=${1:-}
 etc=${2:-}/etc/apt
 if [[ -z $url ]]; then exit; fi
-if [[ ! $url =~ ^https?://[A-Za-z0-9./:-]+/(debian|ubuntu)/[0-9]{8}T[0-9]{6}Z$ ]]; then
+if [[ ! $url =~ ^https?://[[:alnum:]./:-]+/(debian|ubuntu)/[0-9]{8}T[0-9]{6}Z$ ]]; then
     echo "error: APT_SNAPSHOT '$url' is not a snapshot; use one such as http://snapshot.debian.org/archive/debian/20261101T000000Z" >&2
     exit 2
 fi

@@ -36,7 +36,7 @@ if [[ $action == lock ]]; then
     exit
 fi
 [[ $action == build || $action == push ]] || refuse "usage: docker/image.sh build|push RECIPE"
-[[ $recipe =~ ^[a-z0-9_]+$ && -f recipes/$recipe/train.py ]] || refuse "there is no recipe '$recipe'; make list shows all"
+[[ $recipe =~ ^[[:lower:][:digit:]_]+$ && -f recipes/$recipe/train.py ]] || refuse "there is no recipe '$recipe'; make list shows all"
 docker=$(command -v "${DOCKER:-docker}") || refuse "docker not found; install Docker (Debian: docker.io), or set DOCKER"
 timeout 60 "$docker" info >/dev/null 2>&1 ||
     refuse "no Docker engine answers $docker; start it (systemctl start docker), or join the group docker"

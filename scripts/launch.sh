@@ -37,7 +37,7 @@ refuse() {
     exit 2
 }
 
-if [[ ! $recipe =~ ^[a-z0-9_]+$ || ! -f recipes/$recipe/train.py ]]; then
+if [[ ! $recipe =~ ^[[:lower:][:digit:]_]+$ || ! -f recipes/$recipe/train.py ]]; then
     refuse "there is no recipe '$recipe'; make list shows all"
 fi
 if [[ ! ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]*$ ]]; then # scripts/launch/fabric.sh divides by it

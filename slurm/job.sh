@@ -98,7 +98,7 @@ begin_job() {
     for name in MAX_REQUEUES MAX_EXCLUDED; do
         if [[ ! ${!name:-1} =~ ^[0-9]+$ ]]; then refuse "$name expects a whole number, got '${!name}'"; fi
     done
-    if [[ ! ${NAME:-x} =~ ^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$ ]]; then # it becomes a folder of runs
+    if [[ ! ${NAME:-x} =~ ^[[:alnum:]][[:alnum:]._-]{0,99}$ ]]; then # it becomes a folder of runs
         refuse "NAME expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got '$NAME'"
     fi
     identify_job

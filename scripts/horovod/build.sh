@@ -86,7 +86,7 @@ nccl_headers() {
 }
 
 # HOROVOD_GPU_OPERATIONS as the user set it wins, also when it is empty: that asks for the CPU.
-user_options=$(env | grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
+user_options=$(env | LC_ALL=C grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
     grep -vx HOROVOD_GPU_OPERATIONS= | sort || true) # that is in the variant
 cpu_because=
 if [[ -n ${HOROVOD_GPU_OPERATIONS-unset} && ${HOROVOD_GPU_OPERATIONS-unset} != unset ]]; then

@@ -97,7 +97,7 @@ read_site() {
     while read -r line || [[ -n $line ]]; do
         number=$((number + 1)) line=${line%$'\r'}
         if [[ -z $line || $line == \#* ]]; then continue; fi
-        if [[ ! $line =~ ^[A-Z_][A-Z0-9_]*= ]]; then
+        if [[ ! $line =~ ^[[:upper:]_][[:upper:][:digit:]_]*= ]]; then
             echo "error: $file: line $number is not NAME=value; correct it, or begin it with #" >&2 # it may hold a password
             return 2
         fi

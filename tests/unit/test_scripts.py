@@ -307,6 +307,13 @@ def test_shell_scripts_are_strict_and_parse(script):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=10)
 
 
+@pytest.mark.parametrize("script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ds]*/**/*.s*h*")))
+def test_shell_scripts_work_in_every_locale_and_in_old_shells(script):
+    text = (ROOT / script).read_text()
+    assert not re.findall(r"=~ .*[aA]-[zZ]", text), "in Turkish, [a-z] has no i: write [[:lower:]]"
+    assert not re.findall("&>>", text), "a syntax error in bash 3.2, that of macOS"
+
+
 class TestALostRaceForThePort:
     """Another process takes MASTER_PORT after the launcher has chosen it."""
 
