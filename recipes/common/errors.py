@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import os
+import sys
 from collections.abc import Iterable, Iterator
 
 
@@ -37,6 +39,12 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
             user = f"user {os.getuid()} (Kubernetes: by an access point, k8s/README.md)"
             hint = f"; give it to {user}, or name another one"
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
+
+
+def escape_output() -> None:
+    """Let standard output escape characters that its encoding lacks, as standard error does by default."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

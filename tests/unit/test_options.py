@@ -2,7 +2,9 @@
 
 import gc
 import importlib
+import io
 import re
+import sys
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from recipes.common.options import Parser, check_batch
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train as ddp
 from recipes.single import train as single
+from scripts.launch.command import command
 from tests.conftest import refused
 from tests.support import ROOT
 
@@ -156,6 +159,15 @@ def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys
     assert printed.out == ""
     expected = "error: --powersgd-rank: expects a whole number of at least 1, got '0'\n"
     assert printed.err == (expected if rank == "0" else "")
+
+
+@pytest.mark.parametrize("run", [exit_status, lambda main: command(lambda argv: main())([])])
+def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch, run):
+    """As with LANG=en_US, which means Latin-1, or for a name of other bytes than the locale's."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert run(lambda: print("\u201c\xe9\udcff\u201d", flush=True)) == 0
+    assert output.buffer.getvalue() == b"\\u201c\xe9\\udcff\\u201d\n"
 
 
 def test_collections_leave_out_what_torch_has_loaded():

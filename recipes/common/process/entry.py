@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, escape_output
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import TIME_OUTS
@@ -69,6 +69,7 @@ def exit_status(main: Callable[[], object]) -> int:
     needs 1 s less CPU time to start and to end.
     """
     gc.freeze()
+    escape_output()
     try:
         main()
     except UserError as error:
