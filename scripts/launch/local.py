@@ -69,6 +69,9 @@ _PORTS = range(10000, 20000)
 _offsets = itertools.count(secrets.randbelow(len(_PORTS)))
 _held: collections.deque[socket.socket] = collections.deque(maxlen=64)
 
+OUTER = ("MIN_NODES", "RDZV_ENDPOINT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables of a job in which this launcher is called, such as in the pod of a PyTorchJob."""
+
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -126,7 +129,7 @@ def free_port(address: str = "") -> int:
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
     """Return the environment of one node: the five launch variables, its GPUs, and settings for one machine."""
     environment = {
-        **{name: value for name, value in os.environ.items() if name not in ("MIN_NODES", "RDZV_ENDPOINT")},
+        **{name: value for name, value in os.environ.items() if name not in OUTER},
         "NNODES": str(nodes),
         "NODE_RANK": str(node),
         "NPROC_PER_NODE": str(processes),

@@ -97,7 +97,10 @@ def test_the_environment_of_a_node(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(local.os, "sched_getaffinity", lambda _: set(range(16)))
+    for name in ("RANK", "WORLD_SIZE"):  # with RANK=1, single would leave what it says to rank 0
+        monkeypatch.setenv(name, "1")
     environment = local.node_environment(1, 2, 4, ["4", "5"], 1234)
+    assert not {"RANK", "WORLD_SIZE"} & set(environment)
     expected = {
         "NNODES": "2",
         "NODE_RANK": "1",
