@@ -23,11 +23,12 @@ def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
         subprocess.TimeoutExpired: a device or a name look-up does not answer.
     """
     done = subprocess.run(
-        ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env --null"],
+        ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env -0"],
         cwd=ROOT,
         env={**defaults, **os.environ, "PYTHON": sys.executable},
         capture_output=True,
         text=True,
+        errors="surrogateescape",  # as in os.environ: a value may be of any bytes
         timeout=TIMEOUT_S,
     )
     if done.returncode:

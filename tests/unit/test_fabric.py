@@ -236,6 +236,11 @@ def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
     assert fabric_variables()["FABRIC"] == "tcp"
 
 
+def test_variables_of_any_bytes_pass(monkeypatch):
+    monkeypatch.setitem(os.environb, b"CITY", b"K\xf6ln")  # Latin-1
+    assert fabric_environment(FABRIC="tcp")[0]["CITY"] == os.environ["CITY"]
+
+
 def selects(user_list, device):
     """Return whether NCCL takes a device (parseStringList, matchIfList: src/misc/utils.cc, transport/net_ib)."""
     is_excluding = user_list.startswith("^")
