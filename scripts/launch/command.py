@@ -166,6 +166,11 @@ def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: in
     return markdown([[column.title for column in columns], *cells], left)
 
 
+def absolute(path: str | Path) -> Path:
+    """Return an absolute path, ~ being the home folder; if there is none, ~ is a name like any other."""
+    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 (Path.expanduser() raises an error instead)
+
+
 def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:
     """Make runs/KIND-001, or the next free number, and return it; raises UserError if it cannot be made."""
     make_folder(runs)

@@ -26,12 +26,12 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import read_number
 from recipes.common.process.parent import LAUNCHER_PID, become, end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
-from scripts.launch.command import ROOT, command, make_folder, next_folder
+from scripts.launch.command import ROOT, absolute, command, make_folder, next_folder
 from scripts.launch.processes import run_with_signals
 
 
@@ -42,7 +42,7 @@ def is_set() -> bool:
 
 def read_script() -> Path:
     """Return the absolute path of SCRIPT; raises UserError if no launcher can run it, or WORKDIR is no folder."""
-    path = Path(os.environ["SCRIPT"]).expanduser().absolute()
+    path = absolute(os.environ["SCRIPT"])
     if path.parent.parent == ROOT / "recipes" and path.name == "train.py":
         recipe = path.parent.name
         raise UserError(f"SCRIPT {path} is a recipe, not a script; set RECIPE={recipe} and no SCRIPT")
@@ -62,7 +62,7 @@ def read_script() -> Path:
         what = error.msg if isinstance(error, SyntaxError) else error
         raise UserError(f"SCRIPT {path} is not Python: {what}{line}; fix it, or name a Python file") from None
     workdir = os.environ.get("WORKDIR") or "."
-    if not Path(workdir).expanduser().is_dir():
+    if not absolute(workdir).is_dir():
         raise UserError(f"WORKDIR {workdir} is not a folder; name the folder in which the script is to run")
     return path
 
@@ -110,7 +110,7 @@ def read_resume() -> str:
 
 def runs_dir() -> Path:
     """Return the absolute path of RUNS_DIR, which holds one folder per run."""
-    return Path(os.environ.get("RUNS_DIR") or ROOT / "runs").expanduser().absolute()
+    return absolute(os.environ.get("RUNS_DIR") or ROOT / "runs")
 
 
 def make_run_dir(script: Path, name: str) -> Path:
@@ -126,14 +126,17 @@ def make_run_dir(script: Path, name: str) -> Path:
         return next_folder(script.stem, runs_dir())
     run_dir = runs_dir() / name
     make_folder(run_dir)
-    if read_resume() == "none" and any(run_dir.iterdir()):
+    with as_user_error("use", run_dir):
+        is_empty = not any(run_dir.iterdir())
+    if read_resume() == "none" and not is_empty:
         raise UserError(f"{run_dir} is not empty; set RESUME=auto to resume this run, or choose another NAME")
     return run_dir
 
 
 def claim(run_dir: Path) -> None:
     """Lock a run's folder until this process ends; raises UserError if another job of this machine has it."""
-    handle = os.open(run_dir, os.O_RDONLY)
+    with as_user_error("use", run_dir):
+        handle = os.open(run_dir, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,7 +150,7 @@ def job_environment(name: str) -> dict[str, str]:
     script = read_script()
     return {
         "SCRIPT": str(script),
-        "WORKDIR": str(Path(os.environ.get("WORKDIR") or ".").expanduser().absolute()),
+        "WORKDIR": str(absolute(os.environ.get("WORKDIR") or ".")),
         "RUN_DIR": str(make_run_dir(script, name)),
         "RESUME": read_resume(),
     }

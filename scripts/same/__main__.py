@@ -24,7 +24,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import positive_float, positive_int
-from scripts.launch.command import CommandParser, command, parse, temporary_folder
+from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
 from scripts.same import compare, ranks
 from scripts.same.causes import CAUSES, NOTES
 from scripts.same.compare import Finding, Rounding, Run
@@ -63,11 +63,11 @@ def check_words(args: Namespace) -> None:
         raise UserError("SCRIPT is empty; name the script: make same SCRIPT=train.py")
     is_module = re.fullmatch(r"[\w.]+", args.script) and not args.script.endswith(".py")
     if not is_module:
-        path = Path(args.script).expanduser().absolute()
+        path = absolute(args.script)
         if not path.is_file():
             raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
         args.script = str(path)
-    args.workdir = Path(os.environ.get("WORKDIR") or ".").expanduser().absolute()
+    args.workdir = absolute(os.environ.get("WORKDIR") or ".")
     if not args.workdir.is_dir():
         raise UserError(f"WORKDIR {args.workdir} is not a folder; name the folder in which the script is to run")
     try:

@@ -323,6 +323,7 @@ def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text("'\\d'\n")  # Python warns of it, but not twice
     path = tmp_path / "tran.py"
     assert fail(monkeypatch, SCRIPT=str(path)) == f"SCRIPT {path} does not exist; did you mean 'train.py'?"
+    assert fail(monkeypatch, SCRIPT="~nobody-here/train.py").startswith("SCRIPT /")  # not a traceback
     assert fail(monkeypatch, SCRIPT=str(tmp_path)).endswith("cannot be read: Is a directory; name a Python file")
     recipe = str(ROOT / "recipes/ddp/train.py")
     assert fail(monkeypatch, SCRIPT=recipe).endswith("is a recipe, not a script; set RECIPE=ddp and no SCRIPT")

@@ -448,6 +448,18 @@ def test_a_file_in_place_of_the_runs_folder_is_one_line(monkeypatch, tmp_path, n
         script.make_run_dir(tmp_path / "train.py", name)
 
 
+def test_a_run_folder_that_another_user_keeps_private_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("RUNS_DIR", str(tmp_path))
+    for owner, name, call in (
+        (Path, "iterdir", lambda: script.make_run_dir(tmp_path / "train.py", "mine")),
+        (os, "open", lambda: script.claim(tmp_path / "mine")),
+    ):
+        with monkeypatch.context() as patch:  # root may read everything
+            patch.setattr(owner, name, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+            with pytest.raises(UserError, match=rf"^cannot use {tmp_path}/mine: Permission denied; give it to "):
+                call()
+
+
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):
     """A lock belongs to who has opened the folder, and ends with that process."""
     other = os.open(tmp_path, os.O_RDONLY)
