@@ -136,8 +136,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
     facts = ("host", "names", "machine", "network", "cores", "errors", "gpus", "torch", "disk", "limits")
     case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S, *facts)
     case.written = ask({"do": "write"}, folder.WRITE_S + 5, "error")
-    writers = [rank for rank, answer in case.written.items() if not answer["error"]]
-    seen = ask({"do": "see", "writers": writers}, folder.SEEN_TIMEOUT_S + 10, "seen")
+    seen = ask({"do": "see", "writers": case.probed()}, folder.SEEN_TIMEOUT_S + 10, "seen")
     case.seen = {rank: answer["seen"] for rank, answer in seen.items()}
     peers = [
         {"rank": rank, "names": facts["names"], "address": facts["network"]["address"], "port": facts["echo_port"]}

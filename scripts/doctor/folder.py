@@ -47,8 +47,12 @@ class RunsFolder:
 
     def content(self, rank: int) -> bytes:
         """Return the content of a node's file."""
-        line = hashlib.sha256(f"{self.word} {rank}".encode()).digest()
+        line = self.line(rank)
         return line * (PROBE_BYTES // len(line))
+
+    def line(self, rank: int) -> bytes:
+        """Return what the content of a node's file repeats."""
+        return hashlib.sha256(f"{self.word} {rank}".encode()).digest()
 
     def write(self) -> str | None:
         """Write this node's file; return the reason if it could not be written, else None."""
@@ -76,16 +80,22 @@ class RunsFolder:
             self.is_writing = False
 
     def see(self, writers: Sequence[int]) -> list[int]:
-        """Return the writers whose files are visible and complete; wait as long as a cache may hide them."""
+        """Return the writers whose files are visible and complete; wait as long as a cache may hide them.
+
+        Each node reads the end of a file only: of 4 MiB of each file, many nodes would wait too long.
+        """
         seen: set[int] = set()
         deadline = time.monotonic() + SEEN_TIMEOUT_S
 
         def look() -> None:
             while True:
+                with contextlib.suppress(OSError):
+                    os.listdir(self.folder)  # makes NFS refresh its cache
                 for rank in set(writers) - seen:
-                    with contextlib.suppress(OSError):
-                        os.listdir(self.folder)  # makes NFS refresh its cache
-                        if (self.folder / f"node-{rank}").read_bytes() == self.content(rank):
+                    with contextlib.suppress(OSError), open(self.folder / f"node-{rank}", "rb") as file:
+                        line = self.line(rank)
+                        is_whole = file.seek(-len(line), os.SEEK_END) == PROBE_BYTES - len(line)
+                        if is_whole and file.read() == line:
                             seen.add(rank)
                 if len(seen) == len(writers) or time.monotonic() > deadline:
                     return

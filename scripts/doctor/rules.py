@@ -21,6 +21,9 @@ MIB = 1024 * 1024
 SHM_BYTES = 512 * MIB
 """Docker and Kubernetes default to 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
 
+PROBED = 32
+"""All nodes look for the files of at most this many in the shared folder: a node without it misses any of them."""
+
 OPEN_FILES = 1024
 LOCKED_BYTES = 1024 * MIB
 FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
@@ -126,6 +129,11 @@ class Case:
         """Return a node's network facts, or question marks if the node does not know them."""
         unknown = {**dict.fromkeys(("address", "interface", "mtu"), "?"), "addresses": []}
         return self.fact(rank, "network", unknown)
+
+    def probed(self) -> list[int]:
+        """Return the nodes whose files in the runs folder all nodes look for, evenly spaced."""
+        writers = [rank for rank, written in self.written.items() if not written.get("error")]
+        return writers[:: max(1, -(-len(writers) // PROBED))]
 
     def runs_dir(self, rank: int) -> str:
         """Return the path of a node's runs folder."""
@@ -321,9 +329,8 @@ def disks(case: Case) -> Findings:
 
 def shared_folder(case: Case) -> Findings:
     """Report nodes that do not see the files that they or nodes of lower rank wrote to the runs folder."""
-    writers = [rank for rank, written in case.written.items() if not written.get("error")]
     for rank, seen in sorted(case.seen.items()):
-        missing = [writer for writer in writers if writer not in seen and writer <= rank]
+        missing = [writer for writer in case.probed() if writer not in seen and writer <= rank]
         if missing:
             what = f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}"
             fix = "mount the same file system there on every node, or choose a --runs-dir on one"

@@ -5,12 +5,14 @@ Faults of GPUs and drivers, ECC errors, heat and a broken torch are planted only
 
 import contextlib
 import copy
+import functools
 import json
 import re
 import socket
 import threading
 import time
 import types
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -19,7 +21,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
-from scripts.doctor import collectives, kernel_log, meeting, node, report, torch_facts
+from scripts.doctor import collectives, folder, kernel_log, meeting, node, report, torch_facts
 from scripts.doctor.ranks import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, tally
 from scripts.launch.processes import Ended
@@ -621,6 +623,62 @@ def test_a_tournament_has_every_pair_once_and_a_node_once_a_round(nodes):
     for one in rounds:
         seats = [node for pair in one for node in pair]
         assert len(seats) == len(set(seats))
+
+
+def bytes_read():
+    """Return how many bytes this process has read from files so far."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def test_the_look_for_the_files_of_many_nodes_takes_a_few_bytes(tmp_path, monkeypatch):
+    """If each of 1,024 nodes read all files whole, that would be four terabytes."""
+    mine, other = (folder.RunsFolder(tmp_path, "word", rank) for rank in (0, 32))
+    assert (mine.write(), other.write()) == (None, None)
+    (other.folder / "node-64").write_bytes(other.content(64)[:-1])
+    monkeypatch.setattr(folder, "SEEN_TIMEOUT_S", 0.0)
+    before = bytes_read()
+    assert mine.see([0, 32, 64, 96]) == [0, 32]
+    assert bytes_read() - before < 2**16
+
+
+def test_a_node_looks_for_the_files_of_a_few_others():
+    case = healthy(100)
+    assert case.probed() == list(range(0, 100, 4))
+    case.seen = {rank: case.probed() if rank != 7 else [] for rank in range(100)}
+    [finding] = judge(case)
+    assert finding.what == "node 7 (n7) does not see what node 0 (n0), node 4 (n4) wrote to /runs"
+
+
+@pytest.mark.parametrize("size", [2, 8192])
+def test_the_sum_of_an_all_reduce_is_exact_at_any_number_of_ranks(monkeypatch, size):
+    """Above 2^24, float32 rounds: ranks would be reported for correct sums."""
+    given, notes = [], []
+    monkeypatch.setattr(collectives, "SUM_ELEMENTS", 7)
+
+    def check(rank):
+        ranks = Ranks(rank, rank % 8, size, 8)
+        world = types.SimpleNamespace(ranks=ranks, device=torch.device("cpu"))
+        collectives.check_sum(world, types.SimpleNamespace(note=lambda **note: notes.append(note)))
+
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda values: given.append(values.clone()))
+    for rank in range(size):
+        check(rank)
+    total = functools.reduce(torch.add, given)
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda values: values.copy_(total))
+    check(size - 1)
+    assert notes[-1] == {"wrong_elements": 0}
+    monkeypatch.setattr(collectives.dist, "all_reduce", lambda values: values.copy_(total - given[1]))
+    check(0)
+    assert notes[-1] == {"wrong_elements": 7}
+
+
+def test_the_map_of_ranks_is_sent_once():
+    """With all rows in the notes of each rank, node 0 of 1,024 would get 8,192 x 8,192 rows."""
+    rows = [{"rank": rank} for rank in range(100)]
+    maps = [collectives.map_note(rank, rows, 5050) for rank in range(100)]
+    assert sum(len(one["ranks"]) for one in maps) == 100
+    assert maps[0]["ranks"] == rows
+    assert {(one["world_size"], one["sum"]) for one in maps} == {(100, 5050)}
 
 
 def test_facts_are_not_changed_by_the_rules():
