@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -576,8 +576,23 @@ RULES: tuple[Callable[[Case], Findings], ...] = (
 
 def judge(case: Case) -> list[Finding]:
     """Apply all RULES and return the findings in that order, but errors first."""
-    found = [Finding(f.severity, f.nodes, f.what, f.remedy, rule.__name__) for rule in RULES for f in rule(case)]
+    found = [finding for rule in RULES for finding in merged(case, rule.__name__, rule(case))]
     return sorted(found, key=lambda finding: finding.severity != "error")
+
+
+def merged(case: Case, rule: str, findings: Findings) -> Findings:
+    """Yield a rule's findings, with one in place of those that say the same of more than four nodes."""
+    same: dict[tuple[bool, str, str, str], list[Finding]] = {}
+    for finding in findings:
+        name = case.name(finding.nodes[0]) if len(finding.nodes) == 1 else ""
+        is_own = bool(name) and finding.what.startswith(name)
+        what = finding.what[len(name) :] if is_own else finding.what
+        same.setdefault((is_own, finding.severity, what, finding.remedy), []).append(finding)
+    for (is_own, severity, what, remedy), ones in same.items():
+        if is_own and len(ones) > 4:
+            nodes = tuple(node for one in ones for node in one.nodes)
+            ones = [Finding(severity, nodes, case.names(nodes) + what, remedy)]
+        yield from (replace(one, rule=rule) for one in ones)
 
 
 def tally(findings: Sequence[Finding]) -> Counter[str]:

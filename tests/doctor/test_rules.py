@@ -449,6 +449,21 @@ def test_two_halves_that_do_not_reach_each_other_are_a_line_a_node():
     assert findings[0].nodes == (0, *range(1, 16, 2))
 
 
+def test_what_is_wrong_with_many_nodes_is_one_line():
+    case = healthy(100)
+    for rank in range(1, 100):
+        case.facts[rank]["limits"] = {"open_files": 512, "locked_bytes": -1}
+    case.facts[50]["limits"]["open_files"] = 256
+    first, second = judge(case)
+    names = "node 1 (n1), node 2 (n2), node 3 (n3), node 4 (n4) and 94 more"
+    assert str(first).startswith(f"error: {names}: a process may open 512 files only; ulimit -n")
+    assert first.nodes == tuple(rank for rank in range(1, 100) if rank != 50)
+    assert second.what == "node 50 (n50): a process may open 256 files only"
+    case = Case(100, case.master, case.wait_s, facts={0: case.facts[0]})
+    [finding] = judge(case)
+    assert finding.what == "node 1, node 2, node 3, node 4 and 95 more did not connect to n0:29500 within 60 s"
+
+
 def test_many_slow_links_are_a_few_lines():
     case = healthy(16)
     for a in range(16):
