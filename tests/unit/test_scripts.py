@@ -410,6 +410,32 @@ class TestMeetNodes:
         assert said[0].startswith("node 0 waited 5 s for node 1, 3 of 4 at 127.0.0.1:")
         assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 5 s for node 1, 3 of 4 ")
 
+    def test_a_node_that_waits_asks_for_a_few_keys(self, monkeypatch):
+        """If each node looked for all others again and again, 1,000 nodes would overload the store of node 0."""
+        from scripts.launch import torch_agent
+
+        store, asked = torch.distributed.HashStore(), []
+
+        class Counted(torch.distributed.PrefixStore):
+            def check(self, keys):
+                asked.append(len(keys))
+                return super().check(keys)
+
+        monkeypatch.setattr(torch_agent, "TCPStore", lambda *_, **__: store)
+        monkeypatch.setattr(torch_agent, "PrefixStore", Counted)
+        for rank in set(range(1000)) - {7, 900}:
+            store.set(f"job/nodes/{rank}", "there")
+        with pytest.raises(MissingNodeError, match=r"^node 5 waited 1 s for node 7, 900 of 1000 at "):
+            torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", 29500, 1), "job")
+        assert max(asked[:8]) == 1
+        assert sum(asked) < 5 * 1000
+        for rank in (7, 900):
+            store.set(f"job/nodes/{rank}", "there")
+        torch_agent.meet_nodes(Node(1000, 0, 1, "127.0.0.1", 29500, 1), "job")
+        asked.clear()
+        torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", 29500, 1), "job")
+        assert sum(asked) <= 3
+
 
 def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):
     """This holds even if they are dead before the launcher looks at them again."""
