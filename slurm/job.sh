@@ -371,11 +371,23 @@ end_job() {
     local log
     for log in "$logs"/*.txt; do
         if [[ ! $log -ef $head_log && $log -nt $started ]] && ((status != 2)); then
-            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /" >&2
+            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /"
         fi
-    done
+    done | shorten >&2
     echo "error: job $job ended with status $status; all nodes' logs are in $logs" >&2
     exit "$status"
+}
+
+# Print at most 20 of the lines on standard input; of more, those first that name a cause, not the loss of another rank.
+shorten() {
+    local lines count
+    lines=$(cat)
+    count=$(wc -l <<<"$lines")
+    if ((count > 20)); then
+        lines=$({ grep -v 'lost another rank' <<<"$lines"; grep 'lost another rank' <<<"$lines"; } | head -n 20)
+        lines+=$'\n'"... and such lines of $((count - 20)) more nodes"
+    fi
+    if [[ -n $lines ]]; then echo "$lines"; fi
 }
 
 # Requeue an incomplete job that was stopped, lost a node or the port, or has a broken GPU; else return.
@@ -472,24 +484,22 @@ job_field() {
     scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
-# Print the nodes that do not start a command within 20 s, asked at once. If no node does, the fault is srun's: print none.
+# Print the nodes that do not start a command within 20 s. If no node does, the fault is srun's: print none. At most 100 are
+# asked at once: of a thousand steps, Slurm's controller would begin many too late, and their nodes would seem lost.
 lost_nodes() {
-    local node lost=()
-    local -A asked=()
-    while read -r node; do
-        timeout 20 srun --overlap --immediate=10 --nodes=1 --ntasks=1 --nodelist="$node" true </dev/null &>/dev/null &
-        asked[$node]=$!
-    done <<<"$nodes"
-    while read -r node; do
-        wait "${asked[$node]}" || lost+=("$node")
-    done <<<"$nodes"
-    if ((${#lost[@]} < ${#asked[@]})); then echo "${lost[*]}"; fi
+    local lost
+    # shellcheck disable=SC2016 # expanded for each node
+    lost=$(xargs --max-procs=100 --max-args=1 bash -c '
+        timeout 20 srun --overlap --immediate=10 --nodes=1 --ntasks=1 --nodelist="$0" true </dev/null &>/dev/null ||
+            echo "$0"' <<<"$nodes")
+    if (($(wc -w <<<"$lost") < $(wc -w <<<"$nodes"))); then grep -Fxf - <(echo "$nodes") <<<"${lost:-/}" | paste -sd " "; fi
 }
 
-# Print a line for each fault of a GPU or memory, with its node; all nodes are asked at once, for 30 s.
+# Print a line for each fault of a GPU or memory, with its node; 100 nodes are asked at once, for 30 s.
 broken_nodes() {
-    local node
+    local node asked=0
     while read -r node; do
+        if ((asked++ % 100 == 0)); then wait; fi
         timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
             "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
             sed -n "s/^error: /$node: /p" &

@@ -57,6 +57,9 @@ ASK_S = (2.0, 10.0)
 SILENCE_S = 300.0
 """The state of a job is printed again after this long without output."""
 
+MOST_CAUSES = 20
+"""Of a failed job, the errors of at most this many ranks are printed."""
+
 FINAL_STATES = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("TIMEOUT", "GONE"),
@@ -320,10 +323,16 @@ class Watched:
         if self.state == "COMPLETED" or (self.state == "GONE" and status == 0):
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")
+        causes = []
         for log in sorted(self.log.parent.glob(pattern)):
             is_shown = log.name == self.log.name and not self.run.point
             if not is_shown and (cause := cause_in(log.read_text(errors="replace"))):
-                print(f"{log.name}: {cause}", file=sys.stderr)
+                causes.append(f"{log.name}: {cause}")
+        if len(causes) > MOST_CAUSES:  # the loss of another rank is no cause
+            causes.sort(key=lambda line: "lost another rank" in line)
+            causes[MOST_CAUSES:] = [f"... and such lines of {len(causes) - MOST_CAUSES} more ranks"]
+        for line in causes:
+            print(line, file=sys.stderr)
         refused = status == USAGE_STATUS
         how = "was refused by the recipe" if refused else f"ended before the run was complete ({self.state})"
         print(f"error: {self.title} {how}; all ranks' logs: {self.log.with_name(pattern)}", file=sys.stderr)

@@ -390,6 +390,44 @@ case $* in *n2*) exit 1 ;; esac
     assert done.stdout.splitlines()[-1] == "lost: ", "srun itself does not work: a restart would not help"
 
 
+def test_a_hundred_of_many_nodes_are_asked_at_once(job, tmp_path):
+    """Slurm's controller would begin some of a thousand steps too late, and their nodes would seem lost."""
+    (tmp_path / "running").mkdir()
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/sh
+cd {tmp_path}
+touch running/$$
+ls running | wc -l >>counts
+case $* in *"=n7 "* | *"=n120 "*) echo "error: its GPU"; status=1 ;; esac
+sleep 0.3
+rm running/$$
+exit ${{status:-0}}
+"""
+    )
+    for question, answer in (
+        ('echo "lost: $(lost_nodes)"', ["lost: n7 n120"]),
+        ("broken_nodes | sort", ["n120: its GPU", "n7: its GPU"]),
+    ):
+        done = job(then=f"nodes=$(seq -f n%g 130); {question}")
+        assert done.stdout.splitlines()[-len(answer) :] == answer, done.stderr
+        counts = [int(line) for line in (tmp_path / "counts").read_text().splitlines()]
+        assert len(counts) == 130
+        assert 2 < max(counts) <= 100
+        (tmp_path / "counts").unlink()
+
+
+def test_of_a_thousand_nodes_errors_a_few_are_printed_causes_first(job, tmp_path):
+    logs = tmp_path / "runs/mine/slurm"
+    write = f'for i in $(seq 300); do echo "error: rank $i lost another rank: reset" >{logs}/n$i.txt; done'
+    cause = f'echo "error: rank 77 was killed by SIGKILL" >>{logs}/n77.txt'
+    done = job(then=f"sleep 0.1; {write}; {cause}; status=1 greatest=1; end_job", NAME="mine")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 22, done.stderr
+    assert lines[0] == "[n77] error: rank 77 was killed by SIGKILL"
+    assert lines[20] == "... and such lines of 280 more nodes"
+    assert lines[21].startswith("error: job 7 ended with status 1; all nodes' logs are in ")
+
+
 def test_steps_get_all_variables_and_all_cores(job):
     """This holds whatever sbatch --export names, and if sbatch was called by a task of another job."""
     leaked = {"SLURM_EXPORT_ENV": "NONE", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}

@@ -271,6 +271,18 @@ def test_slurms_word_is_enough_where_the_status_is_not_seen_yet(tmp_path):
     assert watched(tmp_path, state="GONE").end() == 1
 
 
+def test_of_thousands_of_ranks_errors_a_few_are_printed_causes_first(tmp_path, capsys):
+    for rank in range(100):
+        (tmp_path / f"7_{rank}_log.out").write_text(f"error: rank {rank} lost another rank: reset\n")
+    (tmp_path / "7_77_log.out").write_text("error: rank 77 was killed by SIGKILL\n")
+    watched(tmp_path, state="FAILED").end()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 22
+    assert lines[0] == "7_77_log.out: error: rank 77 was killed by SIGKILL"
+    assert lines[20] == "... and such lines of 79 more ranks"
+    assert lines[21].startswith("error: job 7 ended before the run was complete (FAILED)")
+
+
 def test_slurm_is_asked_seldom_and_each_second_once_rank_0_has_ended(tmp_path, monkeypatch):
     asked, now = [], [0.0]
     monkeypatch.setattr(submit.time, "monotonic", lambda: now[0])
