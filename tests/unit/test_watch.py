@@ -4,7 +4,9 @@ import builtins
 import contextlib
 import json
 import os
+import random
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -22,11 +24,12 @@ from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process import entry
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
+from recipes.common.watch import report
 from recipes.common.watch import watch as watch_module
 from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
-from recipes.common.watch.report import COLLECT_S, GATHER_S, Report, summarize
-from recipes.common.watch.watch import NOTE_S, Watch, stragglers
+from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report, summarize
+from recipes.common.watch.watch import NOTE_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
 from recipes.single import train as single
 from scripts.launch.local import free_port
@@ -340,6 +343,24 @@ def test_work_takes_no_longer_than_its_step():
     assert stragglers(before, after, 10, share=0.25) == [text]
 
 
+def test_a_rank_is_compared_with_the_median_of_the_others():
+    draw = random.Random(0)
+    for size in (2, 3, 4, 5, 8):
+        values = sorted(draw.choice([1.0, 2.0, 2.5, draw.random()]) for _ in range(size))
+        for place in range(size):
+            others = statistics.median(values[:place] + values[place + 1 :])
+            assert median_without(values, place) == others
+
+
+def test_many_slow_ranks_are_a_few_lines():
+    """Each line of 4,096 would come again in each window; and each rank's median once took the sum of all."""
+    before, after = work(100, [0.0] * 8192), work(200, [1.0 + 7 * (rank % 3 == 0) for rank in range(8192)])
+    lines = stragglers(before, after, 10, share=0.25)
+    assert len(lines) == MOST_NAMED + 1
+    assert lines[0].startswith("rank 0 on n0 is slow: of a step of 100 ms, its own work takes 80 ms")
+    assert lines[-1] == f"{2731 - MOST_NAMED} more ranks are that slow, the last one rank 8190 on n8190"
+
+
 def test_who_is_no_straggler():
     before = work(100, [0, 0])
     assert stragglers(before, work(200, [1, 1.4]), 2, share=0.1) == []  # 4 ms are not worth a line
@@ -497,6 +518,20 @@ def test_the_report_of_a_thousand_ranks_asks_the_store_a_few_times_a_rank(tmp_pa
         store.values[f"report/{rank}"] = json.dumps(note(rank, 9, "gradients")).encode()
     assert len(report_of(1024, tmp_path, store).gather()) == 1024
     assert store.requests == 2 * 1024
+
+
+def test_of_8192_ranks_most_ask_a_few_times_and_wait_for_those_who_collect(tmp_path, monkeypatch):
+    """If each of them asked ten times a second, the store would not answer those who collect the reports."""
+    store, now = Store(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr(report, "time", clock)
+    monkeypatch.setattr(Notes, "ask", lambda self, action, otherwise, bound_s=0.0: action(self.store))
+    store.add("callers", 3)
+    (tmp_path / "run").mkdir()
+    own = Report(5000, 8192, tmp_path / "run", Notes(store, 8192), {}, recent_s=5.0)
+    own.make(json.dumps(note(5000, 9, "gradients")), linger_s=0.0)
+    assert now[0] > 20, "the others read 8,192 reports"
+    assert 8192 * store.requests / now[0] < 10_000, "requests a second"
 
 
 def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):

@@ -17,10 +17,10 @@ from typing import Any
 from recipes.common.watch.notes import Notes
 
 GATHER_S = 2.0
-"""How long ranks may take to report their positions, once one rank has noticed a hang."""
+"""How long ranks may take to report their positions once one notices a hang; a second more per 1,000 ranks."""
 
 COLLECT_S = 2.0
-"""How long one of them may take to combine the reports."""
+"""How long one of them may take to combine the reports; a second more per 1,000 ranks."""
 
 MANY = 64
 """In jobs of up to this many ranks, all ranks collect the others' reports."""
@@ -70,6 +70,9 @@ class Report:
         self.rank, self.world_size, self.place = rank, world_size, place
         self.notes, self.last_notes, self.recent_s = notes, last_notes, recent_s
         self.path = place / "hang-report.txt"
+        # Of thousands of ranks, three read all reports, as the store and the disk answer the others' questions.
+        self.gather_s, self.collect_s = GATHER_S + world_size / 1000, COLLECT_S + world_size / 1000
+        self.poll_s = max(0.1, world_size / 5000)
 
     def make(self, text: str, linger_s: float) -> None:
         """Publish this rank's report, and return once the combined report is written or the time is up.
@@ -82,11 +85,11 @@ class Report:
             (self.place / "hang").mkdir(parents=True, exist_ok=True)
             _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
         if not self.is_collector():
-            _wait(GATHER_S + COLLECT_S, self._is_done)
+            self._wait(self.gather_s + self.collect_s, self._is_done)
             return
         reports = self.gather() or {self.rank: text}  # neither the store nor the disk works
         if self.rank != min(reports):
-            _wait(COLLECT_S, self._is_done)
+            self._wait(self.collect_s, self._is_done)
         if not self._is_done() and self.notes.count("collectors", otherwise=1) == 1:
             self._collect(reports)
             if self.notes.store:
@@ -110,7 +113,7 @@ class Report:
         return False
 
     def gather(self) -> dict[int, str]:
-        """Wait up to GATHER_S for the reports of all ranks; return those that arrived, by rank."""
+        """Wait up to gather_s for the reports of all ranks; return those that arrived, by rank."""
         reports: dict[int, str] = {}
         began_at = time.time()
 
@@ -124,8 +127,13 @@ class Report:
                 reports.update(self.notes.read("report", missing))
             return len(reports) == self.world_size
 
-        _wait(GATHER_S, have_all)
+        self._wait(self.gather_s, have_all)
         return reports
+
+    def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(self.poll_s)
 
     def _is_done(self) -> bool:
         return self.path.exists() or self.notes.has("done")
@@ -146,12 +154,6 @@ class Report:
         except OSError as error:
             where = f"cannot write {self.path}: {error.strerror}"
         print(f"error: {summary}; {where}", file=sys.stderr, flush=True)
-
-
-def _wait(seconds: float, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def _write(path: Path, text: str) -> None:

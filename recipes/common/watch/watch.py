@@ -12,23 +12,23 @@ them to name ranks that the others keep waiting for.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from recipes.common.options import Options
 from recipes.common.watch.bounds import HANG_STATUS, TIME_OUTS
 from recipes.common.watch.notes import ANSWER_S, Notes, Store, read
-from recipes.common.watch.report import Report, describe_rank
+from recipes.common.watch.report import MOST_NAMED, Report, describe_rank
 
 NOTE_S = 0.2
 """Time between two notes of a rank; longer beyond 1,000 ranks, as their store takes 10,000 requests a second."""
@@ -225,7 +225,7 @@ class Watch(NoWatch):
 
 
 def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[str]:
-    """Return a sentence for each rank that all others wait for.
+    """Return a sentence for each rank that all others wait for; of many, for the first MOST_NAMED and the others.
 
     Args:
         before: the ranks' notes at the beginning of a window.
@@ -242,14 +242,23 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
             work_s[rank] = min((after[rank]["busy_s"] - before[rank]["busy_s"]) / steps, step_s)
     if len(work_s) < 2:
         return []
-    found = []
     ordered = sorted(work_s.values())
-    for rank in sorted(work_s):
-        place = ordered.index(work_s[rank])
-        others_s = statistics.median(ordered[:place] + ordered[place + 1 :])
-        if work_s[rank] - others_s > max(share * step_s, LEAST_EXCESS_S):
-            found.append(
-                f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms, "
-                f"its own work takes {1000 * work_s[rank]:.0f} ms, the work of the others {1000 * others_s:.0f} ms"
-            )
+    places = {rank: bisect.bisect_left(ordered, own_s) for rank, own_s in work_s.items()}
+    others_s = {rank: median_without(ordered, place) for rank, place in places.items()}
+    least_s = max(share * step_s, LEAST_EXCESS_S)
+    slow = [rank for rank in sorted(work_s) if work_s[rank] - others_s[rank] > least_s]
+    found = [
+        f"rank {rank} on {after[rank]['host']} is slow: of a step of {1000 * step_s:.0f} ms, "
+        f"its own work takes {1000 * work_s[rank]:.0f} ms, the work of the others {1000 * others_s[rank]:.0f} ms"
+        for rank in slow[:MOST_NAMED]
+    ]
+    if len(slow) > MOST_NAMED:
+        last = f"rank {slow[-1]} on {after[slow[-1]]['host']}"
+        found.append(f"{len(slow) - MOST_NAMED} more ranks are that slow, the last one {last}")
     return found
+
+
+def median_without(ordered: Sequence[float], place: int) -> float:
+    """Return the median of sorted numbers without the one at a place."""
+    low, high = ((len(ordered) - 2) // 2, (len(ordered) - 1) // 2)
+    return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
