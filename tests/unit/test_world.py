@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +21,12 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
+from recipes.common.world import world as world_module
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
-from recipes.common.world.world import NO_PICKLE, World, bounded, connect
+from recipes.common.world.world import MANY, NO_PICKLE, World, bounded, connect
 from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
 
@@ -114,6 +116,11 @@ def test_a_rank_that_does_not_come_is_no_refusal(monkeypatch):
             RuntimeError,
             "^Gloo connect.* by peer$",
         ),
+        (
+            "[/gloo/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:43",
+            MissingNodeError,
+            r"cannot connect to the others \(timed out connecting: SO_ERROR: Connection refused, .*\); set ",
+        ),
         ("another fault", RuntimeError, "^another fault$"),
     ],
 )
@@ -125,6 +132,62 @@ def test_a_rank_that_cannot_connect_to_another_names_the_address(monkeypatch, sa
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(error, match=expected):
         connect("cpu", Ranks(0, 0, 1, 1), timedelta(seconds=9))
+
+
+class CountingStore(dist.Store):
+    """A store of threads, which counts what each of them reads."""
+
+    def __init__(self, values, has_new):
+        super().__init__()
+        self.values, self.has_new, self.reads, self.read_bytes = values, has_new, 0, 0
+
+    def set(self, key, value):
+        with self.has_new:
+            self.values[key] = value
+            self.has_new.notify_all()
+
+    def wait(self, keys, timeout=None):
+        with self.has_new:
+            assert self.has_new.wait_for(lambda: self.values.keys() >= {*keys}, 30)
+
+    def get(self, key):
+        self.wait([key])
+        self.reads, self.read_bytes = self.reads + 1, self.read_bytes + len(self.values[key])
+        return self.values[key]
+
+
+@pytest.mark.parametrize("size", [MANY, MANY + 1])
+def test_ranks_of_large_jobs_connect_with_those_with_whom_they_exchange_data(monkeypatch, size):
+    """Each of 8,192 ranks would read half a gigabyte of addresses from the store."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # and afterwards as before
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    for name in ("new_group", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, size)]))
+    monkeypatch.setattr(world_module, "_exchange_kinds", lambda store, ranks, kind, text: {kind: text})
+    connect("cpu", Ranks(0, 0, size, 1), timedelta(seconds=9))
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == ("1" if size > MANY else None)
+    values, has_new, count = {}, threading.Condition(), 32
+    stores = [CountingStore(values, has_new) for _ in range(count)]
+
+    def exchange(rank):
+        group = dist.ProcessGroupGloo(stores[rank], rank, count, timedelta(seconds=30))
+        total = torch.ones(1)
+        group.allreduce([total]).wait()
+        group.broadcast([total]).wait()
+        group.barrier().wait()
+        return group, total.item()
+
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(exchange, range(count)))
+    assert {total for _, total in found} == {count}
+    if size > MANY:
+        assert max(store.reads for store in stores) <= 2 + 2 * 5  # a ring, and trees of 2^5 ranks
+        assert max(map(len, values.values())) < 200
+    else:
+        assert {store.reads for store in stores} == {count}
+        assert min(map(len, values.values())) > 8 * count
 
 
 @pytest.mark.parametrize(("local_rank", "says"), [("0", True), ("1", False)])

@@ -39,6 +39,7 @@ LOST_PEER = (
     "Connection reset by peer",
     "Broken pipe",
     "Failed to recv, got 0 bytes",
+    "timed out connecting",
     # NCCL
     "Connection closed by remote peer",
     "remote process exited",

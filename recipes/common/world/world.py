@@ -36,6 +36,12 @@ KEYWORDS = inspect.signature(dist.gather_object).parameters
 NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
 """Makes torch read other ranks' values like checkpoints, without running code; older torch unpickles them."""
 
+MANY = 256
+"""In jobs of more ranks than this, gloo connects two ranks only once they exchange something."""
+
+NO_CONNECTION = ("connectFullMesh", "timed out connecting", "Connect timeout")
+"""Phrases in gloo's errors about a rank that it cannot reach; the last two of MANY ranks."""
+
 SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, type(Path())]
 """Classes that ranks send each other besides tensors, numbers, strings, and lists, tuples and dicts of them."""
 
@@ -170,6 +176,11 @@ def connect(
             backend = "cpu:gloo,cuda:nccl"
             log_nccl()
         groups = dist.PrefixStore("groups", store)
+        is_lazy = ranks.world_size > MANY
+        if is_lazy:
+            # World: otherwise each rank reads N times 8 N bytes from the store for each group, which is 4 TB for
+            # 8,192 ranks, and opens N sockets.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         with bounded(ranks.rank, timeout):
             dist.init_process_group(
                 backend,
@@ -178,13 +189,18 @@ def connect(
                 rank=ranks.rank,
                 world_size=ranks.world_size,
             )
-            return device, cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+            control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+            if is_lazy:
+                # World: 4 bytes, which connect each rank with its neighbours: if that fails, it does so here.
+                dist.all_reduce(torch.zeros(1), group=control)
+            return device, control
     except dist.DistError as error:
         from recipes.common.process.meeting import cannot_meet
 
         raise cannot_meet(ranks.rank, str(error)) from None
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error) or "by peer" in str(error):  # the latter: another rank has ended
+        is_lost = "by peer" in str(error)  # another rank has ended
+        if is_lost or not any(phrase in str(error) for phrase in NO_CONNECTION):
             raise
         from recipes.common.process.meeting import cannot_connect
 
