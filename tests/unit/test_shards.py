@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.data import load_data
-from recipes.common.data.shards import INDEX, pack, write_index
+from recipes.common.data import SKIPPED, load_data
+from recipes.common.data import shards as shards_module
+from recipes.common.data.shards import FIELDS, INDEX, pack, write_index
 from recipes.common.errors import UserError
 from recipes.common.job import draw_order
 from recipes.common.seeding import permutation
@@ -73,6 +74,14 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
     )
     assert ours == theirs
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_the_index_of_a_hundred_million_images_is_not_too_large(images, whole, monkeypatch):
+    """One of more bytes than allowed is refused, and packing takes days."""
+    assert sum(np.dtype(kind).itemsize for kind in FIELDS.values()) * 10**8 < shards_module.MAX_INDEX_BYTES
+    monkeypatch.setattr(shards_module, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(UserError, match="it unpacks to more than an index"):
+        load("shards", whole)
 
 
 def test_the_layout_is_webdatasets(images, whole):

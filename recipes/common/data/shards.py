@@ -54,8 +54,8 @@ STORAGE_SEED = 2**63 - 1
 MAX_GAP = 2048
 """Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""
 
-MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**31, 2**28
-"""A server may send no more for the index (28 bytes per image) and for an image."""
+MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**33, 2**28
+"""A server may send no more for the index (28 bytes per image, so 300 million) and for an image."""
 
 
 class ShardedImages(Images):
