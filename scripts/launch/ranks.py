@@ -148,4 +148,4 @@ def is_stopped(statuses: dict[int, int]) -> bool:
 
 def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
     """Return a node's status from its failed ranks, without those that the agent ended; 0 if a stop signal did."""
-    return 0 if is_stopped(statuses) else status_of(own_failures(statuses), pids)
+    return 0 if is_stopped(statuses) else status_of(own_failures(statuses), pids, script.is_set())

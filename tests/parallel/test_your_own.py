@@ -232,11 +232,14 @@ def test_an_agent_under_nohup_outlives_its_terminal(tmp_path):
     assert "stopped by SIGTERM, which the script does not handle\n" in result.stdout
 
 
-def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path):
-    result = Job(tmp_path, "import sys; sys.exit(7)").wait()
-    assert result.status == 7
+@pytest.mark.parametrize("status", [7, 3])
+def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path, status):
+    result = Job(tmp_path, f"import sys; sys.exit({status})").wait()
+    assert result.status == status
     [line] = result.errors[:1]
-    assert re.fullmatch(r"error: rank 0 \(pid \d+ on \S+\) ended with status 7; its own error is above", line)
+    assert re.fullmatch(
+        rf"error: rank 0 \(pid \d+ on \S+\) ended with status {status}; its own error is above", line
+    )
 
 
 def test_it_ends_with_its_launcher(tmp_path):

@@ -100,15 +100,18 @@ def wait_for_head(node: Node, store: str = "") -> str:
             time.sleep(0.2)
 
 
-def status_of(statuses: dict[int, int], pids: dict[int, int]) -> int:
+def status_of(statuses: dict[int, int], pids: dict[int, int], is_script: bool = False) -> int:
     """Return a node's exit status from those of its failed ranks; print which rank is to blame unless they have.
 
-    A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line. A
-    rank killed by a signal comes before ranks that ended with an error, which mostly have lost the killed rank.
+    A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line,
+    unless the ranks are a user's script. A rank killed by a signal comes before ranks that ended with an error,
+    which mostly have lost the killed rank.
     """
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if spoken in statuses.values():
-            return spoken
+            if not is_script:
+                return spoken
+            statuses = {rank: status for rank, status in statuses.items() if status == spoken}
     print(f"error: {cause_of(statuses, pids)}", file=sys.stderr, flush=True)
     return shell_status(statuses[culprit_of(statuses)])
 
