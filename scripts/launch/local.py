@@ -384,6 +384,8 @@ def main(argv: list[str]) -> int:
         status = run_job(args, shares, processes, elastic)
         if status != PortTakenError.status:
             break
+        if script.is_set():
+            os.environ["RESUME"] = "auto"  # a script may have asked for another start, and have a checkpoint
     if script.is_set():
         with contextlib.suppress(OSError):  # removed only if the script has written nothing
             Path(os.environ["RUN_DIR"]).rmdir()

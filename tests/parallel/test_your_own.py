@@ -242,6 +242,17 @@ def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path, stat
     )
 
 
+def test_one_that_asks_for_another_start_is_told_to_resume(tmp_path):
+    source = f"{SHOW}\nimport pathlib, sys\n(pathlib.Path(os.environ['RUN_DIR']) / 'snapshot.pt').touch()\n"
+    result = Job(tmp_path, f"{source}sys.exit(75 if os.environ['RESUME'] == 'none' else 0)").wait()
+    assert result.status == 0
+    assert [one[3]["RESUME"] for one in map(ast.literal_eval, re.findall("shown (.*)", result.stdout))] == [
+        "none",
+        "auto",
+    ]
+    assert "ended with status 75; its own error is above" in result.stderr
+
+
 def test_it_ends_with_its_launcher(tmp_path):
     job = Job(tmp_path, f"{WAIT}\nwait()")
     job.wait_for_ranks()
