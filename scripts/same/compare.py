@@ -111,8 +111,8 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
     for rank in range(world_size):
         whole, _, _ = read(folder / f"rank{rank}.jsonl").rpartition("\n")  # a rank may have been killed
         run.events.append([parse_event(line) for line in whole.splitlines()])
-        for suffix in ("report", "out"):
-            run.series = run.series or read_series(read(folder / f"rank{rank}.{suffix}"), pattern)
+        for suffix in ("report", "out"):  # tqdm may write to standard output
+            run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.{suffix}")), pattern)
     for rank in range(world_size):  # the module logging writes to standard error, and so does tqdm
         run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.err")), pattern)
     run.events = [lines for lines in run.events if lines] or [[]]

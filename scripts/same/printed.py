@@ -24,8 +24,8 @@ PAIR = re.compile(
 Or its text or representation: `'loss': '2.3'`, `loss tensor(2.3)`, `loss=np.float64(2.3)`.
 """
 
-BAR = re.compile(r"\d+%\|.*\||\d(?:it/s|s/it)")
-"""tqdm's progress bar: it shows as many values as the time allows."""
+BAR = re.compile(r".*\[(?:\d+:)?\d\d:\d\d(?:<|, )[^]]*\]|.*\d+%\|.*\|.*")
+"""tqdm's progress bar, which shows as many values as the time allows. What is printed after it is in its line."""
 
 EVALUATION = re.compile(r"(?:^|[^a-z])(test|val|valid|validation|eval|evaluation)(?:[^a-z]|$)", re.IGNORECASE)
 
@@ -78,8 +78,8 @@ class Series:
 
 
 def without_bars(text: str) -> str:
-    """Return a text without the lines of progress bars."""
-    return "\n".join(line for line in re.split(r"[\r\n]+", text) if not BAR.search(line))
+    """Return a text without progress bars."""
+    return "\n".join(BAR.sub("", line) for line in re.split(r"[\r\n]+", text))
 
 
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:

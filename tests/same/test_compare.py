@@ -329,8 +329,12 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
 
 def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     bar = "\r 50%|█████     | 5/10 [00:00<00:00, 20.12it/s, loss=1.5]"  # as many as the time allows
-    (tmp_path / "rank0.err").write_text(f"{bar}{bar}\nINFO:root:step 1 loss 2.5\n")
-    assert load(tmp_path, 1, [0]).series["loss"].values == [2.5]
+    text = f"{bar}{bar}\nINFO:root:step 1 loss 2.5\n{bar}step 2 loss 2 (9.5it/s)\n{bar}\r3it [1:00:01, loss=9]"
+    for name in ("rank0.err", "rank0.out"):
+        (tmp_path / name).write_text(text)
+        assert load(tmp_path, 1, [0]).series["loss"].values == [2.5, 2]
+        (tmp_path / name).unlink()
+    (tmp_path / "rank0.err").write_text(text)
     (tmp_path / "rank1.out").write_text("loss 3.5\n")
     assert load(tmp_path, 2, [0, 0]).series["loss"].values == [3.5], "another rank's output comes first"
 
