@@ -92,6 +92,11 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((found for item in items if (found := first_tensor(item)) is not None), None)
 
 
+def has_no_values(tensor: Tensor) -> bool:
+    """Return whether a tensor cannot be read: on the meta device, or within torch.func.vmap() or grad()."""
+    return tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of the global random generators on the CPU."""
     return {"torch": torch.get_rng_state().numpy(), "random": random.getstate(), "numpy": np.random.get_state()}
@@ -255,7 +260,7 @@ class Observer:
     def see_batch(self, module: nn.Module, arguments: Any) -> None:
         """Note a batch's samples for training or evaluation, only for the first module that each of them calls."""
         batch = first_tensor(arguments)
-        if batch is None or batch.requires_grad:
+        if batch is None or batch.requires_grad or has_no_values(batch):
             return
         mask = arguments[1].get("attention_mask")
         if isinstance(mask, Tensor) and mask.shape == batch.shape and not mask.is_floating_point():

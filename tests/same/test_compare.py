@@ -62,6 +62,20 @@ def test_a_sketch_does_not_depend_on_the_default_device():
         assert sum(observe.sketch_all([tensor])) == 4950
 
 
+def test_batches_without_values_are_left_out(tmp_path):
+    """As those of a model that counts operations, and of gradients for each sample."""
+    observer = observe.Observer(tmp_path, 0)
+    model = torch.nn.Linear(2, 1)
+
+    def call(batch, module=model):
+        return observer.call(torch.nn.Linear.forward, module, batch)
+
+    call(torch.ones(4, 2, device="meta"), torch.nn.Linear(2, 1, device="meta"))
+    torch.vmap(lambda sample: call(sample[None]))(torch.ones(5, 2))
+    call(torch.ones(3, 2))
+    assert len(observer.record["rows"]) == 3
+
+
 @pytest.mark.parametrize(
     ("line", "series"),
     [

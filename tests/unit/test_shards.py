@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.data import SKIPPED, load_data
+from recipes.common.data import load_data
 from recipes.common.data import shards as shards_module
 from recipes.common.data.shards import FIELDS, INDEX, pack, write_index
 from recipes.common.errors import UserError
