@@ -118,7 +118,7 @@ class Guard:
 
     def check_loss(self, step: int, loss: float) -> None:
         """Fail if the global batch's loss is not finite; gradients that overflow by scaling are not looked at."""
-        if not math.isfinite(loss) and not self.stop.error:
+        if not math.isfinite(loss):
             self.fail(step, False, "the loss is that of all ranks")
 
     def fail(self, step: int, is_loss: bool, hint: str) -> None:

@@ -78,8 +78,8 @@ def learning_rate(args: Options, step: int, total_steps: int) -> float:
         return peak * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
         return peak
-    decay_steps = max(1, total_steps - args.warmup_steps)
-    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - args.warmup_steps) / decay_steps)))
+    share = (step - args.warmup_steps) / (total_steps - args.warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -153,7 +153,7 @@ def _check_bytes(path: Path) -> None:
         checksum, count = checksum_of(file, size)
         if count < size:
             raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
-        if size < 0 or file.read() != CHECKSUM.pack(MARK, checksum):
+        if file.read() != CHECKSUM.pack(MARK, checksum):
             raise BadCheckpointError(
                 "truncated, damaged, or not a checkpoint of this project (its checksum does not match)"
             )

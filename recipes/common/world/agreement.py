@@ -40,7 +40,7 @@ def raise_on_all_ranks(error: UserError | None, peers: Peers) -> None:
     sent = error
     if error and not isinstance(error, NonFiniteError):
         sent = UserError(str(error))  # ranks take no other class from one another, such as WorkerError
-        sent.status, sent.on_every_node = error.status, error.on_every_node
+        sent.status = error.status
     with peers.watch("agreement"):
         errors = peers.gather_objects(sent)
     raise_first(errors)
