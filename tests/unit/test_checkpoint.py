@@ -20,6 +20,7 @@ import torch
 from isal import isal_zlib
 from torch import nn
 
+from recipes.common.checkpoint import reading
 from recipes.common.checkpoint.checkpoint import (
     FORMAT,
     CheckpointFolder,
@@ -160,6 +161,7 @@ def test_the_checksum_of_these_tests_is_ours(folder):
 def foreign_files(trace):
     plain, zipped, hidden = io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save({"model": {}, "epoch": 3}, plain)
+    torch.save([content(40)], listed := io.BytesIO())
     torch.save(Bomb(trace), zipped)
     torch.save({**content(40), "position": Bomb(trace)}, hidden)
     legacy = io.BytesIO()
@@ -175,6 +177,7 @@ def foreign_files(trace):
         "ours-with-code-legacy": legacy.getvalue(),
         "ours-with-code-and-checksum": with_checksum(hidden.getvalue()),
         "dict-with-checksum": with_checksum(plain.getvalue()),
+        "list-with-checksum": with_checksum(listed.getvalue()),
     }
 
 
@@ -186,6 +189,7 @@ def test_a_foreign_file_is_passed_over_and_never_executed(folder, tmp_path, caps
     path, read = read_newest(folder, set_aside=False)
     assert (path.name, read["position"]["step"]) == ("step-000000030.pt", 30)
     assert not trace.exists()
+    assert newest.exists(), "it is set aside only in a run that goes on"
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
     assert warnings[0].startswith(f"warning: skipped {newest}: ")
@@ -258,6 +262,14 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, ca
             assert str(caught.value).endswith("; nothing was changed: fix this, then resume again")
     assert files(folder.folder) == before
     assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 30
+
+
+def test_a_file_that_ends_while_it_is_read_condemns_nothing(folder, monkeypatch):
+    before = files(folder.folder)
+    monkeypatch.setattr(reading, "checksum_of", lambda file, size: (0, size - 1))
+    with pytest.raises(UserError, match=r"it ended before its length while it was read; nothing was changed"):
+        read_newest(folder, set_aside=True)
+    assert files(folder.folder) == before
 
 
 @pytest.mark.parametrize(
@@ -334,10 +346,12 @@ def test_no_folder_is_no_checkpoint(tmp_path):
     assert read_newest(CheckpointFolder(tmp_path / "none"), set_aside=True) is None
 
 
-def test_the_newest_k_and_the_best_are_kept(tmp_path):
+def test_the_newest_k_and_the_best_are_kept(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path, keep=2)
-    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8), (50, 0.6)):
-        folder.write(content(step, accuracy), is_best=accuracy in (0.5, 0.9))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", lambda *_, **__: pytest.fail("there are no shard files to look for"))
+        for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8), (50, 0.6)):
+            folder.write(content(step, accuracy), is_best=accuracy in (0.5, 0.9))
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step-000000040.pt", "step-000000050.pt"]
     assert read_checkpoint(tmp_path / "best.pt")["position"]["step"] == 20
 
@@ -357,13 +371,16 @@ def test_leftover_temporary_files_are_removed(folder):
 
 def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
     before = {path: path.read_bytes() for path in folder.paths()}
-    for name in ("save", "fsync", "replace"):
+    full = OSError(28, "No space left on device"), "No space left on device (free some space)"
+    no_memory = (MemoryError(), "out of memory"), (RuntimeError(NO_MEMORY), NO_MEMORY)
+    failures = [(name, *full) for name in ("save", "fsync", "replace")]
+    for name, error, reason in [*failures, *(("save", *failure) for failure in no_memory)]:
         with monkeypatch.context() as patch:
             target = {"save": (torch, "save"), "fsync": (os, "fsync"), "replace": (type(folder.folder), "replace")}
-            patch.setattr(*target[name], Mock(side_effect=OSError(28, "No space left on device")))
+            patch.setattr(*target[name], Mock(side_effect=error))
             with pytest.raises(UserError) as caught:
                 folder.write(content(40))
-        assert "step-000000040.pt: No space left on device (free some space)" in str(caught.value)
+        assert f"step-000000040.pt: {reason}; " in str(caught.value)
         assert "step-000000030.pt is intact" in str(caught.value)
         assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
 
@@ -520,6 +537,7 @@ def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, mo
     assert len(begun) == 1
     go.set()
     thread.join(20)
+    assert writer.stalls_s[0] > 0.1, "the next one had to wait for it"
     writer.wait()
     assert is_equal(read_newest(folder, set_aside=True)[1], wanted)
     assert begun[0]["model"]["weight"].data_ptr() == begun[1]["model"]["weight"].data_ptr()
@@ -541,13 +559,25 @@ def test_a_tied_weight_is_copied_and_written_once(folder):
     assert sizes[40] == sizes[60] < sizes[50] - 0.9 * matrix.nbytes
 
 
-def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch):
-    monkeypatch.setattr(folder, "write", Mock(side_effect=UserError("the disk is full")))
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UserError("the disk is full"), "the disk is full"),
+        (RuntimeError("Broken pipe\nat x"), "lost another rank while a checkpoint was written: Broken pipe"),
+        (
+            pickle.PicklingError("Can't pickle"),
+            "cannot write a checkpoint: PicklingError: Can't pickle; fix this, then add --resume auto",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_write_that_fails_behind_training_is_told(folder, monkeypatch, error, told):
+    monkeypatch.setattr(folder, "write", Mock(side_effect=error))
     errors = []
     writer = CheckpointWriter(folder.write, errors.append)
     writer.begin(content(40))
     writer.wait()
-    assert [str(error) for error in errors] == ["the disk is full"]
+    assert [str(error) for error in errors] == [told]
     assert writer.newest is None
 
 

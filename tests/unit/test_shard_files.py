@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -105,6 +106,19 @@ def folder(tmp_path):
     for step in (10, 20):
         assert write(checkpoints, step) == [tmp_path / f"step-{step:09d}.pt"] * RANKS
     return checkpoints
+
+
+def test_all_shard_files_are_on_the_disk_before_a_checkpoint_names_them(folder, monkeypatch):
+    seen, fsync = [], os.fsync
+
+    def watch(handle):
+        seen.append(Path(f"/proc/self/fd/{handle}").readlink().suffix)
+        return fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    write(folder, 30)
+    assert sorted(seen[:-2]) == [""] * RANKS + [".shard"] * RANKS, "the files, and the folder for each"
+    assert seen[-2:] == [".tmp", ""]
 
 
 def shards(folder, step=None):
@@ -217,6 +231,7 @@ def test_ranks_share_the_check_and_pass_over_what_one_of_them_finds_damaged(fold
 
 
 def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch):
+    shards(folder, 20)[0].write_bytes(b"")  # which rank 0 finds
     before = files(folder.folder)
     (error, *others), _ = resume(folder, monkeypatch, lacking=2)
     assert str(error).startswith(f"no {shards(folder, 20)[0].name} in {folder.folder} on ")
@@ -360,6 +375,10 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(folder):
     content = read_newest(folder, set_aside=True)[1]
     del content["model"]["matrix"]["pieces"][1]
     with pytest.raises(UserError, match="lack parts of a tensor"):
+        read_whole(content)
+    content, cut = read_newest(folder, set_aside=True)[1], shards(folder, 20)[0]
+    os.truncate(cut, cut.stat().st_size - 1)  # since it was checked
+    with pytest.raises(UserError, match=rf"cannot read {cut}: it ends before byte \d+; fix this"):
         read_whole(content)
 
 
