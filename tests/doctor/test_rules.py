@@ -23,7 +23,7 @@ from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
 from scripts.doctor import collectives, folder, kernel_log, meeting, node, report, torch_facts
 from scripts.doctor.ranks import read as read_rank
-from scripts.doctor.rules import RULES, Case, Finding, judge, tally
+from scripts.doctor.rules import RULES, Case, Finding, judge, outliers, tally
 from scripts.launch.processes import Ended
 from tests.support import write_program
 
@@ -62,7 +62,7 @@ def facts(rank, gpus=0):
             "master": "10.0.0.0",
             "addresses": ["127.0.0.1", f"10.0.0.{rank}"],
         },
-        "limits": {"open_files": 65536, "locked_bytes": -1},
+        "limits": {"open_files": -1, "locked_bytes": -1},
         "disk": {
             "shm_bytes": 8 * GIB,
             "runs": "/runs",
@@ -84,6 +84,11 @@ def facts(rank, gpus=0):
     }
 
 
+def names_of(rank):
+    """Return what a node finds for the names of another one: one of them is enough."""
+    return {f"n{rank}": [f"10.0.0.{rank}"], f"n{rank}.local": "Name or service not known"}
+
+
 def healthy(nodes=3, gpus=0):
     """Return a case in which nothing is wrong."""
     ranks = range(nodes)
@@ -92,8 +97,7 @@ def healthy(nodes=3, gpus=0):
     case.written = {rank: {"error": None} for rank in ranks}
     case.seen = {rank: list(ranks) for rank in ranks}
     case.peers = {
-        a: {str(b): {"names": {f"n{b}": [f"10.0.0.{b}"]}, "port": 4000, "stage": "done"} for b in ranks if b != a}
-        for a in ranks
+        a: {str(b): {"names": names_of(b), "port": 4000, "stage": "done"} for b in ranks if b != a} for a in ranks
     }
     done = {"local_rank": 0, "stage": "done", "wrong_elements": 0}
     done["map"] = {"world_size": nodes, "sum": nodes * (nodes + 1) // 2, "ranks": []}
@@ -119,6 +123,14 @@ def set_in(part, **values):
 
 FAULTS = {
     "attendance": (lambda case: case.facts.pop(2), "node 2 did not connect to n0:29500 within 60 s"),
+    "attendance, refused": (
+        lambda case: [case.facts.pop(2), case.refused.append((2, "10.0.0.2: it has NNODES 4"))],
+        "node 0 rejected node 2 at 10.0.0.2: it has NNODES 4; give each node",
+    ),
+    "attendance, told": (
+        lambda case: [case.facts.pop(2), case.words.update({2: "n2 cannot resolve n0"})],
+        "node 2 did not connect to n0:29500; it says: n2 cannot resolve n0; its own log has more",
+    ),
     "attendance, lost": (
         lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
         "node 1 (n1) connected, and was lost while it was asked for ranks: no answer within 60 s; see its own log",
@@ -157,6 +169,10 @@ FAULTS = {
         "sbatch --propagate=NONE)",
     ),
     "disks": (set_in("disk", shm_bytes=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
+    "disks, runs": (
+        set_in("disk", runs_free_bytes=2**20),
+        "/runs, where records and checkpoints go, has 1 MiB free; make room, or choose another --runs-dir",
+    ),
     "disks, tmp": (set_in("disk", tmp_free_bytes=2**20), "/tmp, for temporary files, has 1 MiB free; make room"),
     "disks, readonly": (
         lambda case: case.written.update({1: {"error": "Read-only file system"}}),
@@ -169,7 +185,7 @@ FAULTS = {
     "versions, torch": (set_in("torch", version="2.11.0"), "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2"),
     "versions, nccl": (set_in("torch", nccl="2.20.0"), "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7"),
     "versions, revision": (
-        lambda case: case.facts[1].update(revision="def"),
+        lambda case: case.facts[1].update(revision="def", code="456"),
         "our revision is def, on node 0 (n0), node 2 (n2) abc",
     ),
     "versions, code": (
@@ -180,6 +196,7 @@ FAULTS = {
         lambda case: case.facts[1].update(torch={"error": "libcudart.so.13: cannot open"}),
         "torch does not work: libcudart",
     ),
+    "torch_works, gloo": (set_in("torch", gloo=False), "node 1 (n1): torch has no gloo; install torch from PyPI"),
     "torch_works, device": (
         lambda case: case.facts[1]["torch"]["devices"][0].update(is_right=False),
         "node 1 (n1): cpu (cpu): a product of matrices is wrong; take the device out of service",
@@ -218,6 +235,10 @@ GPU_FAULTS = {
     "gpu_health, ecc": (
         lambda case: case.facts[1]["gpus"][0].update({"ecc.errors.uncorrected.volatile.total": "3"}),
         "node 1 (n1): GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it",
+    ),
+    "gpu_health, lost": (
+        lambda case: case.facts[1]["gpus"][0].update({"memory.used": "[Unknown Error]"}),
+        "node 1 (n1): GPU 0 (NVIDIA H100): nvidia-smi says Unknown Error; see dmesg",
     ),
     "gpu_health, heat": (
         lambda case: case.facts[1]["gpus"][0].update({"clocks_throttle_reasons.hw_slowdown": "Active"}),
@@ -405,7 +426,9 @@ def test_a_fault_is_named_with_its_remedy(name, gpus):
     if name == "attendance":
         case = Case(3, case.master, case.wait_s, facts=case.facts)
     findings = judge(case)
-    (finding,) = [one for one in findings if one.rule == name.split(",")[0] and words in str(one)]
+    same = [one for one in findings if one.rule == name.split(",")[0]]
+    (finding,) = [one for one in same if words in str(one)]
+    assert len(same) == (2 if finding.rule == "gpus_visible" else 1)
     assert finding.nodes or "sums" in name or "late" in name
     assert finding.remedy
     assert "\n" not in str(finding)
@@ -415,6 +438,18 @@ def test_a_fault_is_named_with_its_remedy(name, gpus):
 def test_every_rule_is_tested():
     planted = {name.split(",")[0] for name in [*FAULTS, *GPU_FAULTS, *UNIFORM_FAULTS]}
     assert {rule.__name__ for rule in RULES} == planted
+
+
+def test_of_two_values_that_are_as_frequent_the_greater_is_the_usual_one():
+    assert outliers({0: 1500, 1: 9000}) == (9000, [1], {1500: [0]})
+    assert outliers({0: 9000, 1: 1500, 2: 1500}) == (1500, [1, 2], {9000: [0]})
+
+
+def test_a_wrong_sum_on_the_only_node_is_its_own():
+    case = healthy(nodes=1)
+    case.ranks[0]["ranks"][0].update(wrong_elements=7)
+    (finding,) = judge(case)
+    assert finding.what == "node 0 (n0): rank 0 received an incorrect sum from the all-reduce"
 
 
 def test_a_node_that_is_cut_off_is_one_finding():
@@ -694,6 +729,13 @@ def test_the_map_of_ranks_is_sent_once():
     assert sum(len(one["ranks"]) for one in maps) == 100
     assert maps[0]["ranks"] == rows
     assert {(one["world_size"], one["sum"]) for one in maps} == {(100, 5050)}
+
+
+def test_errors_come_before_warnings():
+    case = healthy(gpus=2)
+    for plant, _ in (GPU_FAULTS["gpu_health, taken"], FAULTS["collectives"]):
+        plant(case)
+    assert [finding.rule for finding in judge(case)] == ["collectives", "gpu_health"]
 
 
 def test_facts_are_not_changed_by_the_rules():
