@@ -37,7 +37,7 @@ from scripts.plan.model import (
 from scripts.plan.workload import count_pass, kind_of, look_at, timed_step
 from tests.conftest import slow
 
-LINK = Link(1e-3, 1e6)
+LINK, LOADED = Link(1e-3, 1e6), Link(1e-3, 1e5)
 GRADIENTS = [Gradient((250, 1000), (i + 1) / 4) for i in range(4)]
 """Four gradients of 1 MB each, a quarter of backward apart."""
 
@@ -124,6 +124,17 @@ def test_horovod_sends_together_what_has_come_up_meanwhile():
 
     assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1e9) == pytest.approx(2 + 2 + 3.5 + 2)
     assert exchanges_end_s(messages, cost, Compute(1.0, 4.0), fuse_bytes=1.5e6) == pytest.approx(2 + 4 * 2)
+
+
+def test_the_backend_and_the_load_of_its_cores_decide():
+    """Gloo has a ring alone and takes longer beside computing; Horovod looks for gradients once in 1 ms."""
+    compute, cluster = Compute(1.0, 2.0), Cluster(256, 1, Link(1.0, 1e9))
+    nccl, gloo = (step(GRADIENTS, compute, cluster, Method("ddp", device=device)) for device in ("cuda", "cpu"))
+    assert gloo.exchange_s > 10 * nccl.exchange_s
+    found = (step(GRADIENTS, compute, Cluster(2, 1, LINK, loaded=link), Method("ddp")) for link in (None, LOADED))
+    assert [one.step_s for one in found] == [pytest.approx(6.004), pytest.approx(6.904, abs=1e-3)]
+    quick = Cluster(2, 1, Link(0.0, 1e12))
+    assert step(GRADIENTS, compute, quick, Method("horovod")).step_s == pytest.approx(3.001, abs=1e-4)
 
 
 @pytest.mark.parametrize(("compression", "exchange_s"), [("none", 4.0 + 2e-3), ("fp16", 2.0 + 2e-3)])
@@ -317,7 +328,9 @@ def test_what_limits_a_step_is_named():
     compute = Compute(1.0, 2.0)
     assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp).limit == "compute"
     assert step(GRADIENTS, compute, cluster, ddp).limit == "exchange"
+    assert step(GRADIENTS, compute, Cluster(2, 1, Link(0.0, 1e7)), ddp).limit == "exchange", "6%"
     assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp, control_alpha_s=0.1).limit == "vote"
+    assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp, control_alpha_s=0.0243).limit == "compute", "2%"
     many = step(GRADIENTS, compute, Cluster(4096, 1, quick), ddp, control_alpha_s=0.1)
     assert (many.limit, many.step_s) == ("vote", pytest.approx(2 * 4095 * 0.1))
     assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).limit == "input"
