@@ -119,6 +119,7 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
         ("", True),
         ("srun: error: n2: task 1: Killed", True),
         ("srun: error: n2: task 1: Exited with exit code 69", True),
+        ("srun: error: n2: task 1: Exited with exit code 137", True),
         ("srun: error: n2: task 1: Exited with exit code 1", False),
     ],
 )
@@ -225,6 +226,7 @@ RECORD = 'touch "$run_dir/config.json"'
             "error: job 7: its ranks were told to stop before their end; to resume: make submit ",
         ),
         (RECORD, "2", 137, 2, ""),
+        (RECORD, "2 USR1", 138, 2, ""),  # its checkpoint could not be written
         (RECORD, "75", 143, "requeue", "another process took port"),
         (RECORD, "", 137, 137, ""),  # rank 0 was killed
         ("", "0", 0, 0, ""),  # the probe keeps no record
@@ -360,8 +362,11 @@ def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
     show = 'basename "$head_log"; echo said >>"$logs/$(hostname -s).txt"; cat "$head_log"'
     done = job(then=show, SLURMD_NODENAME="rack7-n12")
     assert done.stdout.splitlines()[-2:] == ["rack7-n12.txt", "said"], done.stderr
-    done = job(then='echo "error: once" >>"$head_log"; status=1 greatest=1; touch "$run_dir/config.json"; end_job')
+    then = 'echo "error: once" >>"$head_log"; status=1 greatest=1; touch "$run_dir/config.json"; sleep 0.02; '
+    then += 'for n in 3 4; do echo "error: of n$n" >"$logs/n$n.txt"; done; touch -d 2020-01-01 "$logs/n4.txt"'
+    done = job(then=f"{then}; end_job")
     assert "error: once" not in done.stderr, "the head's lines are in the job's output already"
+    assert re.findall(".*: of n.*", done.stderr) == ["[n3] error: of n3"], "n4's is of an earlier start"
 
 
 @pytest.mark.parametrize("earlier", ["", "of an earlier start"])
@@ -716,7 +721,9 @@ KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
         (tmp_path / "kmsg").write_text(KMSG.format(us=int((uptime_s - ago_s) * 1e6), xid=xid))
         (tmp_path / "partition").write_text("".join(f"{node.replace('-', ' ')}\n" for node in partition.split()))
         scontrol = SCONTROL.replace("PreemptTime=None", f"PreemptTime=None ExcNodeList={excluded} ")
-        scontrol = scontrol.replace("requeue*) exit 1", f"update*) exit {int(not takes)}")
+        # Slurm ends the batch script of a job that is requeued, which has more to say to it.
+        requeued = "requeue*) kill -TERM $PPID ;;"
+        scontrol = scontrol.replace("requeue*) exit 1", f"{requeued}\nupdate*) exit {int(not takes)}")
         (tmp_path / "scontrol").write_text(scontrol)
         (tmp_path / "scontrol.txt").write_text("")
         record = "" if "SCRIPT" in env else 'touch "$run_dir/config.json"; '
@@ -741,6 +748,7 @@ def test_a_job_goes_on_without_a_node_whose_gpu_is_broken(fault, tmp_path):
     assert re.fullmatch(line + "\n", (tmp_path / "runs/mine/slurm/excluded.txt").read_text())
     _, calls = fault(excluded="n[3-4]", partition="n1-alloc n2-alloc n3-idle n4-idle n5-idle")
     assert calls == ["requeue 7", "update JobId=7 ExcNodeList=n[3-4],n2"], "what the user has excluded stays so"
+    assert fault(ago_s=90.0, SECONDS="200")[1] == [calls[0], "update JobId=7 ExcNodeList=n2"], "in a longer job"
 
 
 @pytest.mark.parametrize("status", [1, 3, 134, 137])

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from scripts.lab import network
-from scripts.launch.processes import Ended
+from scripts.launch.processes import Ended, run_side_by_side
 from tests.support import run_command
 
 
@@ -33,6 +33,12 @@ def test_another_process_with_the_number_of_one_that_has_ended_is_no_cluster(tmp
     """`down` kills all processes in the network of the process that it finds."""
     (tmp_path / "pid").write_text(f"{os.getpid()}\n")
     assert slurm_cluster(tmp_path, "status").stdout == "no test cluster is up\n"
+
+
+def test_only_what_is_killed_at_the_time_limit_is_late(tmp_path):
+    commands = [(["true"], os.environ), (["sleep", "60"], os.environ)]
+    ended = run_side_by_side(commands, tmp_path, 0.5)
+    assert [(one.status, one.is_late) for one in ended] == [(0, False), (-9, True)]
 
 
 def test_the_rank_that_failed_is_named_and_not_one_that_waited_for_it(monkeypatch):
