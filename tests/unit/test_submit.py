@@ -203,6 +203,7 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     assert submit.main(words) == 2
     error = capsys.readouterr().err
     assert error == f"error: no Slurm is configured on this machine{expected}"
+    assert not list(tmp_path.glob("ddp-*")), "a refused job leaves no folder"
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert submit.main(words) == 2
     assert capsys.readouterr().err == f"error: there is no sbatch in PATH{expected}"
@@ -464,11 +465,23 @@ def test_the_table_of_a_scripts_sweep_has_the_numbers_of_its_result(tmp_path, ca
 
 
 def test_a_local_sweep_whose_launcher_was_killed_has_failed(tmp_path, monkeypatch):
-    killed = iter([0, -9])
+    killed = iter([-9, 0])
     monkeypatch.setattr(submit.subprocess, "run", lambda _: argparse.Namespace(returncode=next(killed)))
     args = submit.parse_args(["ddp", "--local", "--sweep", "lr=0.1,0.2"])
     runs = [Run("ddp", [], tmp_path, point) for point in submit.grid_points(args.sweep)]
     assert submit.train_here(args, tmp_path, runs) == 137
+
+
+def test_a_sweep_has_the_status_of_its_worst_run(tmp_path, monkeypatch):
+    statuses = iter([1, 0])
+    monkeypatch.setattr(submit, "submit_runs", lambda *_: [SimpleNamespace(job_id=f"7_{i}") for i in range(2)])
+    ended = SimpleNamespace(log=tmp_path / "log", end=lambda: next(statuses))
+    monkeypatch.setattr(submit, "Watched", lambda run, job: ended)
+    for name in ("watch", "report"):
+        monkeypatch.setattr(submit, name, lambda *_: None)
+    args = submit.parse_args(["ddp", "--sweep", "lr=0.1,0.2"])
+    runs = [Run("ddp", [], tmp_path, point) for point in submit.grid_points(args.sweep)]
+    assert submit.submit_to_slurm(args, tmp_path, runs) == 1
 
 
 def test_the_tenth_start_is_told_too(tmp_path, capsys):
