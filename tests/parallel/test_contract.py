@@ -267,12 +267,12 @@ def test_single_equals_a_plain_loop(train, observed_data):
     data = load_data(args, torch.device("cpu"), print)
     model = build_model(args, data)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, weight_decay=0.01)
-    expected = []
-    for step in range(30):
+    expected, rates = [], [0.02 * (step + 1) / 100 for step in range(30)]
+    for step, rate in enumerate(rates):
         epoch, place = divmod(step, 809 // 65)
         order = torch.randperm(809, generator=torch.Generator().manual_seed(mix(SEED, epoch)))
         ((images, labels),) = data.train.batches([order[65 * place : 65 * (place + 1)]], epoch)
-        optimizer.param_groups[0]["lr"] = 0.02 * (step + 1) / 100
+        optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
         loss = cross_entropy(model(images), labels)
         loss.backward()
@@ -280,6 +280,7 @@ def test_single_equals_a_plain_loop(train, observed_data):
         expected.append(loss.item())
     path = train("single", 1, "--global-batch-size", "65", *steps(1))
     assert losses(path) == pytest.approx(expected, rel=1e-5)
+    assert [line["lr"] for line in metrics(path) if "lr" in line] == pytest.approx(rates)
     assert largest_difference(weights(path), model.state_dict()) < 1e-5
 
 

@@ -22,7 +22,6 @@ from tests.support import (
     assert_same_run,
     local,
     losses,
-    metrics,
     newest_checkpoint,
     run_command,
     train,
@@ -85,12 +84,6 @@ def test_options_mean_the_same_as_in_single(baseline, tmp_path, argv):
     assert_same_run(run, baseline(*STEPS, *argv))
     if argv != ["--no-channels-last"]:  # a memory layout changes no number; all other options must
         assert losses(run)[5:] != pytest.approx(losses(baseline(*STEPS))[5:], rel=1e-3)
-
-
-def test_scale_lr_means_what_it_says(baseline):
-    """The linear scaling rule: --lr is for 256 samples, so a batch of 64 gets a quarter of it."""
-    scaled = baseline(*STEPS, "--scale-lr", "--lr", "0.08")
-    assert losses(scaled) == pytest.approx(losses(baseline(*STEPS, "--lr", "0.02")), rel=1e-7)
 
 
 def test_clipping_bounds_the_step(tmp_path):
@@ -215,14 +208,6 @@ def test_fp16_skips_the_same_steps_and_keeps_the_same_scale(baseline, tmp_path):
     assert newest_checkpoint(run)["scaler"]["scale"] > 1
     exact = losses(baseline(*STEPS, "--clip-grad-norm", "0.5"))
     assert losses(run) == pytest.approx(exact, rel=3 * (10 * 60 * 2) ** 0.5 * UNIT["fp16"])  # unscaled, clipped
-
-
-def test_the_learning_rate_does_not_depend_on_the_world_size(baseline, tmp_path):
-    run = train("ddp", tmp_path, 3, *STEPS)
-    rates = [[line["lr"] for line in metrics(path) if "lr" in line] for path in (run, baseline(*STEPS))]
-    assert rates[0] == rates[1]
-    peak = options([]).lr
-    assert rates[0][:3] == pytest.approx([peak / 100, peak * 2 / 100, peak * 3 / 100])
 
 
 @pytest.mark.slow

@@ -173,25 +173,6 @@ def tiny_data(channels=1, size=8, classes=10):
     return Data.of_images(split(100), split(10), channels, size, classes)
 
 
-class OnGPU(torch.Tensor):
-    """A tensor that claims to be on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_shard", "fused"),
-    [(torch.float32, False, True), (torch.float32, True, None), (torch.complex64, False, None)],
-)
-def test_one_kernel_steps_whole_real_parameters_alone(dtype, is_shard, fused):
-    """Fused SGD has no implementation for DTensor, and none for complex numbers."""
-    parameter = OnGPU(torch.zeros(2, dtype=dtype)).requires_grad_()
-    if is_shard:
-        parameter.device_mesh = object()
-    elsewhere = torch.nn.Parameter(torch.zeros(2))  # like another stage of a pipeline
-    assert build_optimizer(options([]), [parameter, elsewhere]).defaults["fused"] is fused
-
-
 class TestJob:
     def job(self, *argv):
         args = options(["--global-batch-size", "30", *argv])

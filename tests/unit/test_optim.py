@@ -29,10 +29,11 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
         ]
         shards = parameters_on("cuda:0")
         shards[0].device_mesh = "a mesh"
-        others = [build_optimizer(args, parameters_on("cpu")), build_optimizer(args, shards)]
+        waves = [nn.Parameter(torch.ones(3, dtype=torch.complex64, device="cuda:0"))]  # no kernel takes these
+        others = [build_optimizer(args, parameters) for parameters in (parameters_on("cpu"), shards, waves)]
     assert all(one._step_supports_amp_scaling for one in fused)
     assert [one.param_groups[0]["fused"] for one in fused] == [True, True]
-    assert [one.param_groups[0]["fused"] for one in others] == [None, None]
+    assert [one.param_groups[0]["fused"] for one in others] == [None] * 3
 
 
 @pytest.fixture
