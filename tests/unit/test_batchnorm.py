@@ -98,6 +98,16 @@ def test_ranks_and_passes_change_nothing(layout, momentum):
         torch.testing.assert_close(gradient, getattr(whole, name).grad, rtol=1e-12, atol=1e-12)
 
 
+def test_the_mean_of_equal_statistics_is_the_same_to_the_last_bit():
+    layers = [make_layer().float() for _ in range(3)]
+    for layer, size in zip(layers, (4, 8, 12), strict=True):
+        layer.running_mean.copy_(images(1).flatten()[:3])
+        group_batch_norm(layer, ARGS, size)
+    before = copy.deepcopy(layers[0].state_dict())
+    average(layers)
+    assert all(torch.equal(value, before[name]) for name, value in layers[0].state_dict().items())
+
+
 def test_layers_change_in_place():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm3d(3)), nn.LayerNorm(3))
     before = list(model.modules()), list(model.parameters())

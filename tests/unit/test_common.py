@@ -40,6 +40,7 @@ from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record import facts
+from recipes.common.record.earlier import rename_report
 from recipes.common.record.facts import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.restore import restore
@@ -196,8 +197,12 @@ class TestJob:
         job.record = SimpleNamespace(
             progress=progress, write_result=lambda **result: result, print_result=printed.append
         )
+        job.writer = SimpleNamespace(stalls_s=[0.25, 0.75], wait=lambda bound_s: printed.append("waited") is None)
         job.finish()
-        warning, result = printed
+        waited, warning, result = printed
+        assert waited == "waited", "for the last checkpoint, before the result"
+        assert (result["checkpoints"], result["checkpoint_stall_s"]) == (2, 0.5)
+        assert result["peak_memory_bytes"] > 50e6, "as torch alone has"
         assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
         assert result["step"] == job.total_steps
 
@@ -226,15 +231,15 @@ class TestJob:
         [
             (UserError("of all ranks"), False, ["all"]),
             (UserError("of all ranks"), True, ["all"]),
-            (WorkerError("of one rank"), False, ["alone"]),
+            (WorkerError("of one rank"), False, ["alone", "written"]),
             (WorkerError("of one rank"), True, []),
-            (RuntimeError("of one rank"), False, ["alone"]),
+            (RuntimeError("of one rank"), False, ["alone", "written"]),
             (RuntimeError("of one rank"), True, []),
         ],
     )
     def test_a_rank_that_alone_fails_in_an_evaluation_waits_for_no_other(self, monkeypatch, error, gathers, saved):
         job, found = self.job("--epochs", "1"), []
-        job.save = lambda: found.append("alone")
+        job.save, job.writer = lambda: found.append("alone"), SimpleNamespace(wait=lambda: found.append("written"))
         monkeypatch.setattr(loop, "train_one_epoch", lambda job, technique: GO)
         monkeypatch.setattr(loop, "evaluate", Mock(side_effect=error))
         monkeypatch.setattr(loop, "save_checkpoint", lambda job, technique: found.append("all"))
@@ -245,6 +250,7 @@ class TestJob:
     def test_steps(self):
         job = self.job("--epochs", "4")
         assert (job.steps_per_epoch, job.total_steps, job.epoch_end) == (3, 12, 3)
+        assert job.eval_batch_size == 30, "no more samples than in a pass of training, which fits in memory"
         assert self.job("--epochs", "4", "--max-steps", "7").total_steps == 7
         assert self.job("--epochs", "4", "--max-steps", "70").total_steps == 12
 
@@ -818,17 +824,28 @@ class TestRecord:
             self.open(tmp_path / "file" / "runs")
 
     def test_tensorboard_events_hold_the_same_numbers(self, tmp_path):
+        """A launch that resumes from step 1 takes the later ones back."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        record, _ = open_run(
-            options(["--runs-dir", str(tmp_path)]), "single", [Place("a", "CPU, 1 thread a process")]
-        )
-        record.begin(0, total_steps=100, is_complete=False)
-        for step in (1, 2):
-            self.log(record, step, step / 2)
-        record.close()
-        events = EventAccumulator(str(record.folder)).Reload()
-        assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
+        for begun, steps, expected in (
+            (0, (1, 2, 3), [(1, 0.5), (2, 1.0), (3, 1.5)]),
+            (1, (2,), [(1, 0.5), (2, 1.0)]),
+        ):
+            args = options(["--runs-dir", str(tmp_path), "--name", "a", *["--resume", "auto"] * begun])
+            record, _ = open_run(args, "single", [Place("a", "CPU, 1 thread a process")])
+            record.begin(begun, total_steps=100, is_complete=False)
+            for step in steps:
+                self.log(record, step, step / 2)
+            record.checkpoints.write(pack(args, Position(step=1), {}, {}, {}))
+            record.close()
+            events = EventAccumulator(str(record.folder)).Reload()
+            assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
+
+    def test_no_report_of_a_hang_takes_the_place_of_another(self, tmp_path):
+        for text in ("first", "second"):
+            (tmp_path / "hang-report.txt").write_text(text)
+            rename_report(tmp_path)
+        assert [(tmp_path / f"hang-report-{i}.txt").read_text() for i in (1, 2)] == ["first", "second"]
 
 
 def test_nearest_names_one_word_or_none():

@@ -25,14 +25,15 @@ def guard_of(mode):
     return {"stop": Guard, "skip": SkippingGuard}[mode](torch.device("cpu"), Stop())
 
 
-def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step():
+@pytest.mark.parametrize(("first", "later", "what"), [(ONE, NAN, "a gradient"), (NAN, ONE, "the loss")])
+def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(first, later, what):
     guard = guard_of("stop")
     guard._is_lazy = True  # as on a GPU
-    for step, gradient, loss in [(1, ONE, ONE), (2, NAN, ONE), (3, NAN, NAN)]:
+    for step, gradient, loss in [(1, ONE, ONE), (2, NAN, first), (3, NAN, later)]:
         assert guard.check_gradients(step, loss, [gradient])
     assert guard.stop.error is None
     guard.settle(3, SCALER)
-    assert str(guard.stop.error).startswith("a gradient of step 2 is not finite; no checkpoint was written since")
+    assert str(guard.stop.error).startswith(f"{what} of step 2 is not finite; no checkpoint was written since")
 
 
 @pytest.mark.parametrize(("mode", "sees_all"), [("stop", False), ("skip", True)])
