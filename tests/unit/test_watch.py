@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
@@ -24,6 +25,7 @@ from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process import entry
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
+from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch import report
 from recipes.common.watch import watch as watch_module
 from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
@@ -120,6 +122,11 @@ def test_a_dead_peer_is_told_from_one_that_hangs(watch):
         assert not watch.is_hang("Connection closed by peer")
         watch._at = watch._at._replace(since=time.monotonic() - 4.5)
         assert watch.is_hang("Connection closed by peer"), "the first whose time is up breaks the connections"
+        watch._at = watch._at._replace(since=time.monotonic())
+        watch.notes.store = Store()
+        assert not watch.is_hang("Connection closed by peer")
+        watch.notes.put("hung", "1")
+        assert watch.is_hang("Connection closed by peer"), "another rank has noticed it"
 
 
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:77, "
@@ -200,8 +207,11 @@ def test_an_error_after_a_lack_of_memory_keeps_its_traceback():
 
 
 def test_other_errors_of_the_run_time_keep_their_traceback():
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         exit_status(Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
+    assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}, "none may kill it at its end"
 
 
 class Recorder(Watch):
@@ -236,6 +246,30 @@ def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
         assert watch.ends == []
 
 
+def test_a_rank_without_a_store_ends_with_the_others_that_share_its_folder(args, tmp_path):
+    watch = Recorder(0, 2, args, None)
+    try:
+        watch.follow(lambda: 3, tmp_path)
+        (tmp_path / "hang").mkdir()
+        wait_until(lambda: watch.ends, 20, "the end")
+    finally:
+        watch.close()
+
+
+def test_a_store_that_does_not_answer_is_asked_once():
+    notes, go = Notes(Store(), 1), threading.Event()
+    assert notes.ask(lambda store: go.wait(60), "nothing", bound_s=0.05) == "nothing"
+    assert notes.ask(lambda store: "an answer", "nothing") == "nothing"
+    go.set()
+
+
+def test_a_warning_about_a_slow_rank_is_given_once(args):
+    watch = Watch(0, 2, args, None)
+    watch._stragglers.append("rank 1 is slow")
+    assert [watch.take_stragglers() for _ in range(2)] == [["rank 1 is slow"], []]
+    watch.close()
+
+
 @pytest.fixture
 def two_watches(args):
     """Ranks 0 and 1 with a store, as connected_world() makes them."""
@@ -252,6 +286,7 @@ def two_watches(args):
 
 
 def test_rank_0_with_which_the_store_goes_leaves_last(two_watches):
+    wait_until(lambda: two_watches[1]._last_notes.get(0), 20, "rank 0's note, which goes with the store, too")
     first = threading.Thread(target=two_watches[0].leave, daemon=True)
     first.start()
     first.join(0.5)
@@ -394,7 +429,8 @@ class Observed:
 def test_what_reads_from_a_gpu_is_watched(watch):
     """NCCL's calls return at once: a missing rank shows only when the host reads a result."""
     seen = []
-    cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options(["--log-every", "2"])
+    cpu, model = torch.device("cpu"), torch.nn.Linear(1, 1)
+    options = single.options(["--log-every", "2", "--checkpoint-every", "3"])
     optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
     peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
     job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
@@ -403,8 +439,9 @@ def test_what_reads_from_a_gpu_is_watched(watch):
     assert job.check_gradients(torch.ones(()), [torch.ones(1)])
     job.count_step()  # the first waits for the device
     job.count_step()  # the second is logged
+    job.count_step()  # the third is saved
     job.pause()
-    assert seen == [("gradients", True)] * 4
+    assert seen == [("gradients", True)] * 5
     assert not watch._note()["is_inside"]
 
 
