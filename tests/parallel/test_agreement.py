@@ -15,6 +15,7 @@ import torch
 from recipes.common import loop
 from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.process import entry
 from recipes.common.world import agreement, devices
@@ -146,6 +147,12 @@ def test_what_decides_a_run_is_compared():
     local = {"--config", "--data-dir", "--cache-dir", "--runs-dir", "--workers"}
     assert {name for name in facts if name.startswith("--")} == flags - local
     assert {"recipes/ddp/train.py", "recipes/common/job.py", "python", "torch"} <= set(facts)
+    assert "recipes/ddp/train.py" in agreement.training_facts(args, "spawn"), "its ranks run ddp's code"
+    less = {name: value for name, value in facts.items() if name != "recipes/ddp/train.py"}
+    code = "code with digest [0-9a-f]{8}"
+    for own, expected, here, there in ((less, facts, "missing", code), (facts, less, code, "missing")):
+        with pytest.raises(UserError, match=rf"^recipes/ddp/train\.py is {here} on .*, and {there} on rank 0; "):
+            agreement.check_facts(own, expected)
     assert facts["torch"] == torch.__version__.split("+")[0] or facts["torch"] == torch.__version__
     data = agreement.load_data(args, torch.device("cpu"), print)
     first, second = data.train.fingerprint(), data.test.fingerprint()

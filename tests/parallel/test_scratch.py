@@ -1,8 +1,10 @@
 """Data parallelism by hand: the same numbers as single, equal bits on all ranks, and exact bytes on the wire."""
 
+import dataclasses
 import hashlib
 import json
 import multiprocessing
+import os
 import re
 import shlex
 import signal
@@ -25,9 +27,16 @@ SIZES = (1, 2, 7, 1000, 100_003)
 """Numbers of floats in a buffer: fewer than ranks, even, and uneven."""
 
 
+def draw_other_weights():
+    """Make rank 1 draw the weights of another seed, as a model of the user's that draws them by itself may."""
+    build = loop.build_model
+    if os.environ["RANK"] == "1":
+        loop.build_model = lambda args, *others: build(dataclasses.replace(args, seed=9), *others)
+
+
 def test_every_step_of_naive_equals_single(single, tmp_path):
-    """test_contract.py tests the ring."""
-    run = train("scratch", tmp_path, 2, *STEPS, "--allreduce", "naive")
+    """test_contract.py tests the ring. All ranks begin with rank 0's weights."""
+    run = train("scratch", tmp_path, 2, *STEPS, "--allreduce", "naive", setup=draw_other_weights)
     assert_same_run(run, single)
 
 

@@ -137,6 +137,7 @@ def test_a_node_joins_the_next_round(nodes):
         join(a, b)
         assert newcomer.result().world_size == 3
     assert not b.is_stopping(), "in the next round"
+    assert not a._newcomers_since_s, "the next newcomer waits for others, too"
 
 
 def test_a_node_that_is_stopped_before_it_joins_stops_no_ranks(nodes):
@@ -554,6 +555,7 @@ def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypat
     assert (0 if lost else 0.5) <= time.monotonic() - begun < 5
     assert len(stopped) == 1
     assert one.handler.stopping is not lost
+    assert not ranks.SAVING.is_set(), "ranks of a later round that fail are not waited for"
     if not lost:
         assert rank.wait(10) == -signal.SIGUSR1
     rank.kill()

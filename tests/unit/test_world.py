@@ -23,7 +23,7 @@ from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
 from recipes.common.world import world as world_module
 from recipes.common.world.agreement import run_on_all_ranks
-from recipes.common.world.devices import choose_devices
+from recipes.common.world.devices import choose_device, choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place
 from recipes.common.world.world import MANY, NO_PICKLE, World, bounded, connect
@@ -205,8 +205,11 @@ def test_gloo_may_not_connect_for_five_time_outs(monkeypatch, capfd, local_rank,
 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
 def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
-    for name in ("RANK", "LOCAL_RANK", "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"):
+    bounds = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    for name in ("RANK", "LOCAL_RANK", *bounds):
         monkeypatch.setenv(name, "0")  # and afterwards as before
+    for name in bounds:
+        monkeypatch.delenv(name)
     found = []
     hvd = SimpleNamespace(init=bool, size=lambda: 2, rank=lambda: 0, local_rank=lambda: 0)
     fail = Mock(side_effect=UserError("wrong", on_one_rank=on_one_rank))
@@ -214,8 +217,9 @@ def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_o
         monkeypatch.setattr(horovod, name, value)
     monkeypatch.setattr(horovod, "leave_world", lambda world: found.append("world"))
     with pytest.raises(UserError, match="wrong"):
-        horovod.main([])
+        horovod.main(["--timeout-s", "90"])
     assert found == left
+    assert [os.environ[name] for name in bounds] == ["30", "90"], "else its ranks wait for ever"
 
 
 def test_every_world_of_several_ranks_exchanges_by_itself():
@@ -223,6 +227,14 @@ def test_every_world_of_several_ranks_exchanges_by_itself():
     for kind in (World, horovod.World):
         methods = {name for name in vars(Peers) if not name.startswith("_")}
         assert methods == {name for name in methods if name in vars(kind)}
+
+
+def test_a_process_of_several_gpus_has_those_of_its_place(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    found = [choose_device("auto", Ranks(rank, rank, 2, 2), devices_per_rank=2) for rank in range(2)]
+    assert found == [torch.device("cuda", 0), torch.device("cuda", 2)]
+    with pytest.raises(UserError, match=r"3 processes on \S+ need 2 GPUs each, 4 visible; start at most 2 "):
+        choose_device("auto", Ranks(0, 0, 3, 3), devices_per_rank=2)
 
 
 def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch):
