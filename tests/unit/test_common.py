@@ -247,6 +247,28 @@ class TestJob:
             loop.train_epochs(job, SimpleNamespace(gather_state=found.copy if gathers else None))
         assert found == saved
 
+    @pytest.mark.parametrize(
+        ("flag", "place", "expected"),
+        [
+            ("--async-checkpoints", (2, 0), ["waited", "copy"]),
+            ("--async-checkpoints", (3, 1), ["waited", "copy"]),
+            ("--async-checkpoints", (12, 4), ["waited", "itself", "waited"]),
+            ("--no-async-checkpoints", (2, 0), ["waited", "itself", "waited"]),
+        ],
+        ids=["step", "epoch", "end", "not async"],
+    )
+    def test_training_goes_on_only_beside_a_copy(self, flag, place, expected):
+        """What is written without a copy is on the disk before a weight changes."""
+        job, seen = self.job("--epochs", "4", "--checkpoint-every", "2", flag), []
+        job.position.step, job.position.epoch = place
+        job.record = SimpleNamespace()
+        job.writer = SimpleNamespace(
+            begin=lambda content, is_best, copies: seen.append("copy" if copies else "itself"),
+            wait=lambda bound_s: seen.append("waited") is None,
+        )
+        loop.save_checkpoint(job, SimpleNamespace(gather_state=None))
+        assert seen == expected
+
     def test_steps(self):
         job = self.job("--epochs", "4")
         assert (job.steps_per_epoch, job.total_steps, job.epoch_end) == (3, 12, 3)
