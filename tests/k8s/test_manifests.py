@@ -310,7 +310,7 @@ def test_a_recipe_of_one_process_is_one_process_with_all_gpus(kind, recipe):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_of_a_node_grow_with_its_gpus(kind):
     """Cores, memory and /dev/shm must grow: what one rank needs is too little for eight that import torch."""
-    sizes = {}
+    sizes, disks = {}, set()
     for gpus in (None, 1, 8):
         pods = simulation.pods(kind, render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus)))
         resources, spec = one(pods[-1].spec)["resources"], pods[-1].spec
@@ -319,8 +319,10 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
             int(schemas.quantity(size)) for size in (*amounts, spec["volumes"][0]["emptyDir"]["sizeLimit"])
         ]
         assert amounts[1] == amounts[2], "memory is requested up to its limit"
+        disks.add(spec["volumes"][1]["emptyDir"]["sizeLimit"])
     assert sizes[1] == sizes[None]
     assert sizes[8] == [8 * size for size in sizes[1]]
+    assert len(disks) == 1, "temporary files on the disk do not"
 
 
 @pytest.mark.parametrize(
@@ -426,6 +428,15 @@ def test_pods_with_gpus_train_on_gpus(kind, gpus, options, expected):
     request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus, options=options)
     pods = simulation.pods(kind, render(request))
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {expected}
+
+
+def test_limits_follow_the_number_of_nodes():
+    def spec_of(kind, nodes):
+        return render(Request(kind, "ddp", "mine", nodes=nodes))[-1]["spec"]
+
+    most = [spec_of("pytorchjob-elastic", nodes)["elasticPolicy"]["maxReplicas"] for nodes in (2, 6)]
+    assert most == [4, 6], "more may join than there are at first"
+    assert spec_of("pytorchjob", 2)["runPolicy"]["backoffLimit"] == 3 * 2 + 1, "three restarts of each container"
 
 
 def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
