@@ -175,16 +175,17 @@ def test_refusals(tmp_path, world_size, argv, message):
     assert outcome.refusal.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("has_earlier_pass", [True, False])
-def test_a_parameter_that_only_some_passes_or_replicas_use_is_refused(has_earlier_pass):
+@pytest.mark.parametrize("earlier", ["pass", "step", None])
+def test_a_parameter_that_only_some_passes_steps_or_replicas_use_is_refused(monkeypatch, earlier):
     """Its gradient would not be summed, and the replicas would diverge."""
     layers = nn.ModuleDict({"used": nn.Linear(2, 2), "frozen": nn.Linear(2, 2), "seldom": nn.Linear(2, 2)})
     layers["frozen"].requires_grad_(False)
     replicas, everyone = Mock(), Mock()
     replicas.size.return_value = everyone.size.return_value = 2
+    monkeypatch.setattr(torch.distributed, "all_reduce", Mock())
     gradients, inputs = GradientSum(layers, replicas, everyone), torch.ones(1, 2)
-    gradients.is_last = False
-    if has_earlier_pass:
+    if earlier:
+        gradients.is_last = earlier == "step"
         layers["used"](layers["seldom"](inputs)).sum().backward()
         gradients.finish()
     gradients.is_last = True
