@@ -126,7 +126,7 @@ def _number(accept: Callable[[float], bool], wanted: str) -> Callable[[str], flo
 
 
 positive_int, two_or_more, non_negative_int = whole_number(1), whole_number(2), whole_number(0)
-seconds = _number(lambda value: 0 < value <= 1e9, "a number above 0 and of at most 1e9")
+seconds = _number(lambda value: 1 <= value <= 1e9, "a number from 1 to 1e9")
 positive_float = _number(lambda value: value > 0, "a number above 0")
 non_negative_float = _number(lambda value: value >= 0, "a number of at least 0")
 fraction = _number(lambda value: 0 <= value < 1, "a number of at least 0 and below 1")

@@ -174,7 +174,7 @@ def test_a_server_that_falls_silent_ends_the_download(fashion, monkeypatch):
     next(fashion[0].glob("FashionMNIST/raw/t10k-images*")).unlink()
     with socket.create_server(("127.0.0.1", 0)) as server:  # connections wait in its queue forever
         monkeypatch.setattr(datasets.FashionMNIST, "mirrors", [f"http://127.0.0.1:{server.getsockname()[1]}/"])
-        argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download", "--timeout-s", "0.2")
+        argv = ("--data", "fashion-mnist", "--data-dir", str(fashion[0]), "--download", "--timeout-s", "1")
         with pytest.raises(UserError, match=r"--data fashion-mnist .*timed out"):
             load(*argv)
     assert socket.getdefaulttimeout() is None

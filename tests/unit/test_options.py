@@ -58,7 +58,8 @@ REFUSED = {
         ["--seed", str(2**63)],
         "--seed: expects a whole number from 0 to 9223372036854775807",
     ),
-    "a wait for ever": (["--timeout-s", "1e30"], "--timeout-s: expects a number above 0 and of at most 1e9"),
+    "a wait for ever": (["--timeout-s", "1e30"], "--timeout-s: expects a number from 1 to 1e9"),
+    "no time to meet": (["--timeout-s", "0.01"], "--timeout-s: expects a number from 1 to 1e9"),
     "lr inf": (["--lr", "inf"], "--lr"),
     "url without a host": (
         ["--data", "shards", "--data-dir", "hdfs:///x"],
