@@ -180,6 +180,26 @@ def test_a_tied_weight_is_gathered_or_written_once():
     assert changed == [name for name, _ in model.named_parameters()]
 
 
+def test_a_checkpoint_is_read_once_for_the_names_of_its_files(folder, monkeypatch):
+    """Of thousands of ranks, step-N.pt has millions of pieces, and to read four of them takes minutes."""
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **how: read.append(path.name) or load(path, **how))
+    write(folder, 30, is_best=True)
+    write(folder, 40)
+    write(folder, 50)
+    assert read == []
+    assert {path.name for path in folder.folder.glob("*.pt")} == {
+        *("step-000000040.pt", "step-000000050.pt", "best.pt")
+    }
+    assert len(shards(folder)) == 3 * RANKS
+    again = CheckpointFolder(folder.folder, keep=2)  # as after a resume
+    write(again, 60)
+    assert sorted(read) == ["best.pt", "step-000000050.pt"]
+    write(again, 70)
+    assert len(read) == 2
+    assert len(shards(folder)) == 3 * RANKS
+
+
 def test_without_a_shard_file_it_is_passed_over(folder, capsys):
     lost = shards(folder, 20)[1]
     lost.unlink()

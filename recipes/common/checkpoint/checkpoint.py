@@ -131,6 +131,8 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, keep: int = 3, check_owner: Callable[[], None] = lambda: None) -> None:
         self.folder, self.keep, self.check_owner = folder, keep, check_owner
+        self._shards: dict[tuple[int, ...], set[str]] = {}
+        """Names of shard files by the identity of the checkpoint that names them: to read it takes long."""
 
     def paths(self) -> list[Path]:
         """Return the checkpoints' paths, the newest first; raises OSError if the folder cannot be read."""
@@ -161,6 +163,8 @@ class CheckpointFolder:
                 _link(temporary, self.folder / "best.pt")  # first: if killed after it, a run repeats these steps
             temporary.replace(path)
             sync_folder(self.folder)
+            if "shards" in content:
+                self._shards[identity_of(path)] = shards_of(content)
         except (OSError, RuntimeError, MemoryError) as error:
             raise self.cannot_write(path, temporary, error) from error
         self._remove_old()
@@ -191,14 +195,30 @@ class CheckpointFolder:
         unused = {name for name in names if SHARD.fullmatch(name)}
         if not unused:
             return
+        known, self._shards = self._shards, {}
         for name in [name for name in names if NAME.fullmatch(name) or name == "best.pt"]:
+            path = self.folder / name
+            own = identity_of(path)
             try:
-                shards = torch.load(self.folder / name, mmap=True, weights_only=True).get("shards")
+                if own not in known:
+                    known[own] = shards_of(torch.load(path, mmap=True, weights_only=True))
             except Exception as error:  # as in reading.py; all shard files stay while one is damaged
                 raise OSError(f"{name} does not say which shard files it has: {reason_of(error)}") from error
-            unused -= {entry["name"] for entry in shards["files"]} if shards else set()
+            self._shards[own] = known[own]
+            unused -= known[own]
         for name in unused:
             (self.folder / name).unlink(missing_ok=True)
+
+
+def identity_of(path: Path) -> tuple[int, ...]:
+    """Return what tells a file from another one under its name, the same for hard links."""
+    about = path.stat()
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def shards_of(content: dict[str, Any]) -> set[str]:
+    """Return the names of a checkpoint's shard files, none if it is not sharded."""
+    return {entry["name"] for entry in content.get("shards", {"files": ()})["files"]}
 
 
 class CheckpointWriter:
