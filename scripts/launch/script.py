@@ -68,12 +68,12 @@ def read_script() -> Path:
 
 
 def line_of_own_port(node: ast.AST) -> int:
-    """Return the line in which a script sets MASTER_PORT in any case, not in some `if`; 0 if it does not."""
+    """Return the line in which a script sets MASTER_PORT, whatever its value was before; 0 if there is none."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Assign) and any(
             ast.unparse(target).endswith("environ['MASTER_PORT']") for target in child.targets
         ):
-            return child.lineno
+            return child.lineno if "environ" not in ast.unparse(child.value) else 0
         is_open = not isinstance(child, ast.If) or "__name__" in ast.unparse(child.test)
         if is_open and (line := line_of_own_port(child)):
             return line
@@ -86,7 +86,7 @@ def warn_of_own_port() -> None:
     if line := line_of_own_port(ast.parse(path.read_bytes())):
         print(
             f"warning: {path.name} sets MASTER_PORT in line {line}: ranks that torchrun starts may wait there, "
-            "where none of them listens; remove it or, if the script starts its ranks itself, set RECIPE=spawn",
+            "where none of them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself",
             file=sys.stderr,
             flush=True,
         )

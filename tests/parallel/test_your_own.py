@@ -124,6 +124,7 @@ def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
         ("from os import environ\nif __name__ == '__main__':\n    environ['MASTER_PORT'] = str(1)", 3),
         ("import os\nif 'RANK' not in os.environ:\n    os.environ['MASTER_PORT'] = '1'", 0),
         ("import os\nos.environ.setdefault('MASTER_PORT', '1')\nprint(os.environ['MASTER_PORT'])", 0),
+        ("import os\nos.environ['MASTER_PORT'] = os.environ.get('MASTER_PORT', '1')", 0),
     ],
 )
 def test_a_script_that_sets_its_own_port_is_told_from_others(source, line):
@@ -137,7 +138,7 @@ def test_a_port_of_the_scripts_own_is_warned_of_once_where_torchrun_starts_it(tm
     lines = [line for line in result.stderr.splitlines() if "warning" in line]
     assert lines == [
         "warning: train.py sets MASTER_PORT in line 9: ranks that torchrun starts may wait there, where none of "
-        "them listens; remove it or, if the script starts its ranks itself, set RECIPE=spawn"
+        "them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself"
     ]
     assert "warning" not in Job(tmp_path, source, "spawn").wait().stderr
 
