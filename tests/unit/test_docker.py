@@ -42,7 +42,8 @@ def test_the_images_user_can_read_a_checkout_that_was_made_under_umask_077(tmp_p
         (tmp_path / name / "train.py").touch(mode=0o600)
     (tmp_path / "scripts/launch.sh").touch(mode=0o700)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    subprocess.run(["bash", "-c", prepare], cwd=tmp_path, env={"PATH": path}, check=True, timeout=30)
+    own = {"env": {"PATH": path}, "umask": 0o022}  # those of a build
+    subprocess.run(["bash", "-c", prepare], cwd=tmp_path, **own, check=True, timeout=30)
     assert all(found.stat().st_mode & 0o044 == 0o044 for found in tmp_path.rglob("*"))
     folders = [*tmp_path.glob("*/"), tmp_path / "scripts/launch.sh"]
     assert all(found.stat().st_mode & 0o011 == 0o011 for found in folders)

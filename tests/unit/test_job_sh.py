@@ -320,7 +320,7 @@ def test_a_submitted_job_warns_about_cores_that_it_does_not_use(submitted, tmp_p
 
 
 def test_a_script_gets_its_own_options_alone(script, tmp_path):
-    then = 'printf "%s\\n" "${options[@]}" "${rank[@]}" $RUN_DIR $RESUME $WORKDIR'
+    then = 'printf "%s\\n" "${options[@]}" "${rank[@]}" "$RUN_DIR" "$RESUME" "$WORKDIR"'
     for restarts, resume in (("0", "none"), ("1", "auto")):
         said = script(then, SLURM_RESTART_COUNT=restarts).stdout.splitlines()
         expected = ["--lr", "1", "--runs-dir", f"{tmp_path}/runs", "scripts.launch.script", f"{tmp_path}/train.py"]
@@ -704,7 +704,7 @@ def fault(job, submitted, tmp_path):
     srun = f"""#!/bin/sh
 case $* in *--output=all*--nodelist=n2*) ;; *) exit 0 ;; esac
 while [ "$1" != -m ]; do shift; done
-KMSG={tmp_path}/kmsg exec {sys.executable} "$@"
+KMSG={tmp_path}/kmsg exec "{sys.executable}" "$@"
 """
     write_program(tmp_path / "srun", srun)
 

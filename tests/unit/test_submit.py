@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,12 +76,13 @@ def test_the_sbatch_file(tmp_path, sbatch_file):
         "#SBATCH --time=120",
         "#SBATCH --wckey=submitit",
     ]
-    begin = f"begin_submitted {sys.executable} '' 10 {folder} {folder.parent}"
-    assert f"source {ROOT}/slurm/job.sh\n{begin}\n" in text
+    python = shlex.quote(sys.executable)
+    begin = f"begin_submitted {python} '' 10 {folder} {folder.parent}"
+    assert f"source {shlex.quote(str(ROOT))}/slurm/job.sh\n{begin}\n" in text
     assert text.endswith("end_submitted $?")
     assert (
         f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
-        f"{sys.executable} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
+        f"{python} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
     ) in text.splitlines()
 
 
