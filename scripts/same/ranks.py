@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
+from recipes.common.process.sockets import choose_socket_folder
 from scripts.launch.command import ROOT
 from scripts.launch.local import free_port, node_environment, visible_gpus
 
@@ -47,6 +48,7 @@ def run(
         own = [str(path.absolute()) if os.sep in word and path.is_file() else word for word, path in parts]
         command = [*own, "-m", "scripts.same.observe", *words]
         return [run_launcher(command, env, folder, timeout_s)]
+    choose_socket_folder()
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     for process in processes:
         process.start()

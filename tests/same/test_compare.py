@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from importlib import import_module
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,6 +184,16 @@ def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     Session(parse_args([str(tmp_path / "train.py")]), tmp_path).run(2)
     assert capsys.readouterr() == ("", said)
+
+
+def test_the_fork_server_starts_whatever_the_length_of_tmpdir(monkeypatch, tmp_path):
+    """The path of a socket has at most 107 bytes."""
+    calls = []
+    monkeypatch.setattr(ranks, "choose_socket_folder", lambda: calls.append("folder"))
+    monkeypatch.setattr(ranks.CONTEXT, "Process", lambda **_: calls.append("process") or Mock())
+    monkeypatch.setattr(ranks, "wait", lambda *_: [0])
+    assert ranks.run(["train.py"], "", 1, tmp_path / "run", 60.0) == [0]
+    assert calls == ["folder", "process"]
 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.doc])

@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,9 +35,7 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
-
-LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
-"""Bytes: Linux takes at most 107 for the path of a socket."""
+from recipes.common.process.sockets import choose_socket_folder
 
 MAX_WARNINGS = 10
 """Most warnings about skipped images; all of them are counted."""
@@ -70,16 +67,6 @@ def start_tracker() -> None:
     """
     with _blocked(*STOP_SIGNALS, signal.SIGUSR2):
         resource_tracker.ensure_running()
-
-
-def choose_socket_folder() -> None:
-    """Let multiprocessing keep its sockets in /tmp if TMPDIR is too long for their paths, as Python 3.14 does."""
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
-        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
-        try:
-            util.get_temp_dir()  # makes the folder once for this process and its workers
-        finally:
-            tempfile.tempdir = before
 
 
 @functools.cache
