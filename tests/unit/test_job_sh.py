@@ -102,8 +102,9 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     """Otherwise its nodes would wait until RDZV_TIMEOUT_S, or meet another program at the port."""
     write_program(tmp_path / "python", STORE)
     own = {"PYTHON": str(tmp_path / "python")}
-    done = job(then='make_elastic; echo "$MASTER_PORT $RDZV_ENDPOINT"', **own)
+    done = job(then='make_elastic; echo "$MASTER_PORT $RDZV_ENDPOINT"; echo "${srun[*]}"', **own)
     assert re.search(r"^(\d+) n1:\1$", done.stdout, re.MULTILINE), done.stderr
+    assert done.stdout.endswith(" --no-kill --kill-on-bad-exit=0 --wait=0\n"), "others outlive a lost node"
     then = "export HELD=$MASTER_PORT; make_elastic; echo more"
     done = job(then=then, **own)
     assert "job 7: another process took port 2" in done.stdout
@@ -626,6 +627,7 @@ def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
     _, called = file(name, *words, **(array if name == "array.sbatch" else {}))
     number = "6_1 --lr 0.02" if name == "array.sbatch" else "7"
     assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job{number} --runs-dir ' in called
+    assert " --kill-on-bad-exit=1 " in called, "all nodes end with the first that fails"
 
 
 def test_the_tasks_of_an_array_cannot_share_a_run(file):

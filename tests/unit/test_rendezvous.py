@@ -205,6 +205,22 @@ def test_a_node_that_has_lost_the_store_gives_up(nodes, monkeypatch):
     watch.join()
 
 
+def test_answers_that_come_late_are_no_silence(monkeypatch):
+    monkeypatch.setattr(elastic, "BEAT_S", 0)
+    monkeypatch.setattr(elastic, "STORE_SILENCE_S", 3)
+    one, times = elastic.Handler.__new__(elastic.Handler), iter([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0])
+
+    class Answers:
+        @property
+        def _last_sync_time(self):
+            time_s = next(times, 0.0)
+            one.is_over = not time_s
+            return time_s
+
+    one._state_holder = Answers()
+    one.watch_store(lambda: pytest.fail("the store answers every other beat"))
+
+
 def test_a_refusal_is_that_of_all_nodes(nodes, monkeypatch):
     """If a node is lost while ranks meet, the ranks of other nodes also end with status 2."""
     a, b = nodes(2, max_nodes=2)
