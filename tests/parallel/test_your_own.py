@@ -50,9 +50,10 @@ def save(number, frame):
     sys.exit(0)
 """
 
-UNAWARE = f"{WAIT}\nimport subprocess\nsubprocess.Popen(['sleep', '60'])\nprint('waits')\nwait()"
+LEAVES_ONE = "import subprocess\nsubprocess.Popen(['sleep', '60'])"
+UNAWARE = f"{WAIT}\n{LEAVES_ONE}\nprint('waits')\nwait()"
 AWARE = f"{WAIT}\n{SAVE}\nfor number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, save)\nwait()"
-ONE_IS_AWARE = f"{WAIT}\n{SAVE}\nif rank == '0': signal.signal(signal.SIGTERM, save)\nwait()"
+ONE_IS_AWARE = f"{WAIT}\n{SAVE}\n{LEAVES_ONE}\nif rank == '0': signal.signal(signal.SIGTERM, save)\nwait()"
 ELASTIC = f"""{WAIT}\n{SAVE}
 if rank == "0": signal.signal(signal.SIGUSR1, save), signal.signal(signal.SIGTERM, save)
 names = ("WORLD_SIZE", "RESUME", "TORCHELASTIC_RESTART_COUNT")

@@ -272,6 +272,20 @@ def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_
     ranks.pass_signals_on(str(tmp_path / "removed"))
 
 
+def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, tmp_path, capsys):
+    """test_your_own.py has the same for torchrun's."""
+    code = "import os, signal, time\n"
+    code += "os.kill(os.getpid(), signal.SIGTERM) if os.environ['RANK'] == '1' else time.sleep(1)\n"
+    code += "open(os.environ['SAVED'], 'w').close()"
+    monkeypatch.setenv("SCRIPT", "train.py")
+    monkeypatch.setattr(ranks, "STOPPED_BY", {signal.SIGTERM})
+    monkeypatch.setattr(ranks, "ERROR_GRACE_S", 0.1)
+    environments = {rank: {**os.environ, "RANK": str(rank), "SAVED": str(tmp_path / "saved")} for rank in (0, 1)}
+    assert ranks.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0
+    assert capsys.readouterr().out == "stopped by SIGTERM, which the script does not handle\n"
+    assert (tmp_path / "saved").exists()
+
+
 def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
     with socket.socket() as holder:
         holder.bind(("", 0))
