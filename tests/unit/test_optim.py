@@ -58,7 +58,7 @@ def run_steps(argv, gradients):
     seen = []
     for gradient in gradients:
         parameter.grad = scaler.scale(torch.full((3,), gradient))
-        optimizer_step(args, parameters, optimizer, scaler)
+        optimizer_step(args, parameters, optimizer, scaler, lambda gradients: not scaler.is_enabled())
         seen.append(parameter.tolist())
     return seen, optimizer
 
@@ -74,6 +74,9 @@ def test_a_first_step_that_overflows_leaves_nothing_behind(name, argv, garbage, 
     found, optimizer = run_steps(argv, gradients)
     assert optimizer.param_groups[0]["fused"] is True
     assert found[0] == [1.0] * 3
+    # SGD's step is 0.5 (2 + 0.01), or 0.5 (1 / sqrt(3) + 0.01) if clipped once unscaled; AdamW's is 0.5 + 0.005.
+    step = 0.505 if name == "adamw" else 0.5 * ((3**-0.5 if "--clip-grad-norm" in argv else 2) + 0.01)
+    assert found[1] == pytest.approx([1 - step] * 3, abs=1e-5), "the scaler alone checks"
     assert found[3] == found[2]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
