@@ -222,6 +222,16 @@ def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_o
     assert [os.environ[name] for name in bounds] == ["30", "90"], "else its ranks wait for ever"
 
 
+@pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
+def test_a_rank_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
+    found = []
+    monkeypatch.setattr(world_module, "join_world", lambda *_: "world")
+    monkeypatch.setattr(world_module, "leave_world", found.append)
+    with pytest.raises(UserError, match="wrong"), world_module.connected_world(None, None):
+        raise UserError("wrong", on_one_rank=on_one_rank)
+    assert found == left
+
+
 def test_every_world_of_several_ranks_exchanges_by_itself():
     """What it does not override would keep the value of its own rank, without an error."""
     for kind in (World, horovod.World):
