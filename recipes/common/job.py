@@ -65,6 +65,8 @@ class Job:
     writer: CheckpointWriter | None = None
     """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
     position: Position = field(default_factory=Position)
+    checks_draws: bool = False
+    """Whether to check after the first step whether a user's model draws random numbers."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)

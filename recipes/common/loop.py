@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch
+from recipes.common.options import Options, check_batch, is_reference
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -176,6 +176,7 @@ def print_warnings(job: Job) -> None:
         from recipes.common.models import dropout
 
         texts.append(dropout.warning(job.model))
+        job.checks_draws = is_reference(job.args.model) and not texts[-1]
     for text in filter(None, texts):
         job.say(text)
 
@@ -246,6 +247,13 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
             loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
             job.end_pass()
+        if job.checks_draws:
+            from recipes.common.models.dropout import has_drawn
+
+            job.checks_draws = False
+            if has_drawn(args.seed, position.step, peers.rank, job.devices):
+                what = "your model draws other random numbers on each rank"
+                job.say(f"warning: {what}, so losses depend on the number of processes")
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()

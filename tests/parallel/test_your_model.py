@@ -134,6 +134,12 @@ class Mixed(nn.Module):
     def forward(self, inputs):
         return self.second(self.first(inputs).bfloat16())
 
+class Noisy(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
+
 class Unused(nn.Sequential):
     def __init__(self, data):
         super().__init__(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 3))
@@ -252,6 +258,21 @@ def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, start, tmp_pa
     assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 5
     start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
     assert largest_difference(weights(tmp_path / "run"), weights(run(recipe, 2, *VALUES))) == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "model", "count"),
+    [("ddp", 2, "Noisy", 1), ("single", 1, "Noisy", 0), ("ddp", 2, "net", 0), *slow(("fsdp", 2, "Noisy", 1))],
+)
+def test_a_model_that_draws_random_numbers_in_its_code_is_warned_of(
+    folder, tmp_path, recipe, world_size, model, count
+):
+    argv = ("--data", "mine:spirals", "--model", f"mine:{model}", "--max-steps", "3", "--device", "cpu")
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), world_size, tmp_path / "out", setup=setup).wait()
+    assert not any(outcome.statuses), outcome.text
+    warning = "warning: your model draws other random numbers on each rank, so losses depend on the number"
+    assert outcome.text.count(warning) == count
 
 
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
