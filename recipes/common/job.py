@@ -338,6 +338,11 @@ class Job:
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return this rank's part of the global batch's mean loss, as the task defines it."""
+        if not isinstance(output, Tensor):  # check_fit() has seen the model in evaluation alone
+            from recipes.common.user_code import name_of
+
+            what = f"--model {self.args.model} returned {name_of(output)} in training"
+            raise UserError(f"{what}; return a tensor with a row for each sample, as in evaluation")
         return self.data.task.loss_sum(in_float(output), target) / self.args.global_batch_size
 
     def _record(self, kind: str, **values: float) -> None:

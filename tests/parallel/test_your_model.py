@@ -140,6 +140,12 @@ class Noisy(nn.Linear):
     def forward(self, inputs):
         return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
 
+class Auxiliary(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        return (super().forward(inputs),) * 2 if self.training else super().forward(inputs)
+
 class Unused(nn.Sequential):
     def __init__(self, data):
         super().__init__(nn.Linear(2, 8), nn.Linear(8, 3), nn.Linear(3, 3))
@@ -273,6 +279,19 @@ def test_a_model_that_draws_random_numbers_in_its_code_is_warned_of(
     assert not any(outcome.statuses), outcome.text
     warning = "warning: your model draws other random numbers on each rank, so losses depend on the number"
     assert outcome.text.count(warning) == count
+
+
+@pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp")])
+def test_a_model_with_several_outputs_in_training_is_refused(folder, tmp_path, recipe):
+    argv = ("--data", "mine:spirals", "--model", "mine:Auxiliary", "--device", "cpu")
+    setup = functools.partial(import_from, folder)
+    outcome = Ranks(recipe, words_for(tmp_path, "run", *argv), 2, tmp_path / "out", setup=setup).wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "Traceback" not in outcome.text
+    [line] = re.findall("error: .*", outcome.text)
+    assert line.startswith(
+        "error: --model mine:Auxiliary returned a tuple in training; return a tensor with a row"
+    )
 
 
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
