@@ -187,8 +187,9 @@ def test_a_scripts_network_is_said_by_its_launcher_and_tcp_is_no_fabric(tmp_path
     said = f"{os.uname().nodename}: NCCL over Socket\n"
     assert (goes_on.status, goes_on.stdout) == (0, f"{said}trained\n"), goes_on.stderr
     assert (refused.status, refused.stdout) == (2, said)
-    (error,) = refused.errors
+    error, *others = refused.errors
     assert error.startswith("error: FABRIC=ib, and NCCL uses Socket, which is TCP, on ")
+    assert [line.startswith("error: rank 0 (pid ") for line in others] == [True] * (launcher == "agent")
     jobs[1].wait_for_gone(10)  # the script has ended with it
 
 
