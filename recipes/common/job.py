@@ -217,6 +217,17 @@ class Job:
             with self.peers.watch("gradients"):
                 before.synchronize()
 
+    def warn_of_draws(self) -> None:
+        """After the first step's passes, print a warning if a user's model has drawn random numbers."""
+        if not self.checks_draws:
+            return
+        from recipes.common.models.dropout import has_drawn
+
+        self.checks_draws = False
+        if has_drawn(self.args.seed, self.position.step, self.peers.rank, self.devices):
+            what = "your model draws other random numbers on each rank"
+            self.say(f"warning: {what}, so losses depend on the number of processes")
+
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1

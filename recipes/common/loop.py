@@ -247,13 +247,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
             loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
             job.end_pass()
-        if job.checks_draws:
-            from recipes.common.models.dropout import has_drawn
-
-            job.checks_draws = False
-            if has_drawn(args.seed, position.step, peers.rank, job.devices):
-                what = "your model draws other random numbers on each rank"
-                job.say(f"warning: {what}, so losses depend on the number of processes")
+        job.warn_of_draws()
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
