@@ -19,13 +19,18 @@ def check_folder() -> None:
     Raises UserError if it is another user's, or everyone can write to it.
     """
     folder = Path(default_cache_dir())
-    fix = "remove it, or set TMPDIR to a folder of yours"
+    fix = "or set TMPDIR to a folder of yours"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         about = folder.lstat()
+    except FileExistsError:
+        raise UserError(f"--compile: {folder} is a file; remove it, {fix}") from None
     except OSError as error:
-        raise UserError(f"--compile: cannot make {folder} ({error.strerror}); {fix}") from None
-    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid()
-    if not is_own or about.st_mode & stat.S_IWOTH:
-        what = "which holds compiled code, is not a folder that only you can write to"
-        raise UserError(f"--compile: {folder}, {what}; {fix}")
+        raise UserError(f"--compile: cannot make {folder} ({error.strerror}); make room, {fix}") from None
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        raise UserError(
+            f"--compile: {folder}, which holds compiled code, is not a folder of yours; remove it, {fix}"
+        )
+    if about.st_mode & stat.S_IWOTH:
+        what = "which holds compiled code, can be written to by every user"
+        raise UserError(f"--compile: {folder}, {what}; remove it, as others may have put code there, {fix}")

@@ -77,10 +77,6 @@ def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, repl
     if one of them cannot load the data, if ranks differ, or if the batch does not fit.
     """
     choose_kernels(args)
-    if args.compile:
-        from recipes.common.compiled_code import check_folder
-
-        run_on_all_ranks(check_folder, peers)
     data = load_same_data(args, recipe, peers, on_bad_image=stop.fail)
     run_on_all_ranks(lambda: check_batch(args, replicas or peers.world_size, len(data.train)), peers)
     return data

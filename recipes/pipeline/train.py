@@ -144,10 +144,6 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
 def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     choose_kernels(args)
-    if args.compile:
-        from recipes.common.compiled_code import check_folder
-
-        run_on_all_ranks(check_folder, world)
     data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
     grid = build_grid(args, world)
     run_on_all_ranks(

@@ -221,6 +221,9 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         model.to(memory_format=torch.channels_last)
     if args.compile:
+        from recipes.common.compiled_code import check_folder
+
+        check_folder()
         model.compile(mode=args.compile_mode)
     choose_kernels(args)
 

@@ -113,6 +113,13 @@ def test_other_options_on_a_rank(tmp_path, recipe):
     assert not (tmp_path / recipe).exists(), "nothing was recorded"
 
 
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+def test_compile_on_one_rank(tmp_path, recipe):
+    """Only ranks that compile check the folder of compiled code, together."""
+    line = refused(recipe, tmp_path, own_argv={0: ["--timeout-s", "30"], 1: ["--timeout-s", "30", "--compile"]})
+    assert line.startswith("error: rank 1: --compile is True on ")
+
+
 @pytest.mark.parametrize("own", [{0: "imagefolder", 1: "digits"}, {0: "digits", 1: "imagefolder"}])
 def test_another_data_set_on_a_rank(images, tmp_path, own):
     """The two kinds of data are loaded with different collectives, so the options are compared first."""

@@ -100,12 +100,17 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
     Options are compared first: they decide which collectives load the data, and which groups the ranks make.
 
-    Raises UserError if data are missing or malformed; or, with the first rank and the first difference, if
-    options, data, code or libraries differ from rank 0's.
+    Raises UserError if data are missing or malformed, or --compile finds a folder that another user can write to;
+    or, with the first rank and the first difference, if options, data, code or libraries differ from rank 0's.
     """
     found = b""
     if peers.world_size > 1:
         check_same_facts(run_on_all_ranks(lambda: training_facts(args, recipe), peers), peers)
+    if args.compile:
+        from recipes.common.compiled_code import check_folder
+
+        run_on_all_ranks(check_folder, peers)
+    if peers.world_size > 1:
         own = run_on_all_ranks(lambda: find_for_all_ranks(args) if peers.rank == 0 else b"", peers)
         with peers.watch("data set"):
             content = torch.empty(peers.broadcast_object(len(own)), dtype=torch.uint8)
