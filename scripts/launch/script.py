@@ -17,6 +17,7 @@ import ast
 import contextlib
 import fcntl
 import os
+import re
 import resource
 import signal
 import socket
@@ -54,9 +55,7 @@ def read_script() -> Path:
     except OSError as error:
         raise UserError(f"SCRIPT {path} cannot be read: {error.strerror}; name a Python file") from None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(source)
+        parse_python(source)
     except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else error
@@ -67,15 +66,23 @@ def read_script() -> Path:
     return path
 
 
+def parse_python(source: bytes) -> ast.Module:
+    """Return a script's syntax tree, without Python's warnings of its code: they come when it runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
+
+
 def line_of_own_port(node: ast.AST) -> int:
-    """Return the line in which a script sets MASTER_PORT, whatever its value was before; 0 if there is none."""
+    """Return the line in which a script sets MASTER_PORT to a constant, not within some `if`; else 0."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Assign) and any(
-            ast.unparse(target).endswith("environ['MASTER_PORT']") for target in child.targets
-        ):
-            return child.lineno if "environ" not in ast.unparse(child.value) else 0
-        is_open = not isinstance(child, ast.If) or "__name__" in ast.unparse(child.test)
-        if is_open and (line := line_of_own_port(child)):
+        if isinstance(child, ast.Assign):
+            is_port = any(ast.unparse(target).endswith("environ['MASTER_PORT']") for target in child.targets)
+            if is_port and re.fullmatch(r"'\d+'|str\(\d+\)", ast.unparse(child.value)):
+                return child.lineno
+        elif isinstance(child, ast.If) and "__name__" not in ast.unparse(child.test):
+            continue
+        elif isinstance(child, ast.stmt) and (line := line_of_own_port(child)):
             return line
     return 0
 
@@ -83,7 +90,7 @@ def line_of_own_port(node: ast.AST) -> int:
 def warn_of_own_port() -> None:
     """Print a warning if the script sets MASTER_PORT: the ranks of torchrun then wait where nobody listens."""
     path = Path(os.environ["SCRIPT"])
-    if line := line_of_own_port(ast.parse(path.read_bytes())):
+    if line := line_of_own_port(parse_python(path.read_bytes())):
         print(
             f"warning: {path.name} sets MASTER_PORT in line {line}: ranks that torchrun starts may wait there, "
             "where none of them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself",
