@@ -20,7 +20,7 @@
 #   MIN_NODES         the least nodes to continue with (1)
 #   MAX_RESTARTS      how often ranks restart after a failure, and a node's agent after its loss (10)
 
-if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then set +u; fi # of older ones, such as RHEL 7's: "${empty[@]}" is an error
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then set +u; fi # there, "${empty[@]}" is an error
 root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ ! -e $root/scripts/launch.sh ]]; then # the folder slurm is a link
     root=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
@@ -98,7 +98,7 @@ begin_job() {
     for name in MAX_REQUEUES MAX_EXCLUDED; do
         if [[ ! ${!name:-1} =~ ^[0-9]+$ ]]; then refuse "$name expects a whole number, got '${!name}'"; fi
     done
-    if [[ ! ${NAME:-x} =~ ^[[:alnum:]][[:alnum:]._-]{0,99}$ ]]; then # it becomes a folder of runs
+    if ! is_plain_name "${NAME:-x}"; then # it becomes a folder of runs
         refuse "NAME expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got '$NAME'"
     fi
     identify_job
@@ -363,6 +363,12 @@ stop_step() {
     stopper=("$!")
 }
 
+# Whether a text can be a run's name. In the C locale: in others, classes of characters have more or fewer letters.
+is_plain_name() {
+    local LC_ALL=C pattern='^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$'
+    [[ $1 =~ $pattern ]]
+}
+
 # Exit with the job's status, or requeue an incomplete job.
 end_job() {
     if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # even if a node was lost
@@ -370,7 +376,7 @@ end_job() {
     start_again
     local log
     for log in "$logs"/*.txt; do
-        if [[ ! $log -ef $head_log && $log -nt $started ]] && ((status != 2)); then
+        if [[ ! $log -ef $head_log && $log -nt $started ]] && { ((status != 2)) || [[ -n ${SCRIPT:-} ]]; }; then
             grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /"
         fi
     done | shorten >&2
@@ -385,7 +391,7 @@ shorten() {
     count=$(wc -l <<<"$lines")
     if ((count > 20)); then
         lines=$({ grep -v 'lost another rank' <<<"$lines"; grep 'lost another rank' <<<"$lines"; } | head -n 20)
-        lines+=$'\n'"... and such lines of $((count - 20)) more nodes"
+        lines+=$'\n'"... and $((count - 20)) more nodes with errors"
     fi
     if [[ -n $lines ]]; then echo "$lines"; fi
 }

@@ -330,7 +330,7 @@ class Watched:
                 causes.append(f"{log.name}: {cause}")
         if len(causes) > MOST_CAUSES:  # the loss of another rank is no cause
             causes.sort(key=lambda line: "lost another rank" in line)
-            causes[MOST_CAUSES:] = [f"... and such lines of {len(causes) - MOST_CAUSES} more ranks"]
+            causes[MOST_CAUSES:] = [f"... and {len(causes) - MOST_CAUSES} more ranks with errors"]
         for line in causes:
             print(line, file=sys.stderr)
         refused = status == USAGE_STATUS

@@ -97,7 +97,7 @@ read_site() {
     while read -r line || [[ -n $line ]]; do
         number=$((number + 1)) line=${line%$'\r'}
         if [[ -z $line || $line == \#* ]]; then continue; fi
-        if [[ ! $line =~ ^[[:upper:]_][[:upper:][:digit:]_]*= ]]; then
+        if ! is_assignment "$line"; then
             echo "error: $file: line $number is not NAME=value; correct it, or begin it with #" >&2 # it may hold a password
             return 2
         fi
@@ -111,6 +111,12 @@ read_site() {
             fabric_set "$name" "${line#*=}"
         fi
     done <"$file"
+}
+
+# Whether a line is NAME=value. In the C locale: in others, classes of characters have more or fewer letters.
+is_assignment() {
+    local LC_ALL=C pattern='^[A-Z_][A-Z0-9_]*='
+    [[ $1 =~ $pattern ]]
 }
 
 # Set a variable, unless the user has, and keep what to say about it. A site's other variables may hold a password.

@@ -191,11 +191,12 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
     assert "fabric tcp (FABRIC)" in line
     assert variables["NCCL_TOPO_FILE"] == "/opt/topo $HOME.xml", "data, not shell"
     assert variables["NCCL_IB_HCA"] == "=mlx5_0"
-    for content, words in (("# A\nexport A=secret", "line 2 is not NAME=value"), (None, "cannot read")):
+    refused = (("# A\nexport A=secret", "line 2 is not NAME=value"), ("ÉA=secret", "line 1 is not NAME=value"))
+    for content, words in (*refused, (None, "cannot read")):
         site.unlink()
         if content:
             site.write_text(content)
-        status, line, _ = source("auto", tmp_path, SITE_ENV=str(site))
+        status, line, _ = source("auto", tmp_path, SITE_ENV=str(site), LC_ALL="C.UTF-8")
         assert (status, words in line, len(line.splitlines())) == (2, True, 1)
         assert "secret" not in line
 

@@ -430,7 +430,7 @@ def test_of_a_thousand_nodes_errors_a_few_are_printed_causes_first(job, tmp_path
     lines = done.stderr.splitlines()
     assert len(lines) == 22, done.stderr
     assert lines[0] == "[n77] error: rank 77 was killed by SIGKILL"
-    assert lines[20] == "... and such lines of 280 more nodes"
+    assert lines[20] == "... and 280 more nodes with errors"
     assert lines[21].startswith("error: job 7 ended with status 1; all nodes' logs are in ")
 
 
@@ -461,6 +461,7 @@ def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
         ({"MAX_EXCLUDED": "many"}, "MAX_EXCLUDED expects a whole number, got 'many'"),
         ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in "),
         ({"NAME": "../mine"}, "NAME expects at most 100 letters, digits, '.', '_' and '-', the first"),
+        ({"NAME": "école", "LC_ALL": "C.UTF-8"}, "NAME expects at most 100 letters, digits, '.', '_' and '-'"),
         ({"FABRIC": "efb"}, "FABRIC expects auto, ib, roce, efa or tcp, got 'efb'"),
         ({"CONTAINER_IMAGE": "ddp.sqsh"}, "CONTAINER_IMAGE is set, but srun has no --container-image"),
     ],

@@ -327,7 +327,9 @@ def test_shell_scripts_are_strict_and_parse(script):
 @pytest.mark.parametrize("script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[ds]*/**/*.s*h*")))
 def test_shell_scripts_work_in_every_locale_and_in_old_shells(script):
     text = (ROOT / script).read_text()
-    assert not re.findall(r"=~ .*[aA]-[zZ]", text), "in Turkish, [a-z] has no i: write [[:lower:]]"
+    assert not re.findall(r"=~ .*[aA]-[zZ]", text), (
+        "in Turkish, [a-z] has no i: compare in LC_ALL=C, or write [[:lower:]]"
+    )
     assert not re.findall("&>>", text), "a syntax error in bash 3.2, that of macOS"
 
 

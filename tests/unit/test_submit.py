@@ -282,7 +282,7 @@ def test_of_thousands_of_ranks_errors_a_few_are_printed_causes_first(tmp_path, c
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 22
     assert lines[0] == "7_77_log.out: error: rank 77 was killed by SIGKILL"
-    assert lines[20] == "... and such lines of 79 more ranks"
+    assert lines[20] == "... and 79 more ranks with errors"
     assert lines[21].startswith("error: job 7 ended before the run was complete (FAILED)")
 
 
