@@ -62,7 +62,7 @@ PASSED_ON = re.compile(
 )
 """Variables that launchers, torch and its libraries read; make passes on those that are typed."""
 
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+SECRET = re.compile(r"(?<!IB_P)KEY|TOKEN(?!IZER)|SECRET|PASSW|PWD|CREDENTIAL|_PAT$", re.IGNORECASE)
 """Found in the names of variables that make_line() leaves out: a run's record and its output have that line."""
 
 USED: set[str] = set()

@@ -376,9 +376,10 @@ def test_installation_comes_before_the_command(monkeypatch):
 
 
 def test_the_line_of_the_record_has_no_secrets(monkeypatch):
-    words = ["RECIPE=ddp", "HF_TOKEN=t", "AWS_SECRET_ACCESS_KEY=k", "X_PASSWD=p", "AWS_REGION=eu", "HF_HOME=/x"]
-    monkeypatch.setenv("MAKEFLAGS", " ".join([" --", *words]))
-    assert make.make_line("run") == "make run RECIPE=ddp AWS_REGION=eu HF_HOME=/x"
+    secrets = ["HF_TOKEN=t", "AWS_SECRET_ACCESS_KEY=k", "X_PASSWD=p", "wandb_api_key=k", "GIT_PAT=p", "DB_PWD=p"]
+    words = ["RECIPE=ddp", "AWS_REGION=eu", "HF_HOME=/x", "NCCL_IB_PKEY=1", "TOKENIZERS_PARALLELISM=false"]
+    monkeypatch.setenv("MAKEFLAGS", " ".join([" --", *secrets, *words]))
+    assert make.make_line("run") == f"make run {' '.join(words)}"
 
 
 def test_a_failed_installation_is_the_end(monkeypatch):
