@@ -31,7 +31,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 """Limit of one message; the facts of a node are some kilobytes."""
 
 MAX_HELLO_BYTES = 512
-"""The same before both sides have proved that they know the secret: anyone may connect."""
+"""Limit of a message before both sides have proved that they know the secret: anyone may connect."""
 
 MAX_REFUSED = 64
 

@@ -69,7 +69,8 @@ def networks(case: Case) -> list[str]:
 
 def probe_map(case: Case) -> dict[str, Any] | None:
     """Return the map of ranks as recipes/probe prints it, or None."""
-    return next((rank["map"] for _, rank in case.each_rank() if rank.get("map")), None)
+    maps = [rank["map"] for _, rank in case.each_rank() if rank.get("map")]
+    return max(maps, key=lambda one: len(one["ranks"]), default=None)  # rank 0 has the rows, unless it was lost
 
 
 def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) -> None:

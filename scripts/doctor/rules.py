@@ -169,7 +169,7 @@ def attendance(case: Case) -> Findings:
         what = f"there was no time left to ask for {order}"
         yield case.error((), what, "fix what took so long, and run it again")
     for rank, (order, why) in sorted(case.lost.items()):
-        what = f"{case.name(rank)} connected, and was lost while it was asked for {order}: {why}"
+        what = f"{case.name(rank)} connected, and failed at the request for {order}: {why}"
         fix = "see its own log: was it stopped, is it out of memory, does it run another revision"
         yield case.error((rank,), what, fix)
 
@@ -332,9 +332,9 @@ def shared_folder(case: Case) -> Findings:
     for rank, seen in sorted(case.seen.items()):
         missing = [writer for writer in case.probed() if writer not in seen and writer <= rank]
         if missing:
-            what = f"{case.name(rank)} does not see what {case.names(missing)} wrote to {case.runs_dir(rank)}"
+            what = f"{case.name(rank)} cannot see what {case.name(missing[0])} wrote to {case.runs_dir(rank)}"
             fix = "mount the same file system there on every node, or choose a --runs-dir on one"
-            yield case.error((rank, *missing), what, fix)
+            yield case.error((rank,), what, fix)
 
 
 OWN_IMAGE = "make setup on each node, or the same image everywhere"

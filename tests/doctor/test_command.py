@@ -83,7 +83,7 @@ def test_a_health_check_does_not_try_a_runs_folder_that_hangs_again(tmp_path):
     (tmp_path / "frozen").mkdir()
     result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path / "frozen"), PYTHONPATH=str(tmp_path)).wait(30)
     assert result.status == 1
-    assert "lost while it was asked for write: no answer within " in result.stdout
+    assert "failed at the request for write: no answer within " in result.stdout
     assert re.findall("hangs .*", result.stdout) == ["hangs os.mkdir"]
 
 

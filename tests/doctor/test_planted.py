@@ -65,7 +65,7 @@ MANY = {
     "a small disk": ("error: node 2 (n2): ", "2 MiB free; make room, or choose another --runs-dir"),
     "a full disk": ("error: node 2 (n2) cannot write ", "No space left on device; make room"),
     "another folder": (
-        "error: node 3 (n3) does not see what node 0 (n0), node 1 (n1) wrote to ",
+        "error: node 3 (n3) cannot see what node 0 (n0) wrote to ",
         "mount the same",
     ),
     "a clock": ("error: node 2 (n2): its clock is ", " s ahead of most other nodes; start chrony"),

@@ -133,7 +133,7 @@ FAULTS = {
     ),
     "attendance, lost": (
         lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
-        "node 1 (n1) connected, and was lost while it was asked for ranks: no answer within 60 s; see its own log",
+        "node 1 (n1) connected, and failed at the request for ranks: no answer within 60 s; see its own log",
     ),
     "attendance, late": (lambda case: case.skipped.append("ranks"), "there was no time left to ask for ranks"),
     "node_errors": (
@@ -180,7 +180,7 @@ FAULTS = {
     ),
     "shared_folder": (
         lambda case: case.seen.update({1: [1]}),
-        "node 1 (n1) does not see what node 0 (n0) wrote to /runs; mount the same file system",
+        "node 1 (n1) cannot see what node 0 (n0) wrote to /runs; mount the same file system",
     ),
     "versions, torch": (set_in("torch", version="2.11.0"), "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2"),
     "versions, nccl": (set_in("torch", nccl="2.20.0"), "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7"),
@@ -696,7 +696,15 @@ def test_a_node_looks_for_the_files_of_a_few_others():
     assert case.probed() == list(range(0, 100, 4))
     case.seen = {rank: case.probed() if rank != 7 else [] for rank in range(100)}
     [finding] = judge(case)
-    assert finding.what == "node 7 (n7) does not see what node 0 (n0), node 4 (n4) wrote to /runs"
+    assert finding.what == "node 7 (n7) cannot see what node 0 (n0) wrote to /runs"
+
+
+def test_a_folder_that_no_two_nodes_share_is_one_line():
+    case = healthy(100)
+    case.seen = {rank: [rank] for rank in range(100)}
+    [finding] = judge(case)
+    assert finding.what.startswith("node 1 (n1), node 2 (n2), ")
+    assert finding.what.endswith(" cannot see what node 0 (n0) wrote to /runs")
 
 
 @pytest.mark.parametrize("size", [2, 8192])
