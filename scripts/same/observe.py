@@ -263,7 +263,11 @@ class Observer:
         if batch is None or batch.requires_grad or has_no_values(batch):
             return
         mask = arguments[1].get("attention_mask")
-        if isinstance(mask, Tensor) and mask.shape == batch.shape and not mask.is_floating_point():
+        if (
+            isinstance(mask, Tensor)
+            and (mask.shape, mask.device) == (batch.shape, batch.device)
+            and not (mask.is_floating_point() or has_no_values(mask))
+        ):
             batch = batch * mask  # a sample's padding depends on the others of its batch
         # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):

@@ -24,7 +24,10 @@ PAIR = re.compile(
 Or its text or representation: `'loss': '2.3'`, `loss tensor(2.3)`, `loss=np.float64(2.3)`.
 """
 
-BAR = re.compile(r".*\[(?:\d+:)?\d\d:\d\d(?:<|, )[^]]*\]|.*\d+%\|.*\|.*")
+BAR = re.compile(
+    r".*(?:\d+%\|[#\d ▏▎▍▌▋▊▉█]*\|.*|"
+    r"\[(?:\d+:)?\d\d:\d\d(?:<[\d:?]+)?, +[\d.?]+[^\s,\]]*/[^]]*\]|\d[A-Za-z]+ \[(?:\d+:)?\d\d:\d\d, [^]]*\])"
+)
 """tqdm's progress bar, which shows as many values as the time allows. What is printed after it is in its line."""
 
 EVALUATION = re.compile(r"(?:^|[^a-z])(test|val|valid|validation|eval|evaluation)(?:[^a-z]|$)", re.IGNORECASE)

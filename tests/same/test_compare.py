@@ -55,6 +55,7 @@ def test_what_pads_a_sample_is_no_part_of_it_if_the_model_gets_a_mask(tmp_path):
     observer = observe.Observer(tmp_path, 0)
     observer.see_batch(model, ((), {**long, "attention_mask": (1.0 - mask) * -1e9}))  # it is added to scores
     assert observer.record["rows"] == observe.fingerprints(long["input_ids"])
+    observer.see_batch(model, ((), {**long, "attention_mask": mask.to("meta")}))
 
 
 def test_a_sketch_does_not_depend_on_the_default_device():
@@ -355,9 +356,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
 def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     bar = "\r 50%|█████     | 5/10 [00:00<00:00, 20.12it/s, loss=1.5]"  # as many as the time allows
     text = f"{bar}{bar}\nINFO:root:step 1 loss 2.5\n{bar}step 2 loss 2 (9.5it/s)\n{bar}\r3it [1:00:01, loss=9]"
+    text += "\nacc 93%|loss 1.5|lr 0.1\n| 50%| loss: 1 |\nstep 5 loss 0.5 [12:34, host]"
     for name in ("rank0.err", "rank0.out"):
         (tmp_path / name).write_text(text)
-        assert load(tmp_path, 1, [0]).series["loss"].values == [2.5, 2]
+        assert load(tmp_path, 1, [0]).series["loss"].values == [2.5, 2, 1.5, 1, 0.5]
         (tmp_path / name).unlink()
     (tmp_path / "rank0.err").write_text(text)
     (tmp_path / "rank1.out").write_text("loss 3.5\n")
