@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     Raises:
         UserError: the name is taken or invalid, or torchrun does not start the recipe's ranks.
     """
-    parser = Parser("make new", " ".join((__doc__ or "").split()))
+    parser = Parser("make new", "Copy a recipe under a new name, with a test.")
     parser.add_argument("--name", default="")
     parser.add_argument("--from", dest="source", default="ddp")
     args = parser.parse_args(argv)

@@ -13,7 +13,7 @@ CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 tier=${1:-}
 case $tier in
 quick) chosen=(-m "not slow") ;;
-all) chosen=(-m "") ;;
+all) chosen=() ;;
 *)
     echo "error: unknown tier '$tier'; usage: scripts/dev/test.sh quick|all [PYTEST ARGUMENTS]" >&2
     exit 2
@@ -23,7 +23,7 @@ shift
 python=${PYTHON:-.venv/bin/python}
 # Else each worker compiles all tests at each run, 5 s of a core, and each process what it imports.
 unset PYTHONDONTWRITEBYTECODE
-tests=(pytest --numprocesses 4 --dist worksteal ${ONCE:+"--once=$ONCE"} "${chosen[@]}" "$@")
+tests=(pytest --numprocesses 4 --dist worksteal ${ONCE:+"--once=$ONCE"} ${chosen[@]+"${chosen[@]}"} "$@")
 unset ONCE # a test may start these, too
 
 if [[ -z ${COVERAGE:-} ]]; then exec "$python" -m "${tests[@]}"; fi

@@ -10,6 +10,9 @@
 # ends in one line that says how, exit status 2. README.md beside this file lists the variables.
 set -euo pipefail
 
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON # as in scripts/dev/setup.sh
+export PIP_USER=0
+
 VERSION=0.28.1
 SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0 # horovod-0.28.1.tar.gz on PyPI
 

@@ -97,7 +97,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except OSError as error:
             if error.errno not in FULL or error.filename:
                 raise
-            print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
+            print(f"error: cannot write: {error.strerror}; free some space", file=sys.stderr)
             discard_output()
             return 1
 

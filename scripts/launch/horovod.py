@@ -37,7 +37,7 @@ def rendezvous(node: Node) -> Iterator[None]:
     hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
     try:
         # Not MASTER_ADDR's alone: on Debian, node 0's own name resolves there to 127.0.1.1, out of others' reach.
-        server = RendezvousHTTPServer((node.listening_address, node.master_port), RendezvousHandler, 0)
+        server = RendezvousHTTPServer((node.bind_address, node.master_port), RendezvousHandler, 0)
     except OSError:
         raise port_taken(node.master_port) from None
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))

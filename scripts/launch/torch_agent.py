@@ -125,7 +125,7 @@ def meet_nodes(node: Node, job: str) -> Store:
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     try:
         if is_head:  # torch itself would listen on all addresses, also if all nodes are on this machine
-            options["master_listen_fd"] = listen(node.listening_address, node.master_port).detach()
+            options["master_listen_fd"] = listen(node.bind_address, node.master_port).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise port_taken(node.master_port) from None
@@ -153,9 +153,10 @@ def meet_nodes(node: Node, job: str) -> Store:
             return store
         if time.monotonic() > deadline:
             missing = find_missing(names, ranks) or ["0"]  # all are there, and node 0 has not said so
+            hint = " (no other machine reaches 127.0.0.1)" if node.bind_address else ""
             raise MissingNodeError(
                 f"node {rank} waited {node.rdzv_timeout_s} s for node {', '.join(missing)} of {node.nnodes} at "
-                f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?"
+                f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"
             )
         time.sleep(0.1)
 

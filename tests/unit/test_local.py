@@ -49,7 +49,7 @@ def test_an_output_that_cannot_be_written_is_one_line():
         command = [sys.executable, "-m", "scripts.launch.local", "--list"]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     reason = "No space left on device; free some space"
-    assert (done.returncode, done.stderr) == (1, f"error: cannot write the output: {reason}\n")
+    assert (done.returncode, done.stderr) == (1, f"error: cannot write: {reason}\n")
 
 
 def test_a_stop_before_any_node_listens_is_told(capsys):

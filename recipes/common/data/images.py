@@ -62,7 +62,7 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             rgb = _to_8_bits(image).convert("RGB")
-    except UnidentifiedImageError:  # its text is the address of an object
+    except (UnidentifiedImageError, KeyError):  # KeyError: a Pillow without one of FORMATS has tried all others
         raise ValueError("not an image of a supported format") from None
     except (*BAD_IMAGE, MemoryError):
         raise

@@ -169,6 +169,8 @@ def _as_tensor(value: Any) -> Tensor:
 
     Raises TypeError, ValueError or RuntimeError if it has none, or no bytes for them.
     """
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        value = value.copy()  # torch would warn that nothing keeps it from writing there
     tensor = torch.as_tensor(value).detach()
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         raise TypeError("a tensor is sparse, nested or on the meta device; to_dense() makes a dense one")

@@ -33,7 +33,7 @@ class Node:
     rdzv_timeout_s: int
 
     @property
-    def listening_address(self) -> str:
+    def bind_address(self) -> str:
         """Where node 0 listens: on all addresses (""), but for nodes of one machine (make run) on the loopback."""
         return self.master_addr if self.master_addr == "127.0.0.1" else ""
 

@@ -43,7 +43,7 @@ def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
 def bound_horovod(timeout_s: float) -> None:
     """Set how long Horovod waits for a rank that is alive but does not join; call it before hvd.init()."""
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(timeout_s / 3) or 1))
-    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s) or 1))
+    os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s)))
 
 
 @contextlib.contextmanager
