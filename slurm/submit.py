@@ -334,7 +334,9 @@ class Watched:
         for line in causes:
             print(line, file=sys.stderr)
         refused = status == USAGE_STATUS
-        how = "was refused by the recipe" if refused else f"ended before the run was complete ({self.state})"
+        how = f"ended before the run was complete ({self.state})"
+        if refused and not script.is_set():
+            how = "was refused by the recipe"
         print(f"error: {self.title} {how}; all ranks' logs: {self.log.with_name(pattern)}", file=sys.stderr)
         return USAGE_STATUS if refused else 1
 
