@@ -106,11 +106,6 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     found = b""
     if peers.world_size > 1:
         check_same_facts(run_on_all_ranks(lambda: training_facts(args, recipe), peers), peers)
-    if args.compile:
-        from recipes.common.compiled_code import check_folder
-
-        run_on_all_ranks(check_folder, peers)
-    if peers.world_size > 1:
         own = run_on_all_ranks(lambda: find_for_all_ranks(args) if peers.rank == 0 else b"", peers)
         with peers.watch("data set"):
             content = torch.empty(peers.broadcast_object(len(own)), dtype=torch.uint8)
@@ -118,6 +113,10 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
             if len(content):
                 peers.broadcast_tensor(content)
         found = content.numpy().tobytes()
+    if args.compile:
+        from recipes.common.compiled_code import check_folder
+
+        run_on_all_ranks(check_folder, peers)
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
