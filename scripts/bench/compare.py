@@ -33,7 +33,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.local import visible_gpus
+from scripts.launch.local import share_out, visible_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -164,7 +164,7 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
-    args.nproc_per_node = args.nproc_per_node or max(1, len(visible_gpus()) // args.nodes)
+    args.nproc_per_node = args.nproc_per_node or max(1, len(share_out(visible_gpus(), args.nodes)[0]))
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
     check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")
