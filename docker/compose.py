@@ -37,7 +37,7 @@ from scripts.launch.command import (
 )
 from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 
 FILE = ROOT / "docker/compose.yaml"
 TRAINER = "10001:10001"
@@ -68,16 +68,16 @@ def bind(source: Path | str, target: str) -> dict[str, Any]:
 
 def take_recipe(recipe: str, options: list[str]) -> Job:
     """Return the job of a recipe, with the folders that its options name."""
-    runs_dir = Path(option("--runs-dir", "runs", options))
-    name = option("--name", "", options) or next_folder(recipe, runs_dir).name
+    runs_dir = Path(read_option("--runs-dir", "runs", options))
+    name = read_option("--name", "", options) or next_folder(recipe, runs_dir).name
     if Path(name).name != name:
         raise UserError(f"NAME expects a plain name, without folders, got {name!r}")
-    data_dir, cache_dir = option("--data-dir", "", options), option("--cache-dir", "", options)
+    data_dir, cache_dir = read_option("--data-dir", "", options), read_option("--cache-dir", "", options)
     url = url_of(Path(data_dir))
     cache = Path(cache_dir).resolve() if cache_dir else None
     environment: dict[str, str] = {}
     volumes = [bind(cache, "/cache")] if cache else []
-    if any(":" in option(flag, "", options) for flag in ("--model", "--data", "--task")):
+    if any(":" in read_option(flag, "", options) for flag in ("--model", "--data", "--task")):
         # The caller's modules. The recipes are those of the image, whose folder comes before PYTHONPATH.
         environment = {"PYTHONPATH": "/code"}
         volumes.append({**bind(os.getcwd(), "/code"), "read_only": True})
@@ -85,7 +85,7 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
     if recipe != "probe":  # the probe keeps no record
         own += ["--name", name, "--runs-dir", "/runs"]
         # Without a folder, --data text reads the standard library's, in the container as elsewhere.
-        if data_dir or option("--data", "", options) != "text":
+        if data_dir or read_option("--data", "", options) != "text":
             own += ["--data-dir", url or "/data"]
         own += ["--cache-dir", "/cache"] if cache else []
     data = Path("data" if url else data_dir or "data").resolve()

@@ -34,7 +34,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options, positive_int, whole_number
 from scripts.doctor import __main__ as doctor
 from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 
 OURS = "app.kubernetes.io/name=cluster-recipes"
 ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
@@ -502,7 +502,7 @@ def make_request(args: Namespace) -> Request:
 
 def check_options(request: Request, documents: Sequence[dict[str, Any]]) -> None:
     """Raise UserError for what each pod would refuse, unless options go with a --config file of the pods."""
-    config = option("--config", "", request.options)
+    config = read_option("--config", "", request.options)
     if request.script or (config and not Path(config).exists()):
         return
     if request.kind == "doctor":

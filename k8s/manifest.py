@@ -17,7 +17,7 @@ import yaml
 
 from recipes.common.errors import UserError
 from scripts.launch.command import NOT_ELASTIC, ONE_PROCESS, ROOT, check_names, image_of
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 
 INSTANCE = "app.kubernetes.io/instance"
 PLACEHOLDER = "registry.invalid/"
@@ -326,7 +326,7 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
         return [request.recipe, *options]
     has_recipe = not words[0].startswith("-")
     kept = [] if request.recipe == "probe" else [f"--name={request.name}"]
-    flag, reads_text = "", option("--data", "", request.options) == "text"
+    flag, reads_text = "", read_option("--data", "", request.options) == "text"
     for word in words[has_recipe:]:
         flag = word.partition("=")[0] if word.startswith("--") else flag  # a word without -- is the flag's value
         is_replaced = flag == "--name" or (flag == "--device" and request.gpus == 0)

@@ -48,8 +48,8 @@ from scripts.launch.command import (
 )
 from scripts.launch.cores import count_cores
 from scripts.launch.processes import end_groups, start_process
+from scripts.launch.recipe_options import read_option
 from scripts.launch.rejoin import LOST_STATUS
-from scripts.launch.stopped_status import option
 
 ERROR_GRACE_S = 3.0
 """How long the other nodes may take to print their own errors once a node has failed."""
@@ -407,9 +407,9 @@ def run_job(
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = LocalJob()
     if elastic:
-        if not script.is_set() and not option("--name", "", args.options):  # a restart resumes this run
+        if not script.is_set() and not read_option("--name", "", args.options):  # a restart resumes this run
             args.options = ["--name", name_run(args.recipe), *args.options]
-        words = f"--name {option('--name', '', args.options)} --resume auto"
+        words = f"--name {read_option('--name', '', args.options)} --resume auto"
         if script.is_set():
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"

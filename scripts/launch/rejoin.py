@@ -26,7 +26,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run, start_process
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 
 LOST_STATUS = 69
 """Exit status of an agent that has lost the store; its node may rejoin (EX_UNAVAILABLE of sysexits.h)."""
@@ -67,7 +67,7 @@ def report_unsaved_stop(number: int) -> int:
 
 def config_of(options: list[str]) -> Path:
     """Return the configuration in the record of the run that the options name."""
-    return Path(option("--runs-dir", "runs", options)) / option("--name", "", options) / "config.json"
+    return Path(read_option("--runs-dir", "runs", options)) / read_option("--name", "", options) / "config.json"
 
 
 def last_launch(options: list[str]) -> str:
@@ -88,7 +88,7 @@ def options_of_later_rounds(options: list[str], replaced: str) -> list[str]:
     if script.is_set():
         os.environ["RESUME"] = "auto"
         return options
-    begun_from = option("--resume", "none", options)
+    begun_from = read_option("--resume", "none", options)
     if begun_from != "auto" and last_launch(options) == replaced != "none":
         return options
     if begun_from not in ("none", "auto") and not config_of(options).exists():
@@ -107,7 +107,7 @@ def check(options: list[str]) -> int:
         raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
     if host.startswith("["):  # [fd00::1]:29500, as IPv6 addresses are written; connections take them without
         os.environ["RDZV_ENDPOINT"] = f"{host.strip('[]')}:{port}"
-    if not script.is_set() and not option("--name", "", options):
+    if not script.is_set() and not read_option("--name", "", options):
         raise UserError("an elastic job needs a name to resume after a restart; add --name")
     return read_number("MAX_RESTARTS", 3, at_least=0)
 

@@ -22,49 +22,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run
+from scripts.launch.recipe_options import read_option
 
 CLOCKS_S = 2.0
 """How far a file server's clock may lag behind."""
 
 
-def option(name: str, default: str, words: Sequence[str]) -> str:
-    """Return an option's last value in `words` (--name x, --name=x), else its --config file's, or `default`."""
-    value = None
-    for i, word in enumerate(words):
-        if word == name and i + 1 < len(words):
-            value = words[i + 1]
-        elif word.startswith(f"{name}="):
-            value = word.removeprefix(f"{name}=")
-    if value is None and name != "--config" and not script.is_set():
-        value = words_in(option("--config", "", words)).get(name.removeprefix("--"))
-    return default if value is None else value
-
-
-def words_in(path: str) -> dict[str, str]:
-    """Return the text values of a recipe's configuration file by flag, none if the recipe will refuse the file."""
-    if not path:
-        return {}
-    try:
-        from recipes.common.config_file import read_config
-
-        content = read_config(Path(path))
-    except ImportError:
-        raise UserError(f"--config {path}: {sys.executable} has no PyYAML to read it by; install it") from None
-    except UserError:
-        return {}
-    return {flag: value for flag, value in content.items() if isinstance(value, str)}
-
-
 def has_finished(options: Sequence[str], begin: float) -> bool | None:
     """Whether the run of these options has finished since `begin`; None if there is no record to tell."""
-    name = option("--name", "", options)
-    folder = Path(option("--runs-dir", "runs", options)) / name
+    name = read_option("--name", "", options)
+    folder = Path(read_option("--runs-dir", "runs", options)) / name
     if not name or not (folder / "config.json").exists():
         return None  # there is no run, or its record is not on this node
     result = folder / "result.json"

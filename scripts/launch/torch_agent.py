@@ -32,7 +32,7 @@ from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.ranks import END_GRACE_S, END_SIGNAL, SAVING, STOP_GRACE_S, STOPPED_BY, blame, rank_command
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 
 REFUSAL_GRACE_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
@@ -76,8 +76,10 @@ def choose_numa_options(node: Node, options: list[str]) -> Any:
     Binding needs numactl, one GPU for each rank, and a torch that supports it. If Slurm or a container
     gives a job cores of another NUMA node than its GPU's, its rank runs unbound: --numa-binding itself would fail.
     """
-    is_for_gpus = option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
-    has_several = option("--split", "ranks", options) == "in-process"  # GPUs of one rank, in pipeline
+    is_for_gpus = (
+        read_option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
+    )
+    has_several = read_option("--split", "ranks", options) == "in-process"  # GPUs of one rank, in pipeline
     if not is_for_gpus or has_several or not shutil.which("numactl"):
         return None
     try:

@@ -38,7 +38,7 @@ from recipes.common.options import (
 )
 from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 from scripts.plan import model
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_link
 from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
@@ -141,8 +141,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
     )
     args.fabric = args.fabric or (None if args.gbit else "ib-400")
-    args.is_fixed_batch = bool(option("--global-batch-size", "", words))
-    if not option("--data", "", words):
+    args.is_fixed_batch = bool(read_option("--global-batch-size", "", words))
+    if not read_option("--data", "", words):
         words = ["--data", "imagefolder", *words]
     try:
         options: Options = importlib.import_module(f"recipes.{recipe}.train").options(words)

@@ -17,7 +17,7 @@ from k8s import manifest
 from k8s.apply import check_options
 from k8s.manifest import GPU, KINDS, Request, load, parse, pod_templates, render, to_text
 from recipes.common.errors import UserError
-from scripts.launch.stopped_status import option
+from scripts.launch.recipe_options import read_option
 from tests.conftest import require
 from tests.k8s import schemas, simulation
 from tests.support import ROOT
@@ -409,7 +409,7 @@ def test_a_pod_knows_the_cores_that_it_requests(kind):
 
 def device_of(pod):
     """Return the last --device of a pod that starts ranks; the default is auto."""
-    return option("--device", "auto", pod.words)
+    return read_option("--device", "auto", pod.words)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])

@@ -12,6 +12,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from scripts.launch import interface, stopped_status, torch_agent
 from scripts.launch.local import free_port
+from scripts.launch.recipe_options import read_option
 from tests.support import Command, last_step, run_command, words_for
 
 
@@ -26,7 +27,7 @@ from tests.support import Command, last_step, run_command, words_for
     ],
 )
 def test_the_last_value_of_an_option_counts(words, value):
-    assert stopped_status.option("--name", "none", words) == value
+    assert read_option("--name", "none", words) == value
 
 
 def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
@@ -40,7 +41,7 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}/job.yaml"], 0) is False
     assert stopped_status.has_finished([*options[2:], f"--config={tmp_path}"], 0) is None, "the recipe refuses it"
     (tmp_path / "job.yaml").write_text("name: 1.10\n")
-    assert stopped_status.option("--name", "", [f"--config={tmp_path}/job.yaml"]) == "1.10"
+    assert read_option("--name", "", [f"--config={tmp_path}/job.yaml"]) == "1.10"
     result = tmp_path / "mine" / "result.json"
     result.touch()
     os.utime(result, (1000, 1000))
