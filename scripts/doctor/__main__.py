@@ -29,8 +29,8 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from recipes.common.options import one_of, positive_float, positive_int
-from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor import folder, meeting, network, node, ranks, report
 from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import Case, judge, tally

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor.network import call_within
 from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
 from scripts.launch.interface import resolve

@@ -47,9 +47,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.meeting import MissingNodeError, MissingStoreError, port_taken
 from recipes.common.process.node import Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
+from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError, port_taken_error
 from scripts.launch import ranks, script, torch_agent
 from scripts.launch.command import command
 from scripts.launch.echo import listen
@@ -113,7 +113,7 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
         listener = listen(address, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise port_taken(port) from None
+            raise port_taken_error(port) from None
         raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
     store = TCPStore(

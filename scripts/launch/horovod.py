@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import port_taken
 from recipes.common.process.node import Node, check_head
+from recipes.common.process.rendezvous_errors import port_taken_error
 from scripts.launch.agent import main
 from scripts.launch.ranks import rank_command, run_processes
 
@@ -39,7 +39,7 @@ def rendezvous(node: Node) -> Iterator[None]:
         # Not MASTER_ADDR's alone: on Debian, node 0's own name resolves there to 127.0.1.1, out of others' reach.
         server = RendezvousHTTPServer((node.bind_address, node.master_port), RendezvousHandler, 0)
     except OSError:
-        raise port_taken(node.master_port) from None
+        raise port_taken_error(node.master_port) from None
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
-from recipes.common.process.meeting import MissingNodeError
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.launch.command import command
 
 ROUTES = Path("/proc/net/route")

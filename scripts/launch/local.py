@@ -29,9 +29,9 @@ from types import FrameType
 from recipes.common.errors import UserError
 from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent
+from recipes.common.process.rendezvous_errors import PortTakenError
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.bounds import HANG_STATUS
 from scripts.launch import script

@@ -19,9 +19,9 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.meeting import MissingNodeError, MissingStoreError
 from recipes.common.process.node import check_port, how_ended, read_master
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
+from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command

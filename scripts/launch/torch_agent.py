@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import MissingNodeError, port_taken
 from recipes.common.process.node import Node, check_head
+from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
@@ -130,7 +130,7 @@ def meet_nodes(node: Node, job: str) -> Store:
             options["master_listen_fd"] = listen(node.bind_address, node.master_port).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise port_taken(node.master_port) from None
+            raise port_taken_error(node.master_port) from None
         raise
     store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"

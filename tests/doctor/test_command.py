@@ -14,8 +14,8 @@ import time
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.node import Node
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor import folder, meeting
 from scripts.launch import echo
 from scripts.launch.local import free_port

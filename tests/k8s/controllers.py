@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.common.process.meeting import MissingNodeError
+from recipes.common.process.rendezvous_errors import MissingNodeError
 
 DRAINED = "DisruptionTarget"
 """Used instead of an exit status: the pod was evicted, preempted or lost with its machine."""

@@ -10,8 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import Node
+from recipes.common.process.rendezvous_errors import PortTakenError
 from scripts.launch import horovod as horovod_agent
 from scripts.launch.local import free_port
 

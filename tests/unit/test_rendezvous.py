@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.meeting import PortTakenError
 from recipes.common.process.node import Node
+from recipes.common.process.rendezvous_errors import PortTakenError
 from scripts.launch import elastic, local, ranks, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.local import free_port

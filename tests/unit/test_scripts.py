@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError, as_user_error
-from recipes.common.process.meeting import MissingNodeError, PortTakenError
 from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
+from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, local, ranks, script
 from tests import support
 from tests.conftest import refused

@@ -258,8 +258,8 @@ OF_OPTIONS = tuple(
         *("common.data.synthetic", "common.data.torchvision_data", "common.data.workers"),
         *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.own"),
         *("common.models.torchvision_models", "common.models.vit", "common.parallel.mesh"),
-        *("common.process.meeting", "common.record.bar", "common.record.earlier", "common.record.resume"),
-        *("common.world.transport", "common.world.tree"),
+        *("common.process.rendezvous_errors", "common.record.bar", "common.record.earlier"),
+        *("common.record.resume", "common.world.transport", "common.world.tree"),
         *("ddp.compression", "ddp.zero"),
     )
 )

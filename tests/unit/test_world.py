@@ -19,8 +19,8 @@ import torch.distributed as dist
 from recipes.common.data.workers import WorkerError
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
-from recipes.common.process.meeting import MissingNodeError
 from recipes.common.process.ranks import Ranks
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from recipes.common.world import world as world_module
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.devices import choose_device, choose_devices

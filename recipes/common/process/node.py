@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.meeting import MissingNodeError, MissingStoreError, PortTakenError, port_taken
+from recipes.common.process.rendezvous_errors import (
+    MissingNodeError,
+    MissingStoreError,
+    PortTakenError,
+    port_taken_error,
+)
 from recipes.common.watch.bounds import HANG_STATUS
 
 
@@ -69,7 +74,7 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise port_taken(port) from None
+                raise port_taken_error(port) from None
             raise UserError(f"cannot listen at MASTER_PORT {port}: {error.strerror}; choose another one") from None
 
 

@@ -195,16 +195,16 @@ def connect(
                 dist.all_reduce(torch.zeros(1), group=control)
             return device, control
     except dist.DistError as error:
-        from recipes.common.process.meeting import cannot_meet
+        from recipes.common.process.rendezvous_errors import rendezvous_error
 
-        raise cannot_meet(ranks.rank, str(error)) from None
+        raise rendezvous_error(ranks.rank, str(error)) from None
     except RuntimeError as error:
         is_lost = "by peer" in str(error)  # another rank has ended
         if is_lost or not any(phrase in str(error) for phrase in NO_CONNECTION):
             raise
-        from recipes.common.process.meeting import cannot_connect
+        from recipes.common.process.rendezvous_errors import connection_error
 
-        raise cannot_connect(ranks.rank, str(error)) from None
+        raise connection_error(ranks.rank, str(error)) from None
 
 
 def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
@@ -215,11 +215,11 @@ def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[
     limit_s = 2 * timeout.total_seconds()
 
     def give_up() -> None:
-        from recipes.common.process.meeting import MissingNodeError, cannot_connect
+        from recipes.common.process.rendezvous_errors import MissingNodeError, connection_error
 
         if os.environ.get("LOCAL_RANK", "0") == "0":
             reason = f"no answer within {limit_s:g} s; if another rank has ended, see its error"
-            print(f"error: {cannot_connect(rank, reason)}", file=sys.stderr, flush=True)
+            print(f"error: {connection_error(rank, reason)}", file=sys.stderr, flush=True)
         else:
             time.sleep(1.0)  # a launcher ends all ranks as soon as one exits
         os._exit(MissingNodeError.status)

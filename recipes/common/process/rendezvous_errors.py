@@ -1,4 +1,4 @@
-"""Errors of ranks or nodes that do not meet at MASTER_ADDR:MASTER_PORT."""
+"""Errors of ranks or nodes that do not find each other at MASTER_ADDR:MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_port_chosen() -> bool:
     return bool(os.environ.get("PORT_IS_CHOSEN"))
 
 
-def port_taken(port: int) -> UserError:
+def port_taken_error(port: int) -> UserError:
     """Return the error for a port that is taken: the user's mistake, unless a launcher chose the port."""
     if is_port_chosen():
         return PortTakenError(f"MASTER_PORT {port} has been taken since the launcher chose it; try again")
@@ -40,11 +40,11 @@ class MissingStoreError(MissingNodeError):
     """EX_NOHOST of sysexits.h, for an agent. Its node ends with status 1, or counts as lost if it had returned."""
 
 
-def cannot_meet(rank: int, message: str) -> UserError:
+def rendezvous_error(rank: int, message: str) -> UserError:
     """Return the error for torch's message: the port is taken, or the ranks did not find each other in time."""
     is_taken = "EADDRINUSE" in message
     if is_taken and is_port_chosen():
-        return port_taken(int(os.environ["MASTER_PORT"]))
+        return port_taken_error(int(os.environ["MASTER_PORT"]))
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     reason = message.strip().split("\n")[0].strip()
     return (UserError if is_taken else MissingNodeError)(
@@ -54,7 +54,7 @@ def cannot_meet(rank: int, message: str) -> UserError:
     )
 
 
-def cannot_connect(rank: int, message: str) -> UserError:
+def connection_error(rank: int, message: str) -> UserError:
     """Return the error for gloo's message that a rank got no connection to another one, whom the store knows."""
     reason = message.partition("] ")[2].strip().split("\n")[0] or message  # after the place in gloo's sources
     return MissingNodeError(
