@@ -1,7 +1,7 @@
 """The preflight of a cluster: `make doctor NODES=2`, slurm/doctor.sbatch and k8s/doctor.yaml run it on each node.
 
 __main__.py       the command line; what node 0 asks of all nodes, and in which order
-meeting.py        how nodes meet: node 0 listens at MASTER_ADDR:MASTER_PORT, the others connect and obey its orders
+rendezvous.py     how nodes meet: node 0 listens at MASTER_ADDR:MASTER_PORT, the others connect and obey its orders
 node.py           what one node knows of itself: limits, /dev/shm, disk, driver, GPUs, interface, our revision
 torch_facts.py    what torch knows of that node, in a process of its own: a broken torch is a finding
 network.py        what one node sees of another: names, ports both ways, large packets

@@ -31,7 +31,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import one_of, positive_float, positive_int
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from scripts.doctor import folder, meeting, network, node, ranks, report
+from scripts.doctor import folder, network, node, ranks, rendezvous, report
 from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
@@ -121,7 +121,7 @@ class Checks:
         self.folder.remove()
 
 
-def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
+def examine(case: Case, coordinator: rendezvous.Coordinator, args: Namespace) -> None:
     """Ask all nodes for what the rules need and store it in the case; skip an all-reduce that cannot succeed."""
     is_health_check = args.quick and case.nnodes == 1
     deadline = time.monotonic() + (HEALTH_CHECK_S if is_health_check else EXAMINATION_S)
@@ -131,7 +131,7 @@ def examine(case: Case, met: meeting.Meeting, args: Namespace) -> None:
         if left < min(0.5 if is_health_check else 10.0, timeout_s):
             case.skipped.append(order["do"])
             return {}
-        return met.ask_all(order, min(timeout_s, left), keys)
+        return coordinator.ask_all(order, min(timeout_s, left), keys)
 
     facts = ("host", "names", "machine", "network", "cores", "errors", "gpus", "torch", "disk", "limits")
     case.facts = ask({"do": "facts"}, FACTS_TIMEOUT_S, *facts)
@@ -167,22 +167,22 @@ def lead(place: Node, args: Namespace, word: str) -> int:
     """Act as node 0: gather the nodes, examine them and report; return the exit status."""
     begin = time.monotonic()
     checks = Checks(place, args, word)
-    met = meeting.Meeting(word, place.nnodes, checks.carry_out)
+    coordinator = rendezvous.Coordinator(word, place.nnodes, checks.carry_out)
     case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
-    case.lost, case.clocks = met.lost, met.clocks
+    case.lost, case.clocks = coordinator.lost, coordinator.clocks
     say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
     if place.nnodes > 1:
         try:
             address = node.listening_address(place.master_addr, place.rdzv_timeout_s)
-            met.gather(listen(address, place.master_port), place.rdzv_timeout_s, say)
+            coordinator.gather(listen(address, place.master_port), place.rdzv_timeout_s, say)
         except (OSError, UserError) as error:
             here = f"node 0 ({socket.gethostname()})"
             why = getattr(error, "strerror", None) or error
             remedy = "choose another MASTER_PORT, or fix MASTER_ADDR"
             say(f"error: {here} cannot listen at {case.master}: {why}; {remedy}")
             return 1
-    examine(case, met, args)
-    case.refused = sorted(met.refused)
+    examine(case, coordinator, args)
+    case.refused = sorted(coordinator.refused)
     case.words = checks.folder.words_left() if place.nnodes > 1 else {}
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0
@@ -195,7 +195,7 @@ def lead(place: Node, args: Namespace, word: str) -> int:
             say(f"error: cannot write {args.json}: {error.strerror}; choose another --json")
             status = 1
     checks.close()
-    met.end(status)
+    coordinator.end(status)
     return status
 
 
@@ -208,11 +208,11 @@ def follow(place: Node, args: Namespace, word: str) -> int:
     wait_s = place.rdzv_timeout_s * 1.25 + 2
     try:
         try:
-            channel = meeting.join(place, word, wait_s / 2)
+            channel = rendezvous.join(place, word, wait_s / 2)
         except MissingNodeError as error:
             checks.folder.leave_word(str(error))  # node 0 reads it at the end of its own wait
-            channel = meeting.join(place, word, wait_s / 2)
-        status = meeting.serve(channel, checks.carry_out, place.rdzv_timeout_s)
+            channel = rendezvous.join(place, word, wait_s / 2)
+        status = rendezvous.serve(channel, checks.carry_out, place.rdzv_timeout_s)
     except UserError as error:
         say(f"error: {here}: {error}")
         return 1

@@ -16,7 +16,7 @@ import pytest
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from scripts.doctor import folder, meeting
+from scripts.doctor import folder, rendezvous
 from scripts.launch import echo
 from scripts.launch.local import free_port
 from tests.support import Command, wait_until, write_program
@@ -166,13 +166,13 @@ def test_who_does_not_know_the_word_gets_no_echo():
 def test_a_stranger_cannot_be_node_0_and_does_not_get_the_word(stranger):
     at, received = stranger
     with pytest.raises(MissingNodeError, match="another program answers there"):
-        meeting.join(at, "the-secret-word", 0.1)
+        rendezvous.join(at, "the-secret-word", 0.1)
     assert received
     assert not any(b"the-secret-word" in text for text in received)
 
 
 def test_strangers_do_not_hold_up_the_meeting():
-    met = meeting.Meeting("word", 2, lambda order: order)
+    met = rendezvous.Coordinator("word", 2, lambda order: order)
     listener = echo.listen("127.0.0.1", port := free_port())
     with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)) as rude:
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -181,18 +181,18 @@ def test_strangers_do_not_hold_up_the_meeting():
 
 
 def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
-    monkeypatch.setattr(meeting, "MAX_REFUSED", 2)
-    monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
-    met = meeting.Meeting("word", 2, lambda order: order)
+    monkeypatch.setattr(rendezvous, "MAX_REFUSED", 2)
+    monkeypatch.setattr(rendezvous, "SILENCE_S", 0.1)
+    met = rendezvous.Coordinator("word", 2, lambda order: order)
     listener = echo.listen("127.0.0.1", port := free_port())
     gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
     gathering.start()
     for refusal in ("rejected this node: it has another RDZV_ID", "rejected this node: it has", "another program"):
         begin = time.monotonic()
         with pytest.raises(UserError, match=refusal):
-            meeting.join(place(port, 1), "another word", 0.1)
+            rendezvous.join(place(port, 1), "another word", 0.1)
         assert "rejected" not in refusal or time.monotonic() > begin + 1, "node 0 may wait for others as long"
-    meeting.join(place(port), "word", 5)
+    rendezvous.join(place(port), "word", 5)
     gathering.join(20)
     assert list(met.channels) == [1]
     assert len(met.refused) == 2
@@ -202,14 +202,14 @@ def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
 def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
     own, theirs = socket.socketpair()
     theirs.sendall(hello)
-    met = meeting.Meeting("word", 2, lambda order: order)
-    met.welcome(meeting.Channel(own), "10.0.0.9")
+    met = rendezvous.Coordinator("word", 2, lambda order: order)
+    met.welcome(rendezvous.Channel(own), "10.0.0.9")
     assert (met.channels, met.refused) == ({}, [])
 
 
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
     one, other = socket.socketpair()
-    met = meeting.Meeting("word", 2, lambda order: {"time": 0.0}, channels={1: meeting.Channel(one)})
+    met = rendezvous.Coordinator("word", 2, lambda order: {"time": 0.0}, channels={1: rendezvous.Channel(one)})
     other.sendall(b'{"time"')  # a partial answer does not count
     assert met.ask_all({"do": "facts"}, 0.5) == {0: {"time": 0.0}}
     assert met.lost == {1: ("facts", "no answer within 0 s")}
@@ -218,6 +218,6 @@ def test_a_node_that_falls_silent_is_lost_within_the_bound():
 
 
 def test_an_own_part_that_hangs_is_lost_within_the_bound():
-    met = meeting.Meeting("word", 1, lambda order: time.sleep(2) or {})
+    met = rendezvous.Coordinator("word", 1, lambda order: time.sleep(2) or {})
     assert met.ask_all({"do": "write"}, 0.2) == {}
     assert met.lost[0][0] == "write"

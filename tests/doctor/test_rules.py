@@ -21,7 +21,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
-from scripts.doctor import collectives, folder, kernel_log, meeting, node, report, torch_facts
+from scripts.doctor import collectives, folder, kernel_log, node, rendezvous, report, torch_facts
 from scripts.doctor.ranks import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, outliers, tally
 from scripts.launch.processes import Ended
@@ -576,28 +576,28 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_pat
 def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     """Its code may be of another revision, so its answer may lack any key."""
     one, other = socket.socketpair()
-    head = meeting.Meeting("word", 2, lambda order: {"facts": 1}, channels={1: meeting.Channel(one)})
-    follower = meeting.Channel(other)
+    head = rendezvous.Coordinator("word", 2, lambda order: {"facts": 1}, channels={1: rendezvous.Channel(one)})
+    follower = rendezvous.Channel(other)
 
     def follow():
         with contextlib.suppress(UserError):
-            meeting.serve(follower, lambda order: {}[order["do"]], 60)
+            rendezvous.serve(follower, lambda order: {}[order["do"]], 60)
 
     thread = threading.Thread(target=follow)
     thread.start()
     assert head.ask_all({"do": "facts"}, 5, ["facts"]) == {0: {"facts": 1}}
     assert head.lost == {1: ("facts", "KeyError 'facts'")}
     thread.join(5)
-    head = meeting.Meeting("word", 1, lambda order: {"other": 1})
+    head = rendezvous.Coordinator("word", 1, lambda order: {"other": 1})
     assert head.ask_all({"do": "facts"}, 5, ["names", "other"]) == {}
     assert head.lost == {0: ("facts", "its answer has no names")}
 
 
 def test_a_node_waits_for_the_first_order_as_long_as_node_0_does_for_the_others(monkeypatch):
-    monkeypatch.setattr(meeting, "SILENCE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "SILENCE_S", 0.1)
     one, other = socket.socketpair()
     threading.Timer(0.5, one.sendall, [b'{"do": "end", "status": 3}\n']).start()
-    assert meeting.serve(meeting.Channel(other), dict, 60) == 3
+    assert rendezvous.serve(rendezvous.Channel(other), dict, 60) == 3
 
 
 def test_nodes_of_one_machine_have_no_names_mtus_or_links_to_judge():
@@ -633,10 +633,10 @@ def test_a_clock_is_wrong_only_beyond_the_uncertainty(offset_s, error_s, is_foun
 def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch):
     """Node 1 is 30 s ahead; its answer takes 0.2 s, and its clock is read at half that time."""
     now = [1000.0]
-    monkeypatch.setattr(meeting.time, "time", lambda: now[0])
+    monkeypatch.setattr(rendezvous.time, "time", lambda: now[0])
     one, other = socket.socketpair()
-    head, follower = meeting.Channel(one), meeting.Channel(other)
-    met = meeting.Meeting("word", 2, dict)
+    head, follower = rendezvous.Channel(one), rendezvous.Channel(other)
+    met = rendezvous.Coordinator("word", 2, dict)
     receive, send = head.receive, follower.send
 
     def answer(message):
@@ -649,7 +649,7 @@ def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch)
         return message
 
     follower.send, head.receive = answer, take
-    joining = threading.Thread(target=meeting.introduce, args=(follower, Node(2, 1, 1, "n0", 1, 60), "word"))
+    joining = threading.Thread(target=rendezvous.introduce, args=(follower, Node(2, 1, 1, "n0", 1, 60), "word"))
     joining.start()
     met.welcome(head, "10.0.0.1")
     joining.join(10)

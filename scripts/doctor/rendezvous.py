@@ -131,7 +131,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
 
 
 @dataclass
-class Meeting:
+class Coordinator:
     """Node 0's side: the nodes that are present, and how to ask all of them."""
 
     word: str
@@ -147,7 +147,7 @@ class Meeting:
     """Nodes that were rejected: the rank that each claims, and why."""
     waiting: list[Channel] = field(default_factory=list)
     """Channels of rejected nodes, which stay open until the report is printed."""
-    door: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
 
     def gather(self, listener: socket.socket, timeout_s: float, say: Callable[[str], None]) -> None:
@@ -165,7 +165,7 @@ class Meeting:
                 arguments = (Channel(connection), str(address[0]))
                 threading.Thread(target=self.welcome, args=arguments, daemon=True).start()
         listener.close()
-        with self.door:
+        with self.lock:
             self.is_closed = True
 
     def welcome(self, channel: Channel, address: str) -> None:
@@ -179,7 +179,7 @@ class Meeting:
             offset_s = hello.get("time", begin + half_s) - begin - half_s
             rank, nnodes, own = int(hello["rank"]), hello["nnodes"], hello["nonce"]
             expected = mac(self.word, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
-            with self.door:
+            with self.lock:
                 if self.is_closed:
                     raise ConnectionAbortedError
                 if not hmac.compare_digest(str(hello["mac"]), expected):
