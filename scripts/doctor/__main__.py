@@ -77,9 +77,9 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 class Checks:
     """This node's checks: those of the node itself start at once, the others when node 0 orders them."""
 
-    def __init__(self, place: Node, args: Namespace, word: str) -> None:
-        self.place, self.args, self.word = place, args, word
-        self.folder = RunsFolder(args.runs_dir, word, place.node_rank)
+    def __init__(self, place: Node, args: Namespace, secret: str) -> None:
+        self.place, self.args, self.secret = place, args, secret
+        self.folder = RunsFolder(args.runs_dir, secret, place.node_rank)
         self.pool = ThreadPoolExecutor(1)
         within_s = node.QUICK_S if args.quick and place.nnodes == 1 else None
         arguments = (place.master_addr, place.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
@@ -94,7 +94,7 @@ class Checks:
             "write": lambda: {"error": self.folder.write()},
             "see": lambda: {"seen": self.folder.see(order["writers"])},
             "peers": lambda: network.look_at_peers(
-                [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank], self.word
+                [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank], self.secret
             ),
             "ranks": lambda: self.run_ranks(order),
         }
@@ -104,7 +104,7 @@ class Checks:
         """Return this node's facts, with the port of its echo server, which answers from now on."""
         self.facts = self.own.result(FACTS_TIMEOUT_S)
         if self.facts["network"]:
-            self.echo = Echo(self.facts["network"]["address"], self.word)
+            self.echo = Echo(self.facts["network"]["address"], self.secret)
             self.facts["echo_port"] = self.echo.port
         return self.facts
 
@@ -163,11 +163,11 @@ def can_meet(case: Case) -> bool:
     return has_all and reach and torch and all(facts["network"] for facts in case.facts.values())
 
 
-def lead(place: Node, args: Namespace, word: str) -> int:
+def lead(place: Node, args: Namespace, secret: str) -> int:
     """Act as node 0: gather the nodes, examine them and report; return the exit status."""
     begin = time.monotonic()
-    checks = Checks(place, args, word)
-    coordinator = rendezvous.Coordinator(word, place.nnodes, checks.carry_out)
+    checks = Checks(place, args, secret)
+    coordinator = rendezvous.Coordinator(secret, place.nnodes, checks.carry_out)
     case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
     case.lost, case.clocks = coordinator.lost, coordinator.clocks
     say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
@@ -183,7 +183,7 @@ def lead(place: Node, args: Namespace, word: str) -> int:
             return 1
     examine(case, coordinator, args)
     case.refused = sorted(coordinator.refused)
-    case.words = checks.folder.words_left() if place.nnodes > 1 else {}
+    case.messages = checks.folder.read_messages() if place.nnodes > 1 else {}
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0
     for line in report.lines(case, findings, time.monotonic() - begin):
@@ -199,19 +199,19 @@ def lead(place: Node, args: Namespace, word: str) -> int:
     return status
 
 
-def follow(place: Node, args: Namespace, word: str) -> int:
+def follow(place: Node, args: Namespace, secret: str) -> int:
     """Act as another node: connect to node 0 and carry out its orders; return the status that it sends."""
-    checks = Checks(place, args, word)
+    checks = Checks(place, args, secret)
     here = f"node {place.node_rank} ({socket.gethostname()})"
     # Wait longer than node 0 does, even if this node has started earlier. Node 0 then gives up first and reports;
     # if this node failed first, a launcher would end node 0 before its report.
     wait_s = place.rdzv_timeout_s * 1.25 + 2
     try:
         try:
-            channel = rendezvous.join(place, word, wait_s / 2)
+            channel = rendezvous.join(place, secret, wait_s / 2)
         except MissingNodeError as error:
-            checks.folder.leave_word(str(error))  # node 0 reads it at the end of its own wait
-            channel = rendezvous.join(place, word, wait_s / 2)
+            checks.folder.leave_message(str(error))  # node 0 reads it at the end of its own wait
+            channel = rendezvous.join(place, secret, wait_s / 2)
         status = rendezvous.serve(channel, checks.carry_out, place.rdzv_timeout_s)
     except UserError as error:
         say(f"error: {here}: {error}")
@@ -238,11 +238,11 @@ def run_local(args: Namespace, words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, job.interrupt)
     shares = local.share_out(local.visible_gpus(), args.nodes)
     nproc = args.nproc_per_node or max(1, len(shares[0]))
-    port, word = local.free_port(), secrets.token_hex(16)
+    port, secret = local.free_port(), secrets.token_hex(16)
     with temporary_folder() as scratch:
         for rank in range(args.nodes):
             environment = local.node_environment(rank, args.nodes, nproc, shares[rank], port)
-            environment |= {"RDZV_ID": word, "TMPDIR": scratch}
+            environment |= {"RDZV_ID": secret, "TMPDIR": scratch}
             job.start([sys.executable, "-m", "scripts.doctor", *words], environment)
         return job.wait()
 
@@ -256,8 +256,8 @@ def main(argv: list[str]) -> int:
     place = read_node(WAIT_S)
     # One node alone shares it with nobody. The name of its folder in --runs-dir, which may be /tmp, then cannot be
     # guessed by other users.
-    word = os.environ.get("RDZV_ID") or ("none" if place.nnodes > 1 else secrets.token_hex(16))
-    return lead(place, args, word) if place.node_rank == 0 else follow(place, args, word)
+    secret = os.environ.get("RDZV_ID") or ("none" if place.nnodes > 1 else secrets.token_hex(16))
+    return lead(place, args, secret) if place.node_rank == 0 else follow(place, args, secret)
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def create(path: Path) -> BinaryIO:
 class RunsFolder:
     """One node's view of the job's probe folder, whose name is the same on all nodes and differs between jobs."""
 
-    def __init__(self, runs_dir: Path, word: str, rank: int) -> None:
-        self.runs_dir, self.word, self.rank = runs_dir, word, rank
-        self.folder = runs_dir / f".doctor-{hashlib.sha256(word.encode()).hexdigest()[:16]}"
+    def __init__(self, runs_dir: Path, secret: str, rank: int) -> None:
+        self.runs_dir, self.secret, self.rank = runs_dir, secret, rank
+        self.folder = runs_dir / f".doctor-{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
         self.is_writing = False
 
     def content(self, rank: int) -> bytes:
@@ -52,7 +52,7 @@ class RunsFolder:
 
     def line(self, rank: int) -> bytes:
         """Return what the content of a node's file repeats."""
-        return hashlib.sha256(f"{self.word} {rank}".encode()).digest()
+        return hashlib.sha256(f"{self.secret} {rank}".encode()).digest()
 
     def write(self) -> str | None:
         """Write this node's file; return the reason if it could not be written, else None."""
@@ -105,23 +105,23 @@ class RunsFolder:
             call_within(look, SEEN_TIMEOUT_S + 5)
         return sorted(seen)
 
-    def leave_word(self, text: str) -> None:
+    def leave_message(self, text: str) -> None:
         """Leave a line for node 0 that this node cannot send over the network."""
 
         def leave() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with create(self.folder / f"word-{self.rank}") as file:
+            with create(self.folder / f"message-{self.rank}") as file:
                 file.write(text.encode())
 
         with contextlib.suppress(OSError):
             call_within(leave, SMALL_S)
 
-    def words_left(self) -> dict[int, str]:
+    def read_messages(self) -> dict[int, str]:
         """Return the lines that nodes have left, by rank."""
 
         def read() -> dict[int, str]:
-            paths = self.folder.glob("word-*")
-            return {int(path.name.removeprefix("word-")): path.read_text(errors="replace")[:500] for path in paths}
+            named = [(path, path.name.removeprefix("message-")) for path in self.folder.glob("message-*")]
+            return {int(rank): path.read_text(errors="replace")[:500] for path, rank in named}
 
         with contextlib.suppress(OSError):
             return call_within(read, SMALL_S)

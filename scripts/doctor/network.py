@@ -29,12 +29,12 @@ def try_name(name: str) -> list[str] | str:
     return sorted({str(entry[4][0]).split("%")[0].removeprefix("::ffff:") for entry in found})
 
 
-def look_at_peers(peers: Sequence[dict[str, Any]], word: str) -> dict[str, dict[str, Any]]:
+def look_at_peers(peers: Sequence[dict[str, Any]], secret: str) -> dict[str, dict[str, Any]]:
     """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank."""
 
     def look(peer: dict[str, Any]) -> dict[str, Any]:
         names = {name: try_name(name) for name in peer["names"]}
-        return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], word)}
+        return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], secret)}
 
     with ThreadPoolExecutor(PARALLEL) as pool:
         return {str(peer["rank"]): found for peer, found in zip(peers, pool.map(look, peers), strict=True)}

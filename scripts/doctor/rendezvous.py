@@ -79,25 +79,25 @@ class Channel:
         self.connection.close()
 
 
-def introduce(channel: Channel, place: Node, word: str) -> str:
+def introduce(channel: Channel, place: Node, secret: str) -> str:
     """Prove to node 0 that this node knows the secret, and have node 0 do so; return why it refuses, or "".
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the program that answers is not node 0 of this job.
     """
     nonce, own = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)["nonce"], os.urandom(16).hex()
-    proof = mac(word, f"node {nonce} {own} {place.node_rank} {place.nnodes}".encode()).hex()
+    proof = mac(secret, f"node {nonce} {own} {place.node_rank} {place.nnodes}".encode()).hex()
     hello = {"rank": place.node_rank, "nnodes": place.nnodes, "nonce": own, "mac": proof}
     channel.send({**hello, "time": time.time()})
     reply = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)
     if "refusal" in reply:
         return str(reply["refusal"])
-    if not hmac.compare_digest(reply["mac"], mac(word, f"head {own}".encode()).hex()):
+    if not hmac.compare_digest(reply["mac"], mac(secret, f"head {own}".encode()).hex()):
         raise ValueError("it does not know the job's secret, RDZV_ID")
     return ""
 
 
-def join(place: Node, word: str, timeout_s: float) -> Channel:
+def join(place: Node, secret: str, timeout_s: float) -> Channel:
     """Connect to node 0, which may start within timeout_s, and return the channel.
 
     Raises:
@@ -112,7 +112,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
         try:
             connection = socket.create_connection((address[0], place.master_port), timeout=CONNECT_TIMEOUT_S)
             channel = Channel(connection)
-            refusal = introduce(channel, place, word)
+            refusal = introduce(channel, place, secret)
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = "another program answers there" if channel else getattr(error, "strerror", None) or "no answer"
             if channel:
@@ -134,7 +134,7 @@ def join(place: Node, word: str, timeout_s: float) -> Channel:
 class Coordinator:
     """Node 0's side: the nodes that are present, and how to ask all of them."""
 
-    word: str
+    secret: str
     nnodes: int
     carry_out: Callable[[Answer], Answer]
     """Carries out an order on node 0 itself."""
@@ -178,7 +178,7 @@ class Coordinator:
             half_s = (time.time() - begin) / 2
             offset_s = hello.get("time", begin + half_s) - begin - half_s
             rank, nnodes, own = int(hello["rank"]), hello["nnodes"], hello["nonce"]
-            expected = mac(self.word, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
+            expected = mac(self.secret, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
             with self.lock:
                 if self.is_closed:
                     raise ConnectionAbortedError
@@ -189,7 +189,7 @@ class Coordinator:
                 elif rank in self.channels or not 0 < rank < nnodes:
                     reason = f"NODE_RANK {rank} is taken by another node"
                 else:
-                    channel.send({"mac": mac(self.word, f"head {own}".encode()).hex()})
+                    channel.send({"mac": mac(self.secret, f"head {own}".encode()).hex()})
                     self.clocks[rank] = (offset_s, half_s)
                     self.channels[rank] = channel
                     return

@@ -74,8 +74,8 @@ class Case:
     """By rank: what node.gather returned."""
     refused: list[tuple[int, str]] = field(default_factory=list)
     """Nodes that were rejected: the rank that each claims, and why."""
-    words: dict[int, str] = field(default_factory=dict)
-    """By rank: the line that a node that did not connect has left in the shared folder."""
+    messages: dict[int, str] = field(default_factory=dict)
+    """By rank: the message that a node that did not connect has left in the shared folder."""
     lost: dict[int, tuple[str, str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     """Orders for which there was no time left."""
@@ -162,7 +162,7 @@ def attendance(case: Case) -> Findings:
     for rank in sorted({*range(1, case.nnodes)} - {*case.facts, *case.lost, *dict(case.refused)}):
         what = f"node {rank} did not connect to {case.master} within {case.wait_s:.0f} s"
         fix = "see its own log: is it up, does MASTER_ADDR lead to node 0 there, does a firewall drop the port"
-        if own := case.words.get(rank):
+        if own := case.messages.get(rank):
             what, fix = f"node {rank} did not connect to {case.master}; it says: {own}", "its own log has more"
         yield case.error((rank,), what, fix)
     for order in case.skipped:

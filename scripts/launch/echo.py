@@ -1,7 +1,7 @@
-"""A port that answers those who know a word: whether one host reaches another, and not a namesake of it.
+"""A port that answers those who know a secret: whether one host reaches another, and not a namesake of it.
 
-Both sides prove that they know the word, a shared secret, and neither sends it. Under mpirun, rank 0 generates it
-and MPI carries it to the others; the doctor's nodes use RDZV_ID.
+Both sides prove that they know the secret, and neither sends it. Under mpirun, rank 0 generates it and MPI carries
+it to the others; the doctor's nodes use RDZV_ID.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LARGE_BYTES = 256 * 1024
 GREETING_BYTES, MAC_BYTES = 16, 32
 
 
-def mac(word: str, text: bytes) -> bytes:
-    """Return the proof of knowing the word (HMAC-SHA256) for a text, which must be used only once."""
-    return hmac.digest(word.encode(), text, "sha256")
+def mac(secret: str, text: bytes) -> bytes:
+    """Return the proof of knowing the secret (HMAC-SHA256) for a text, which must be used only once."""
+    return hmac.digest(secret.encode(), text, "sha256")
 
 
 def read_exactly(connection: socket.socket, size: int) -> bytes:
@@ -55,8 +55,8 @@ def listen(address: str, port: int) -> socket.socket:
 class Echo:
     """A server at a port (0: the kernel chooses one) of an address ("": all) that sends LARGE_BYTES back."""
 
-    def __init__(self, address: str, word: str, port: int = 0) -> None:
-        self.word = word
+    def __init__(self, address: str, secret: str, port: int = 0) -> None:
+        self.secret = secret
         self.listener = listen(address, port)
         self.port = int(self.listener.getsockname()[1])
         threading.Thread(target=self.serve, daemon=True).start()
@@ -73,9 +73,9 @@ class Echo:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(CONNECT_TIMEOUT_S + ECHO_TIMEOUT_S)
             greeting = read_exactly(connection, GREETING_BYTES + MAC_BYTES)
-            if not hmac.compare_digest(greeting[GREETING_BYTES:], mac(self.word, greeting[:GREETING_BYTES])):
+            if not hmac.compare_digest(greeting[GREETING_BYTES:], mac(self.secret, greeting[:GREETING_BYTES])):
                 return
-            connection.sendall(mac(self.word, greeting))
+            connection.sendall(mac(self.secret, greeting))
             connection.sendall(read_exactly(connection, LARGE_BYTES))
 
     def close(self) -> None:
@@ -85,22 +85,22 @@ class Echo:
         self.listener.close()
 
 
-def try_port(address: str, port: int, word: str, size: int = LARGE_BYTES) -> dict[str, Any]:
+def try_port(address: str, port: int, secret: str, size: int = LARGE_BYTES) -> dict[str, Any]:
     """Return {"stage": "done"} and the latency, or the stage at which a connection to an Echo failed and why.
 
     Args:
         address: the Echo's address.
         port: the Echo's port.
-        word: the word that both sides know.
+        secret: what both sides know.
         size: how many bytes the Echo is to send back, LARGE_BYTES or 0.
     """
     stage, begin = "connect", time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as connection:
             stage, greeting = "greet", os.urandom(GREETING_BYTES)
-            message = greeting + mac(word, greeting)
+            message = greeting + mac(secret, greeting)
             connection.sendall(message)
-            if not hmac.compare_digest(read_exactly(connection, MAC_BYTES), mac(word, message)):
+            if not hmac.compare_digest(read_exactly(connection, MAC_BYTES), mac(secret, message)):
                 return {"stage": stage, "why": "another program answers"}
             latency_ms = (time.monotonic() - begin) * 1000
             stage = "large"

@@ -92,7 +92,7 @@ def test_a_health_check_follows_no_link_of_another_user(tmp_path):
     guessed = tmp_path / f".doctor-{hashlib.sha256(b'none').hexdigest()[:16]}"
     guessed.mkdir()
     (tmp_path / "mine").write_text("mine")
-    for name in (".node-0.tmp", "word-0"):
+    for name in (".node-0.tmp", "message-0"):
         (guessed / name).symlink_to(tmp_path / "mine")
     Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path)).wait(30)
     assert (tmp_path / "mine").read_text() == "mine"
@@ -103,11 +103,11 @@ def test_nodes_follow_no_link_in_the_runs_folder(tmp_path):
     probe = folder.RunsFolder(tmp_path, "none", 0)
     probe.folder.mkdir()
     (tmp_path / "mine").write_text("mine")
-    for name in (".node-0.tmp", "word-0"):
+    for name in (".node-0.tmp", "message-0"):
         (probe.folder / name).symlink_to(tmp_path / "mine")
     assert probe.write() is None
-    probe.leave_word("a line")
-    assert probe.words_left() == {0: "a line"}
+    probe.leave_message("a line")
+    assert probe.read_messages() == {0: "a line"}
     assert (tmp_path / "mine").read_text() == "mine"
 
 

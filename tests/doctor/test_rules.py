@@ -128,7 +128,7 @@ FAULTS = {
         "node 0 rejected node 2 at 10.0.0.2: it has NNODES 4; give each node",
     ),
     "attendance, told": (
-        lambda case: [case.facts.pop(2), case.words.update({2: "n2 cannot resolve n0"})],
+        lambda case: [case.facts.pop(2), case.messages.update({2: "n2 cannot resolve n0"})],
         "node 2 did not connect to n0:29500; it says: n2 cannot resolve n0; its own log has more",
     ),
     "attendance, lost": (
