@@ -31,7 +31,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import one_of, positive_float, positive_int
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from scripts.doctor import folder, network, node, ranks, rendezvous, report
+from scripts.doctor import collectives_job, folder, network, node, rendezvous, report
 from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import Case, judge, tally
 from scripts.launch import local
@@ -111,7 +111,9 @@ class Checks:
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run this node's ranks of the doctor's own job and return what they have found."""
         place = replace(self.place, master_addr=order["address"], master_port=order["port"])
-        return ranks.run_ranks(place, self.facts["network"]["interface"], self.args.device, order["timeout_s"])
+        return collectives_job.run_ranks(
+            place, self.facts["network"]["interface"], self.args.device, order["timeout_s"]
+        )
 
     def close(self) -> None:
         """Stop the echo server, and remove the probe's files from the runs folder."""

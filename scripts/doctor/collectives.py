@@ -3,8 +3,8 @@
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 \
         python -m scripts.doctor.collectives --result result.json --device auto --timeout-s 30
 
-scripts/doctor/ranks.py starts it. The result file always holds this rank's progress, also if the rank hangs and is
-killed.
+scripts/doctor/collectives_job.py starts it. The result file always holds this rank's progress, also if the rank
+hangs and is killed.
 """
 
 from __future__ import annotations

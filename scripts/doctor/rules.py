@@ -86,7 +86,7 @@ class Case:
     peers: dict[int, dict[str, Facts]] = field(default_factory=dict)
     """What node a sees of node b: peers[a][str(b)]."""
     ranks: dict[int, Facts] = field(default_factory=dict)
-    """By node: what ranks.run_ranks returned."""
+    """By node: what collectives_job.run_ranks returned."""
 
     def fact(self, rank: int, part: str, default: Any = None) -> Any:
         """Return a part of a node's facts, or the default if the node has not sent it or does not know it."""

@@ -30,7 +30,7 @@ from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command, temporary_folder
-from scripts.launch.ranks import pass_signals_on, rank_command, run_processes
+from scripts.launch.rank_processes import pass_signals_on, rank_command, run_processes
 
 
 def read_node(rdzv_timeout_s: int = 300) -> Node:

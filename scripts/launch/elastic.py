@@ -50,10 +50,10 @@ from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError, port_taken_error
-from scripts.launch import ranks, script, torch_agent
+from scripts.launch import rank_processes, script, torch_agent
 from scripts.launch.command import command
 from scripts.launch.echo import listen
-from scripts.launch.ranks import SAVING, STOPPED_BY, blame, cause_of_failure, is_stopped, rank_command
+from scripts.launch.rank_processes import SAVING, STOPPED_BY, blame, cause_of_failure, is_stopped, rank_command
 from scripts.launch.rejoin import (
     HAS_RETURNED,
     LOST_STATUS,
@@ -528,7 +528,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent = Agent(
             spec, logs, handler, lambda: rank_command(recipe, options_of_later_rounds(options, replaced))[1:]
         )
-        ranks.announce_stop = handler.announce_stop
+        rank_processes.announce_stop = handler.announce_stop
         threading.Thread(target=handler.watch_store, args=(give_up,), daemon=True).start()
         try:
             result = agent.run()

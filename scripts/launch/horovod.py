@@ -22,7 +22,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head
 from recipes.common.process.rendezvous_errors import port_taken_error
 from scripts.launch.agent import main
-from scripts.launch.ranks import rank_command, run_processes
+from scripts.launch.rank_processes import rank_command, run_processes
 
 
 @contextmanager

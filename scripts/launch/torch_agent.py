@@ -31,7 +31,15 @@ from recipes.common.process.rendezvous_errors import MissingNodeError, port_take
 from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
-from scripts.launch.ranks import END_GRACE_S, END_SIGNAL, SAVING, STOP_GRACE_S, STOPPED_BY, blame, rank_command
+from scripts.launch.rank_processes import (
+    END_GRACE_S,
+    END_SIGNAL,
+    SAVING,
+    STOP_GRACE_S,
+    STOPPED_BY,
+    blame,
+    rank_command,
+)
 from scripts.launch.recipe_options import read_option
 
 REFUSAL_GRACE_S = 2.0

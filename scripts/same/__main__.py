@@ -25,10 +25,10 @@ from pathlib import Path
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import positive_float, positive_int
 from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
-from scripts.same import compare, ranks
+from scripts.same import compare, script_job
 from scripts.same.causes import CAUSES, NOTES
 from scripts.same.compare import Finding, Rounding, Run
-from scripts.same.ranks import CONTEXT
+from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
 PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "chaotic", "scaled-with-batch")
@@ -141,7 +141,7 @@ class Session:
             print(f"same: {what}", file=sys.stderr, flush=True)
         folder = self.folder / f"run{number}"
         variables |= {"RUN_DIR": str(own), "RESUME": resume, "WORKDIR": str(self.args.workdir)}
-        statuses = ranks.run(
+        statuses = script_job.run(
             [self.args.script, *words], launcher, world_size, folder, self.args.timeout_s, **variables
         )
         return compare.load(folder, world_size, statuses, self.args.loss)

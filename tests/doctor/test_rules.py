@@ -22,7 +22,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
 from scripts.doctor import collectives, folder, kernel_log, node, rendezvous, report, torch_facts
-from scripts.doctor.ranks import read as read_rank
+from scripts.doctor.collectives_job import read as read_rank
 from scripts.doctor.rules import RULES, Case, Finding, judge, outliers, tally
 from scripts.launch.processes import Ended
 from tests.support import write_program

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError
-from scripts.same import observe, ranks
+from scripts.same import observe, script_job
 from scripts.same.__main__ import Session, main, parse_args
 from scripts.same.causes import CAUSES
 from scripts.same.compare import Finding, Rounding, Run, check_resumed, compare, load
@@ -170,7 +170,7 @@ def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_pa
 def test_braces_of_the_script_itself_are_kept(monkeypatch, tmp_path):
     (tmp_path / "train.py").touch()
     started = []
-    monkeypatch.setattr(ranks, "run", lambda words, *_, **__: started.append(words) or [0])
+    monkeypatch.setattr(script_job, "run", lambda words, *_, **__: started.append(words) or [0])
     words = ["--name", "{epoch}-{val_loss}-{batch}-{global_step}", "--size", "{world_size}"]
     Session(parse_args([str(tmp_path / "train.py"), "--", *words]), tmp_path).run(1)
     assert started[0][1:] == [*words[:3], "1"]
@@ -181,7 +181,7 @@ def test_braces_of_the_script_itself_are_kept(monkeypatch, tmp_path):
 )
 def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is_terminal, said):
     (tmp_path / "train.py").touch()
-    monkeypatch.setattr(ranks, "run", lambda *_, **__: [0, 0])
+    monkeypatch.setattr(script_job, "run", lambda *_, **__: [0, 0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     Session(parse_args([str(tmp_path / "train.py")]), tmp_path).run(2)
     assert capsys.readouterr() == ("", said)
@@ -190,10 +190,10 @@ def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is
 def test_the_fork_server_starts_whatever_the_length_of_tmpdir(monkeypatch, tmp_path):
     """The path of a socket has at most 107 bytes."""
     calls = []
-    monkeypatch.setattr(ranks, "choose_socket_folder", lambda: calls.append("folder"))
-    monkeypatch.setattr(ranks.CONTEXT, "Process", lambda **_: calls.append("process") or Mock())
-    monkeypatch.setattr(ranks, "wait", lambda *_: [0])
-    assert ranks.run(["train.py"], "", 1, tmp_path / "run", 60.0) == [0]
+    monkeypatch.setattr(script_job, "choose_socket_folder", lambda: calls.append("folder"))
+    monkeypatch.setattr(script_job.CONTEXT, "Process", lambda **_: calls.append("process") or Mock())
+    monkeypatch.setattr(script_job, "wait", lambda *_: [0])
+    assert script_job.run(["train.py"], "", 1, tmp_path / "run", 60.0) == [0]
     assert calls == ["folder", "process"]
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scripts.same import ranks
+from scripts.same import script_job
 from scripts.same.__main__ import main
 from scripts.same.causes import NOTES
 from scripts.same.compare import load
@@ -208,7 +208,7 @@ def test_a_script_that_repeats_epochs_of_the_run_before_is_refused(capsys, tmp_p
 def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text("import os\nprint('loss 2.5', file=open(os.environ['SAME_REPORT'], 'a'))\n")
-    assert ranks.run([str(script)], launcher, 1, folder, 60) == [0]
+    assert script_job.run([str(script)], launcher, 1, folder, 60) == [0]
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
@@ -216,13 +216,13 @@ def test_of_ranks_that_all_print_one_is_read_under_a_launcher(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text("print('loss 2.5')\n")
     launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
-    assert ranks.run([str(script)], launcher, 2, folder, 60) == [0]
+    assert script_job.run([str(script)], launcher, 2, folder, 60) == [0]
     assert load(folder, 2, [0]).series["loss"].values == [2.5]
 
 
 def test_what_a_launcher_says_is_its_error(tmp_path):
     launcher = f"{sys.executable} -c 'raise SystemExit(\"no such host\")'"
-    assert ranks.run(["script.py"], launcher, 2, tmp_path / "run", 60) == [1]
+    assert script_job.run(["script.py"], launcher, 2, tmp_path / "run", 60) == [1]
     assert load(tmp_path / "run", 2, [1]).error == "no such host"
 
 
@@ -231,7 +231,7 @@ def test_the_script_runs_in_workdir(tmp_path, launcher):
     script, folder = tmp_path / "script", tmp_path / "run"
     script.write_text("print('loss', open('value').read())\n")
     (tmp_path / "value").write_text("2.5")
-    assert ranks.run([str(script)], launcher, 1, folder, 60, WORKDIR=str(tmp_path)) == [0]
+    assert script_job.run([str(script)], launcher, 1, folder, 60, WORKDIR=str(tmp_path)) == [0]
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
@@ -241,7 +241,7 @@ def test_a_script_may_import_a_package_named_like_one_of_this_repository(tmp_pat
     (tmp_path / "scripts/settings.py").write_text("LOSS = 2.5\n")
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text("from scripts.settings import LOSS\nprint('loss', LOSS)\n")
-    assert ranks.run([str(script)], "", 1, folder, 60) == [0]
+    assert script_job.run([str(script)], "", 1, folder, 60) == [0]
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 

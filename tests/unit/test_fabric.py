@@ -12,7 +12,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from scripts.doctor import node
-from scripts.doctor.ranks import fabric_variables
+from scripts.doctor.collectives_job import fabric_variables
 from scripts.launch import interface
 from scripts.launch.cores import count_cores
 from scripts.launch.fabric import fabric_environment

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import PortTakenError
-from scripts.launch import elastic, local, ranks, rejoin, torch_agent
+from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.local import free_port
 from tests.support import ROOT, run_command, wait_until
@@ -295,7 +295,7 @@ def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
     one = elastic.Agent.__new__(elastic.Agent)
     one.handler, one._remaining_restarts = handler, restarts
     stopped = set(stopped_by)
-    for owner in (elastic, ranks):
+    for owner in (elastic, rank_processes):
         monkeypatch.setattr(owner, "STOPPED_BY", stopped)
     return one, lambda: one._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3)))
 
@@ -509,10 +509,10 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(ranks, "STOPPED_BY", set())
-    monkeypatch.setattr(ranks, "announce_stop", lambda: has_ended_well)
+    monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
+    monkeypatch.setattr(rank_processes, "announce_stop", lambda: has_ended_well)
     with pytest.raises(SystemExit) as caught:
-        ranks.pass_signals_on(str(logs))
+        rank_processes.pass_signals_on(str(logs))
     assert caught.value.code == status
     output = "".join(capfd.readouterr())
     assert output == said + ("to resume: the same command with --resume auto\n" if status else "")
@@ -541,14 +541,14 @@ def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, ca
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(ranks, "NOTICE_S", 0)
-    monkeypatch.setenv(ranks.HAS_RETURNED, "1")
+    monkeypatch.setattr(rank_processes, "NOTICE_S", 0)
+    monkeypatch.setenv(rank_processes.HAS_RETURNED, "1")
     for announce_stop in (None, lambda: False):
-        monkeypatch.setattr(ranks, "STOPPED_BY", set())
-        monkeypatch.setattr(ranks, "announce_stop", announce_stop)
+        monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
+        monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
         (tmp_path / "logs").mkdir()
         with pytest.raises(SystemExit) as caught:
-            ranks.pass_signals_on(str(tmp_path / "logs"))
+            rank_processes.pass_signals_on(str(tmp_path / "logs"))
         assert caught.value.code == 1
         assert capfd.readouterr().err.startswith("error: stopped by SIGTERM while no ranks ran: ")
 
@@ -571,7 +571,7 @@ def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypat
     assert (0 if lost else 0.5) <= time.monotonic() - begun < 5
     assert len(stopped) == 1
     assert one.handler.stopping is not lost
-    assert not ranks.SAVING.is_set(), "ranks of a later round that fail are not waited for"
+    assert not rank_processes.SAVING.is_set(), "ranks of a later round that fail are not waited for"
     if not lost:
         assert rank.wait(10) == -signal.SIGUSR1
     rank.kill()
@@ -606,7 +606,7 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
             return failed(r0=ended)
 
     monkeypatch.setattr(elastic, "install", lambda: None)
-    monkeypatch.setattr(ranks, "announce_stop", None)
+    monkeypatch.setattr(rank_processes, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)

@@ -19,7 +19,7 @@ import torch
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
-from scripts.launch import agent, local, ranks, script
+from scripts.launch import agent, local, rank_processes, script
 from tests import support
 from tests.conftest import refused
 from tests.support import ROOT, run_command, wait_until, write_program
@@ -222,7 +222,7 @@ class TestNode:
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
     ended = {int(rank[1:]): status for rank, status in statuses.items()}
-    assert ranks.blame(ended, dict.fromkeys(ended, 77)) == expected
+    assert rank_processes.blame(ended, dict.fromkeys(ended, 77)) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""
@@ -269,7 +269,7 @@ def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_
     """An elastic node repeats a signal every second until its agent has ended."""
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
-    ranks.pass_signals_on(str(tmp_path / "removed"))
+    rank_processes.pass_signals_on(str(tmp_path / "removed"))
 
 
 def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, tmp_path, capsys):
@@ -278,10 +278,10 @@ def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, 
     code += "os.kill(os.getpid(), signal.SIGTERM) if os.environ['RANK'] == '1' else time.sleep(1)\n"
     code += "open(os.environ['SAVED'], 'w').close()"
     monkeypatch.setenv("SCRIPT", "train.py")
-    monkeypatch.setattr(ranks, "STOPPED_BY", {signal.SIGTERM})
-    monkeypatch.setattr(ranks, "ERROR_GRACE_S", 0.1)
+    monkeypatch.setattr(rank_processes, "STOPPED_BY", {signal.SIGTERM})
+    monkeypatch.setattr(rank_processes, "ERROR_GRACE_S", 0.1)
     environments = {rank: {**os.environ, "RANK": str(rank), "SAVED": str(tmp_path / "saved")} for rank in (0, 1)}
-    assert ranks.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0
+    assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0
     assert capsys.readouterr().out == "stopped by SIGTERM, which the script does not handle\n"
     assert (tmp_path / "saved").exists()
 

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from recipes.common import compiled_code
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
-from scripts.launch import ranks, torch_agent
+from scripts.launch import rank_processes, torch_agent
 
 NODE = Node(2, 0, 2, "127.0.0.1", 29500, 5)
 
@@ -34,7 +34,7 @@ def test_ranks_end_at_once(monkeypatch):
     agent._start_workers(None)
     context.close()
     context.close(signal.SIGTERM, 30)
-    assert closed == [[ranks.END_SIGNAL, ranks.END_GRACE_S]] * 2
+    assert closed == [[rank_processes.END_SIGNAL, rank_processes.END_GRACE_S]] * 2
 
 
 @pytest.fixture
