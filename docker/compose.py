@@ -44,7 +44,7 @@ TRAINER = "10001:10001"
 """The images' own user and group, used if the caller is root."""
 
 ENGINE_TIMEOUT_S = 120.0
-END_GRACE_S = 60
+DOWN_TIMEOUT_S = 60
 """How long nodes may take to write a checkpoint after this process was killed."""
 
 
@@ -165,7 +165,7 @@ def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
 def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
     """Remove all containers and networks at the end, even if this process is killed: a helper outlives it."""
     # The helper reads a pipe whose other end only this process holds, so that it closes with this process.
-    down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(END_GRACE_S)])}"
+    down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(DOWN_TIMEOUT_S)])}"
     helper = subprocess.Popen(
         ["bash", "-c", down],
         env=environment,

@@ -39,13 +39,13 @@ from scripts.launch.recipe_options import read_option
 OURS = "app.kubernetes.io/name=cluster-recipes"
 ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
 
-CALL_S = 60
+KUBECTL_TIMEOUT_S = 60
 """Longest wait for kubectl to answer."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
 RETRY_S = 120.0
 """How long a transient fault may last, such as a busy registry, a late mount or a silent API server."""
 INTERRUPTED = 128 + signal.SIGINT
-END_S = 120
+LOG_END_GRACE_S = 120
 """Longest wait for the end of the job after the last line of node 0's log."""
 
 OWN_CONTAINERS = ("trainer", "pytorch", "node", "launcher")
@@ -78,10 +78,12 @@ class Cluster:
         """Call kubectl once; return its output and status. Raises UserError if it reaches no cluster."""
         try:
             done = subprocess.run(
-                [*self.command, *words], input=stdin, capture_output=True, text=True, timeout=CALL_S
+                [*self.command, *words], input=stdin, capture_output=True, text=True, timeout=KUBECTL_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            raise NoAnswerError(f"no answer from the cluster within {CALL_S} s to kubectl {words[0]}") from None
+            raise NoAnswerError(
+                f"no answer from the cluster within {KUBECTL_TIMEOUT_S} s to kubectl {words[0]}"
+            ) from None
         except OSError as error:
             raise UserError(f"cannot run {self.command[0]}: {error.strerror}") from None
         # If kubectl printed an object, it reached a cluster: a call inside was refused, such as a webhook's.
@@ -350,10 +352,10 @@ class Watch:
         elif job_state(job)[0]:
             return job_state(job)
         elif self.log and head and "running" in container_state(head):
-            if time.monotonic() > self.log.last_seen + END_S:
+            if time.monotonic() > self.log.last_seen + LOG_END_GRACE_S:
                 raise LostSightError(
-                    f"the log of node 0 has ended {END_S} s ago, and its container runs on; the job goes on; look "
-                    f"with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
+                    f"the log of node 0 has ended {LOG_END_GRACE_S} s ago, and its container runs on; the job "
+                    f"goes on; look with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
                 )
         else:
             self.check_start(job, pods, head)

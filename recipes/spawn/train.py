@@ -36,10 +36,10 @@ from recipes.common.process.signals import STOP_SIGNALS, Stop
 from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
-GRACE_S = 4.0
+FAILURE_GRACE_S = 4.0
 """Time that a node's other ranks have to report after one has failed."""
 
-MEETING_S = 20.0
+RENDEZVOUS_GRACE_S = 20.0
 """Time that ranks may wait for other nodes' ranks after a stop signal; ranks that have not met lose no work."""
 
 
@@ -102,28 +102,28 @@ def start_ranks(args: SpawnOptions, node: Node, has_met: Event) -> mp.ProcessCon
 
 
 def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | None]:
-    """Wait until all ranks have ended, or until GRACE_S after one has failed; forward stop signals to them.
+    """Wait until all ranks have ended, or FAILURE_GRACE_S after one has failed; forward stop signals to them.
 
-    Also stop waiting for ranks that have not met MEETING_S after a stop signal. Return each rank's exit status:
-    negative for a signal, None if it still runs.
+    Also stop waiting for ranks that have not met RENDEZVOUS_GRACE_S after a stop signal. Return each rank's exit
+    status: negative for a signal, None if it still runs.
     """
     received: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    deadline = meeting_deadline = math.inf
+    deadline = rendezvous_deadline = math.inf
     while time.monotonic() < deadline:
         running = [process for process in context.processes if process.exitcode is None]
         if not running:
             break
         if deadline == math.inf and any(process.exitcode for process in context.processes):
-            deadline = time.monotonic() + GRACE_S
+            deadline = time.monotonic() + FAILURE_GRACE_S
         while received:
             passed_on = received.pop()
-            meeting_deadline = min(meeting_deadline, time.monotonic() + MEETING_S)
+            rendezvous_deadline = min(rendezvous_deadline, time.monotonic() + RENDEZVOUS_GRACE_S)
             for process in running:
                 os.kill(process.pid, passed_on)
-        if time.monotonic() > meeting_deadline and not has_met.is_set():
+        if time.monotonic() > rendezvous_deadline and not has_met.is_set():
             print(f"stopped by {signal.Signals(passed_on).name} before the ranks had met", flush=True)
             break
         connection.wait([process.sentinel for process in running], timeout=0.1)

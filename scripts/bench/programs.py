@@ -23,7 +23,7 @@ from scripts.launch.runs import read_losses
 TIMEOUT_S = 600.0
 """Time limit of a contender."""
 
-END_S = 30
+INTERRUPT_GRACE_S = 30
 """How long a command may take to end after SIGINT."""
 
 
@@ -44,7 +44,7 @@ def process_group(
     except BaseException:  # Ctrl-C may come twice
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             killpg(process.pid, signal.SIGINT)
-            process.wait(END_S)
+            process.wait(INTERRUPT_GRACE_S)
         raise
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from scripts.bench.figures import AGAIN, Figure, number, spread
 from scripts.drill.faults import FAULTS, ROUNDS
-from scripts.drill.trial import ELASTIC_STEP_S, NOTICE_S
+from scripts.drill.trial import ELASTIC_STEP_S, END_BOUND_S
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def drill_figures(text: str) -> list[Figure]:
         seconds = [float(row[is_elastic]) for row in rows if row[is_elastic] != "-"]
         if not seconds or rows[0][0] == "-":  # the job survives this fault: there is no end to time
             continue
-        end, bound_s = ("trains again", ELASTIC_STEP_S) if is_elastic else ("has ended", NOTICE_S)
+        end, bound_s = ("trains again", ELASTIC_STEP_S) if is_elastic else ("has ended", END_BOUND_S)
         title, goal = f"{name}, until it {end}", f"<= {bound_s:g}"
         figures.append(Figure(title, *spread(seconds), goal, "its bound", is_limit=True, part="drill"))
     return figures

@@ -39,7 +39,7 @@ from scripts.launch.agent import read_node
 from scripts.launch.command import CommandParser, command, parse, temporary_folder
 from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
-WAIT_S = 60
+DEFAULT_RDZV_TIMEOUT_S = 60
 """Time limit for the other nodes to connect, unless RDZV_TIMEOUT_S is set."""
 
 FACTS_TIMEOUT_S = node.TORCH_TIMEOUT_S + 2 * node.COMMAND_TIMEOUT_S
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if args.nodes and not args.as_node:
         return run_local(args, [*argv, "--as-node"])
-    place = read_node(WAIT_S)
+    place = read_node(DEFAULT_RDZV_TIMEOUT_S)
     # One node alone shares it with nobody. The name of its folder in --runs-dir, which may be /tmp, then cannot be
     # guessed by other users.
     secret = os.environ.get("RDZV_ID") or ("none" if place.nnodes > 1 else secrets.token_hex(16))

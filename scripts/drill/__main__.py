@@ -26,7 +26,7 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, positive_int
 from scripts.drill.faults import FAULTS, why_not
-from scripts.drill.trial import INTERVAL, START_S, Figures, Setting, Trial
+from scripts.drill.trial import INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
 from scripts.lab import network
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse
 from scripts.launch.runs import measured_on
@@ -84,10 +84,10 @@ def undisturbed(setting: Setting, name: str) -> Path:
     run = setting.folder / f"undisturbed-{fault.recipe}-{fault.model}"
     if not run.exists():
         job = setting.launch(fault, run, setting.folder / "log.txt")
-        status = job.wait(START_S)
+        status = job.wait(JOB_TIMEOUT_S)
         job.kill()
         if status is None:
-            raise UserError(f"the undisturbed job did not end within {START_S:.0f} s; lower --steps")
+            raise UserError(f"the undisturbed job did not end within {JOB_TIMEOUT_S:.0f} s; lower --steps")
         if status != 0:
             print(job.text, file=sys.stderr)
             raise UserError(f"the undisturbed job ended with status {status}: there is nothing to compare with")

@@ -25,13 +25,13 @@ from scripts.launch.runs import differences, read_losses
 INTERVAL = 20
 """Steps between two checkpoints."""
 
-NOTICE_S = 15.0
+END_BOUND_S = 15.0
 """A fault that ends the job has to end it on every node within this time."""
 
 ELASTIC_NOTICE_S, ELASTIC_STEP_S = 10.0, 30.0
 """An elastic job has to notice a fault within the first time, and to do a new step within the second."""
 
-START_S = 300.0
+JOB_TIMEOUT_S = 300.0
 """Time limit for a job to begin, and for the undisturbed rest of a job to end."""
 
 TROUBLE = (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError, psutil.Error)
@@ -175,7 +175,7 @@ class Trial:
     def _plant(self) -> None:
         """Wait until the job reaches a random step, and plant the fault."""
         step = self.chance.randrange(2 * INTERVAL + 1, self.setting.steps // 2)
-        has_come = self.job.wait_for(lambda: self.steps.last() >= step, START_S)
+        has_come = self.job.wait_for(lambda: self.steps.last() >= step, JOB_TIMEOUT_S)
         expect(has_come, f"the job did not come to step {step} (status {self.job.process.poll()})")
         self.figures.at_step, self.planted = self.steps.last(), time.monotonic()
         self.lines_before = self.job.text.count("elastic: ")
@@ -196,7 +196,7 @@ class Trial:
         expect(is_noticed, f"the loss was not noticed within {ELASTIC_NOTICE_S:.0f} s")
         figures.noticed_s = time.monotonic() - self.planted
         before = max(step for _, step in self.steps.seen)
-        expect(self.job.wait_for(lambda: len(self.launches) > 1, START_S), "no second round began")
+        expect(self.job.wait_for(lambda: len(self.launches) > 1, JOB_TIMEOUT_S), "no second round began")
         self.repair()
         self._count_lost(before, 1)
         begun = time.monotonic()
@@ -209,7 +209,7 @@ class Trial:
 
     def _end(self) -> int:
         """Wait for the end of a job that the fault interrupts; return its exit status."""
-        status = self._end_within(NOTICE_S, "the job")
+        status = self._end_within(END_BOUND_S, "the job")
         self.figures.noticed_s = time.monotonic() - self.planted
         is_error = self.fault.then == ERROR and self.figures.fault != "two"
         expect(status != 0 or not is_error, "ended with status 0 in spite of the fault")
@@ -222,10 +222,10 @@ class Trial:
         before, again = self.steps.last(), time.monotonic()
         self.repair()
         self.launch("--resume", "auto")
-        has_begun = self.job.wait_for(lambda: len(self.launches) >= self.figures.starts, START_S)
+        has_begun = self.job.wait_for(lambda: len(self.launches) >= self.figures.starts, JOB_TIMEOUT_S)
         expect(has_begun, f"the restart did not begin (status {self.job.process.poll()})")
         self._count_lost(before, -1)
-        status = self._end_within(START_S, "the restarted job")
+        status = self._end_within(JOB_TIMEOUT_S, "the restarted job")
         first = self.steps.first_after(again + 0.001, self.launches[-1]["step"])
         if self.figures.training_again_s is None and first:
             self.figures.training_again_s = first - self.planted
@@ -233,7 +233,7 @@ class Trial:
 
     def _end_well(self) -> None:
         """Wait for the end of a job that continues, which has to have status 0."""
-        status = self._end_within(START_S, "the job")
+        status = self._end_within(JOB_TIMEOUT_S, "the job")
         expect(status == 0, f"ended with status {status}, and should have gone on")
 
     def _end_within(self, bound_s: float, what: str) -> int:

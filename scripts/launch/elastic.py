@@ -6,7 +6,8 @@
 torchrun restarts the ranks of all nodes when a rank fails or a node joins. Handler and Agent add what it lacks:
 - If a node goes silent or is cut off, the other nodes restart (pytorch#111646: torchrun waits for a rank to fail),
   and the node ends its own ranks.
-- Before a node joins, the ranks write a checkpoint within CHECKPOINT_S; ranks that have lost a peer end at once.
+- Before a node joins, the ranks write a checkpoint within CHECKPOINT_TIMEOUT_S; ranks that have lost a peer end at
+  once.
 - Once a script's ranks have finished on some nodes, the others run to their end, and no node joins. The job fails
   if a node is lost, fails or stops before its own ranks have finished.
 - A refusal (status 2) ends the job, since a restart would be refused again.
@@ -80,13 +81,13 @@ STORE_TIMEOUT_S = 15
 FIRST_CALL_S, LAST_CALL_S = 30, 2
 """How long the first round, and each later one, waits for more nodes once MIN_NODES have joined."""
 
-NEWCOMER_WAIT_S, ROUND_S = 2.0, 10.0
-"""Nodes that arrive within NEWCOMER_WAIT_S share one restart; a round runs for ROUND_S before it ends for them."""
+NEWCOMER_WAIT_S, MIN_ROUND_S = 2.0, 10.0
+"""Nodes that arrive within NEWCOMER_WAIT_S share a restart; a round runs MIN_ROUND_S before it ends for them."""
 
-CHECKPOINT_S = 60.0
+CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
-REFUSAL_S = 10.0
+REFUSAL_WAIT_S = 10.0
 """How long a refusal waits for those of other nodes. A lost node also causes status 2, but is noticed earlier."""
 
 EXIT_BARRIER_S = 60.0
@@ -228,7 +229,7 @@ class Handler(DynamicRendezvousHandler):
     def _is_time_to_join(self) -> bool:
         now = time.monotonic()
         self._newcomers_since_s = self._newcomers_since_s or now
-        return now > max(self._newcomers_since_s + NEWCOMER_WAIT_S, self._begun_s + ROUND_S)
+        return now > max(self._newcomers_since_s + NEWCOMER_WAIT_S, self._begun_s + MIN_ROUND_S)
 
     def is_ending(self) -> bool:
         """Whether ranks of a script have finished on some node, so that no further round begins."""
@@ -284,7 +285,7 @@ class Handler(DynamicRendezvousHandler):
 
         All ranks share a refusal: it is one if those of all nodes end with status 2, or if no node is lost.
         """
-        key, deadline = f"refused/{self.round}", time.monotonic() + REFUSAL_S
+        key, deadline = f"refused/{self.round}", time.monotonic() + REFUSAL_WAIT_S
         self.notes.add(key, 1)
         while time.monotonic() < deadline:
             if self.notes.add(key, 0) >= len(self.members):
@@ -460,13 +461,13 @@ class Agent(torch_agent.Agent):
         raise SignalException("this node leaves the job", signal.Signals(min(STOPPED_BY)))
 
     def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> RunResult:
-        """Ask the ranks to checkpoint and end; return their state then, at CHECKPOINT_S or when a node is lost."""
+        """Ask the ranks to checkpoint and end; return their state at the end, the time limit or a loss."""
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
         SAVING.set()
         for worker in psutil.Process().children():
             worker.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + CHECKPOINT_S
+        deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S
         while True:
             result = super()._monitor_workers(worker_group)
             self.handler.num_nodes_waiting()

@@ -51,7 +51,7 @@ from scripts.launch.processes import end_groups, start_process
 from scripts.launch.recipe_options import read_option
 from scripts.launch.rejoin import LOST_STATUS
 
-ERROR_GRACE_S = 3.0
+FAILURE_GRACE_S = 3.0
 """How long the other nodes may take to print their own errors once a node has failed."""
 
 PORT_TRIES = 3
@@ -207,7 +207,7 @@ class LocalJob:
         while any(node.poll() is None for node in self.nodes):
             now = time.monotonic()
             if self.failed():
-                error_deadline = min(error_deadline, now + ERROR_GRACE_S)
+                error_deadline = min(error_deadline, now + FAILURE_GRACE_S)
             if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
                 end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent

@@ -18,7 +18,7 @@ from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
 
-END_GRACE_S = 5.0
+FAILURE_GRACE_S = 5.0
 """How long the other processes may go on after one has failed: they notice the failure by themselves."""
 
 
@@ -67,7 +67,7 @@ def run_side_by_side(
 ) -> list[Ended]:
     """Run commands side by side until all have ended; return how each ended. They also end with this process.
 
-    Processes that still run are killed at the time limit, or END_GRACE_S after a failure.
+    Processes that still run are killed at the time limit, or FAILURE_GRACE_S after a failure.
     """
     processes = []
     for i, (command, environment) in enumerate(commands):
@@ -75,7 +75,7 @@ def run_side_by_side(
             processes.append(start_process(command, environment, stdout=output, stderr=subprocess.STDOUT))
     is_late = not wait_for(processes, timeout_s, until_failure=True)
     if not is_late:
-        wait_for(processes, END_GRACE_S)
+        wait_for(processes, FAILURE_GRACE_S)
     ended = []
     for i, process in enumerate(processes):
         is_killed = process.poll() is None

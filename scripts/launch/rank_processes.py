@@ -23,16 +23,16 @@ from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
 
-END_GRACE_S = 2
+END_SIGNAL_GRACE_S = 2
 """How long those processes may take to end after END_SIGNAL, before KILL."""
 
-ERROR_GRACE_S = 2.0
+FAILURE_GRACE_S = 2.0
 """How long the other processes may take to print their own errors once one has failed."""
 
 STOP_GRACE_S = 30.0
 """How long other processes may still write a checkpoint once a stop signal has killed one without a handler."""
 
-NOTICE_S = 1.0
+STATUS_WAIT_S = 1.0
 """How long a stop signal waits, if no ranks run, for the agent to notice how they ended."""
 
 STOPPED_BY: set[int] = set()
@@ -97,7 +97,7 @@ def have_ended_well() -> bool:
         return False  # no rendezvous yet: the ranks of an earlier agent were lost with it
     if announce_stop():
         return True
-    time.sleep(NOTICE_S)
+    time.sleep(STATUS_WAIT_S)
     return announce_stop()
 
 
@@ -113,13 +113,13 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
     }
     running = list(processes.values())
     wait_for(running, math.inf, until_failure=True)
-    grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else ERROR_GRACE_S
-    for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_GRACE_S)):
+    grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
+    for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
         if not wait_for(running, wait_s):
             for process in running:
                 if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
                     os.killpg(process.pid, number)
-    wait_for(running, END_GRACE_S)
+    wait_for(running, END_SIGNAL_GRACE_S)
     end_groups([process.pid for process in running])
     failed = {rank: process for rank, process in processes.items() if process.returncode}
     if not failed:

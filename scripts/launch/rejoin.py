@@ -37,7 +37,7 @@ RETURN_AFTER_S = 1.0
 HAS_RETURNED = "HAS_RETURNED"
 """Variable of an agent, not empty if an earlier agent of its node was lost, together with its ranks."""
 
-LINGER_S = 3.0
+STORE_LINGER_S = 3.0
 """How long node 0's store outlives its ranks: other nodes read from it how the job has ended."""
 
 
@@ -152,7 +152,7 @@ def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
             status = report_unsaved_stop(stop.si_signo)
             break
     if store:
-        time.sleep(LINGER_S)
+        time.sleep(STORE_LINGER_S)
         store.kill()
     return status
 

@@ -32,8 +32,8 @@ from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.rank_processes import (
-    END_GRACE_S,
     END_SIGNAL,
+    END_SIGNAL_GRACE_S,
     SAVING,
     STOP_GRACE_S,
     STOPPED_BY,
@@ -42,12 +42,12 @@ from scripts.launch.rank_processes import (
 )
 from scripts.launch.recipe_options import read_option
 
-REFUSAL_GRACE_S = 2.0
+STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of a node, which ends ranks with END_SIGNAL, and after END_GRACE_S with KILL.
+    """torchrun's agent of a node, which ends ranks with END_SIGNAL, and after END_SIGNAL_GRACE_S with KILL.
 
     torchrun would send TERM and wait 30 s. Recipes take TERM for "write a checkpoint", and a process that waits in
     a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
@@ -68,7 +68,7 @@ def end_ranks(
     ranks = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
     if script.is_set() and (STOPPED_BY or SAVING.is_set()):
         wait_for(ranks, STOP_GRACE_S)
-    close(END_SIGNAL, END_GRACE_S)
+    close(END_SIGNAL, END_SIGNAL_GRACE_S)
     end_groups([rank.pid for rank in ranks])
 
 
@@ -157,7 +157,7 @@ def meet_nodes(node: Node, job: str) -> Store:
         if (other := names.get(rank).decode()) != own and not names.check(["refusal"]):
             names.set("refusal", f"NODE_RANK {rank} is that of two nodes, {own} and {other}; number them from 0")
         if names.check(["refusal"]):
-            time.sleep(REFUSAL_GRACE_S if is_head else 0)  # the store ends with node 0
+            time.sleep(STORE_LINGER_S if is_head else 0)  # the store ends with node 0
             raise UserError(names.get("refusal").decode())
         if are_all_there:
             return store

@@ -80,7 +80,7 @@ def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
 
 
 def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatch, capsys):
-    monkeypatch.setattr(local, "ERROR_GRACE_S", 0.1)
+    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
     job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "sleep 60")
     job.store.kill()
     assert (job.wait(), capsys.readouterr().err) == (

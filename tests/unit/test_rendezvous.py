@@ -55,7 +55,7 @@ def store(monkeypatch):
     monkeypatch.setattr(elastic, "BEAT_S", BEAT_S)
     monkeypatch.setattr(elastic, "SILENT_BEATS", 15)
     monkeypatch.setattr(elastic, "LAST_CALL_S", 0.3)
-    for name in ("NEWCOMER_WAIT_S", "ROUND_S"):
+    for name in ("NEWCOMER_WAIT_S", "MIN_ROUND_S"):
         monkeypatch.setattr(elastic, name, 0.2)
     delay = dynamic_rendezvous._delay
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: delay(0.02))
@@ -233,7 +233,7 @@ def test_a_refusal_is_that_of_all_nodes(nodes, monkeypatch):
 
 
 def test_a_refusal_of_one_node_is_one_after_a_while(nodes, monkeypatch):
-    monkeypatch.setattr(elastic, "REFUSAL_S", 0.5)
+    monkeypatch.setattr(elastic, "REFUSAL_WAIT_S", 0.5)
     a, b = nodes(2, max_nodes=2)
     join(a, b)
     assert a.is_refusal()
@@ -541,7 +541,7 @@ def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, ca
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(rank_processes, "NOTICE_S", 0)
+    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
     monkeypatch.setenv(rank_processes.HAS_RETURNED, "1")
     for announce_stop in (None, lambda: False):
         monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
@@ -555,7 +555,7 @@ def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, ca
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
 def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, lost, bound_s):
-    monkeypatch.setattr(elastic, "CHECKPOINT_S", bound_s)
+    monkeypatch.setattr(elastic, "CHECKPOINT_TIMEOUT_S", bound_s)
     healthy = RunResult(state=WorkerState.HEALTHY)
     one, _ = monitored(monkeypatch, healthy, FakeHandler())
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

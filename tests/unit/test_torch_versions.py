@@ -34,7 +34,7 @@ def test_ranks_end_at_once(monkeypatch):
     agent._start_workers(None)
     context.close()
     context.close(signal.SIGTERM, 30)
-    assert closed == [[rank_processes.END_SIGNAL, rank_processes.END_GRACE_S]] * 2
+    assert closed == [[rank_processes.END_SIGNAL, rank_processes.END_SIGNAL_GRACE_S]] * 2
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from recipes.common.watch import watch as watch_module
 from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report, summarize
-from recipes.common.watch.watch import NOTE_S, Watch, median_without, stragglers
+from recipes.common.watch.watch import NOTE_INTERVAL_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
 from recipes.single import train as single
 from scripts.launch.local import free_port
@@ -242,7 +242,7 @@ def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
         with watch("gradients"):
             pass
         watch._at = watch._at._replace(since=time.monotonic() - 60)
-        time.sleep(3 * NOTE_S)
+        time.sleep(3 * NOTE_INTERVAL_S)
         assert watch.ends == []
 
 
@@ -298,7 +298,7 @@ def test_rank_0_with_which_the_store_goes_leaves_last(two_watches):
 
 
 def test_a_rank_that_never_leaves_delays_rank_0_to_a_bound(two_watches, monkeypatch):
-    monkeypatch.setattr(watch_module, "LEAVE_S", 0.2)
+    monkeypatch.setattr(watch_module, "LEAVE_TIMEOUT_S", 0.2)
     began_at = time.monotonic()
     two_watches[0].leave()
     assert 0.2 <= time.monotonic() - began_at < 4

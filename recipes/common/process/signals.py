@@ -9,7 +9,7 @@ from recipes.common.errors import UserError
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
-VOTE_S = 5.0
+MAX_VOTE_INTERVAL_S = 5.0
 """Longest time between two votes, unless a step is longer: schedulers give a job a minute or two to stop."""
 
 GO, STOP, FAIL = 0, 1, 2
@@ -51,6 +51,6 @@ def vote_interval(world_size: int, step_s: float) -> int:
 
     Gloo sends a vote around a ring of all ranks: with thousands, that takes longer than a short step. Up to 64
     ranks vote in each step, so that a signal takes effect at once; beyond that, the cost of votes per step is
-    constant, but if steps are long, a signal waits for at most about VOTE_S.
+    constant, but if steps are long, a signal waits for at most about MAX_VOTE_INTERVAL_S.
     """
-    return max(1, min(-(-world_size // 64), int(VOTE_S / max(step_s, 1e-3))))
+    return max(1, min(-(-world_size // 64), int(MAX_VOTE_INTERVAL_S / max(step_s, 1e-3))))

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-ANSWER_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 """How long to wait for the store to answer: the rank that hosts it may be the one that hangs."""
 
 
@@ -28,7 +28,7 @@ class Notes:
     def __init__(self, store: Store | None, world_size: int) -> None:
         self.store, self.world_size = store, world_size
 
-    def ask(self, action: Callable[[Store], T], otherwise: T, bound_s: float = ANSWER_S) -> T:
+    def ask(self, action: Callable[[Store], T], otherwise: T, bound_s: float = ANSWER_TIMEOUT_S) -> T:
         """Return action(store), or `otherwise` if there is no store, or it fails or does not answer in time."""
         store, result = self.store, [otherwise]
         if store is None:

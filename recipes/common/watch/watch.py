@@ -27,13 +27,13 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from recipes.common.options import Options
 from recipes.common.watch.bounds import HANG_STATUS, TIME_OUTS
-from recipes.common.watch.notes import ANSWER_S, Notes, Store, read
+from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read
 from recipes.common.watch.report import MOST_NAMED, Report, describe_rank
 
-NOTE_S = 0.2
+NOTE_INTERVAL_S = 0.2
 """Time between two notes of a rank; longer beyond 1,000 ranks, as their store takes 10,000 requests a second."""
 
-LEAVE_S = 5.0
+LEAVE_TIMEOUT_S = 5.0
 """How long rank 0, which may host the store, waits at the end for the others to stop using it."""
 
 LEAST_EXCESS_S = 0.005
@@ -95,7 +95,7 @@ class Watch(NoWatch):
         self._at = At(since=time.monotonic())
         self._busy_s = 0.0
         self._stragglers: list[str] = []
-        self._note_s = max(NOTE_S, world_size / 5000)
+        self._note_s = max(NOTE_INTERVAL_S, world_size / 5000)
         self._closed = threading.Event()
         self._ending = threading.Lock()
         time_s = self._note_s if store else 1.0
@@ -142,11 +142,11 @@ class Watch(NoWatch):
         self._closed.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * ANSWER_S)
+                thread.join(2 * ANSWER_TIMEOUT_S)
         Watch.active = None
 
     def leave(self) -> None:
-        """Stop watching at the end of the job; on rank 0, wait up to LEAVE_S for the other ranks to do so.
+        """Stop watching at the end of the job; on rank 0, wait up to LEAVE_TIMEOUT_S for the other ranks to do so.
 
         The store may end with rank 0, and a rank that still used it would print twenty lines of C++ errors.
         """
@@ -154,7 +154,7 @@ class Watch(NoWatch):
         if self.notes.count("left", otherwise=0) == self.world_size:
             self.notes.put("all left", "")
         if self.rank == 0:
-            self.notes.ask(lambda store: store.get("all left"), b"", LEAVE_S)
+            self.notes.ask(lambda store: store.get("all left"), b"", LEAVE_TIMEOUT_S)
 
     def is_hang(self, message: str) -> bool:
         """Return whether a collective that failed with this message did so because of a hang.
@@ -238,7 +238,7 @@ def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[
         steps = (after[rank]["step"] or 0) - (before[rank]["step"] or 0)
         if steps >= 5:
             step_s = seconds / steps  # the same for all ranks: they step together
-            # Notes are up to NOTE_S old, and so may cover more time than the window.
+            # Notes are up to NOTE_INTERVAL_S old, and so may cover more time than the window.
             work_s[rank] = min((after[rank]["busy_s"] - before[rank]["busy_s"]) / steps, step_s)
     if len(work_s) < 2:
         return []

@@ -34,7 +34,7 @@ from scripts.launch.local import LOOPBACK, visible_gpus
 from scripts.launch.processes import run_side_by_side
 from scripts.launch.runs import measured_on
 
-START_S = 120
+START_TIMEOUT_S = 120
 """Time allowed for the ranks to start: all processes import torch at once."""
 
 
@@ -136,7 +136,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
         return [*command, "-m", "scripts.bench.commbench.rank"], environment
     script = {"SCRIPT": str(ROOT / "scripts/bench/commbench/rank.py"), "WORKDIR": str(ROOT), "RESUME": "none"}
     environment |= {**script, "RUN_DIR": str(folder), "RUNS_DIR": str(folder), "PYTHONPATH": str(ROOT)}
-    environment |= {"RDZV_TIMEOUT_S": str(START_S), "MIN_NODES": ""}
+    environment |= {"RDZV_TIMEOUT_S": str(START_TIMEOUT_S), "MIN_NODES": ""}
     recipe = "horovod" if backend == "horovod" else "ddp"  # its launcher starts the ranks
     if place.node_rank is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
@@ -154,7 +154,7 @@ def run_backend(backend: str, number: int, place: Place, args: Namespace) -> lis
         RuntimeError: it failed or exceeded its time limit; the message is its own error line or its last line.
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
-    bound_s = START_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)
+    bound_s = START_TIMEOUT_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)
     with tempfile.TemporaryDirectory(prefix="commbench-") as folder:
         result = Path(folder) / "rows.json"
         command, environment = launcher(backend, number, place, Path(folder))
