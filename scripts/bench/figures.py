@@ -97,14 +97,14 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_
     return values
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
+def median_and_range(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median, the minimum and the maximum."""
     return median(values), min(values), max(values)
 
 
 def ratio(values: Rounds, name: str, against: str) -> tuple[float, float, float]:
     """Return the median, minimum and maximum of the ratios of two contenders in the same round."""
-    return spread([a / b for a, b in zip(values[name], values[against], strict=True)])
+    return median_and_range([a / b for a, b in zip(values[name], values[against], strict=True)])
 
 
 def speed_figure(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from scripts.bench import jpeg, small_data
-from scripts.bench.figures import Figure, Rounds, speed_figure, spread, take_turns, unmeasured
+from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, take_turns, unmeasured
 from scripts.bench.programs import contender, parse_result, recipe, run
 from scripts.launch.cores import count_cores
 
@@ -134,7 +134,7 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
     goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
     reason = "kernels shorter than their launch"
     return [
-        Figure(f"{LENET}, {how}", *spread(values[name]), goal, peer, no_limit=reason)
+        Figure(f"{LENET}, {how}", *median_and_range(values[name]), goal, peer, no_limit=reason)
         if name in values
         else unmeasured(f"{LENET}, {how}", faults[name], goal)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))

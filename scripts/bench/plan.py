@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from recipes.common.process.entry import exit_status
 from recipes.ddp import train
-from scripts.bench.figures import Figure, spread
+from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
@@ -185,7 +185,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"
     return [
         *(time_figure(point, predicted[point], real_s[point]) for point in points),
-        Figure("bytes sent over the plan's", *spread(sent), "<= 1.02", peer, note, is_limit=True),
+        Figure("bytes sent over the plan's", *median_and_range(sent), "<= 1.02", peer, note, is_limit=True),
     ]
 
 
@@ -198,7 +198,7 @@ def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Seque
     compute_ms = 1e3 * median(plan.compute_s for plan in predicted)
     note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {1e3 * median(real_s):.0f} ms"
     note += "; the larger over the smaller"
-    return Figure(name, *spread(ratios), "<= 1.15", "the real step", note, is_limit=True)
+    return Figure(name, *median_and_range(ratios), "<= 1.15", "the real step", note, is_limit=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.bench.figures import AGAIN, Figure, number, spread
+from scripts.bench.figures import AGAIN, Figure, median_and_range, number
 from scripts.drill.faults import FAULTS, ROUNDS
 from scripts.drill.trial import ELASTIC_STEP_S, END_BOUND_S
 
@@ -153,7 +153,7 @@ def drill_figures(text: str) -> list[Figure]:
             continue
         end, bound_s = ("trains again", ELASTIC_STEP_S) if is_elastic else ("has ended", END_BOUND_S)
         title, goal = f"{name}, until it {end}", f"<= {bound_s:g}"
-        figures.append(Figure(title, *spread(seconds), goal, "its bound", is_limit=True, part="drill"))
+        figures.append(Figure(title, *median_and_range(seconds), goal, "its bound", is_limit=True, part="drill"))
     return figures
 
 

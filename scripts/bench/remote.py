@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
-from scripts.bench.figures import Figure, speed_figure, spread, take_turns
+from scripts.bench.figures import Figure, median_and_range, speed_figure, take_turns
 from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
 from scripts.launch.command import ROOT
@@ -138,4 +138,4 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             does = "sends, receives and writes" if "new" in name else "sends and receives"
             figures.append(named(bare, goal, f"a client that {does} bytes, and no more", is_limit=True))
     name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
-    return [*figures, *in_flight, Figure(name, *spread(opened), "<= 5", no_limit="a bound on a wait")]
+    return [*figures, *in_flight, Figure(name, *median_and_range(opened), "<= 5", no_limit="a bound on a wait")]

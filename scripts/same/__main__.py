@@ -182,7 +182,7 @@ class Session:
                     raise unread  # nothing else can be compared
                 differences.append(Finding("not-printed", "loss"))
             self.findings += [(size, found) for found in differences]
-            self.largest = max(self.largest, compare.largest_difference(run, replay or first))
+            self.largest = max(self.largest, compare.largest_gradient_difference(run, replay or first))
         if args.resume == "auto":
             self.examine_resume()
 

@@ -153,12 +153,12 @@ def difference(a: Vector, b: Vector) -> float:
     return float(np.linalg.norm(a - b)) / scale if scale else float(np.any(a != b))
 
 
-def spread(records: Sequence[Step], name: str) -> float:
+def rank_difference(records: Sequence[Step], name: str) -> float:
     """Return the largest difference of a sketch between any rank and the first."""
     return max(difference(record[name], records[0][name]) for record in records)
 
 
-def update(record: Step) -> Vector:
+def weight_change(record: Step) -> Vector:
     """Return the change of the weights in a step, a sketch of shape (61,)."""
     return np.subtract(record["after"], record["weights"])
 
@@ -187,7 +187,7 @@ def begins_differently(run: Run, reference: Run) -> bool:
     )
 
 
-def largest_difference(run: Run, reference: Run) -> float:
+def largest_gradient_difference(run: Run, reference: Run) -> float:
     """Return the largest relative difference of a gradient from one process's."""
     if not is_replicated(run, reference):
         return 0.0
@@ -202,7 +202,9 @@ class Rounding:
         self.floor = FLOOR_SHARE * max(math.sqrt(EPS.get(name, EPS["float32"])) for name in used)
         pairs = pair_steps(control, first)
         self.gradient = [*accumulate((difference(again["final"], one["final"]) for again, one in pairs), max)]
-        self.update = [*accumulate((difference(update(again), update(one)) for again, one in pairs), max)]
+        self.update = [
+            *accumulate((difference(weight_change(again), weight_change(one)) for again, one in pairs), max)
+        ]
         self.is_controlled = not pairs or control.rows(0) == first.rows(0)
         self.printed = {}
         for name, series in first.series.items():
@@ -234,7 +236,7 @@ def check_ranks(run: Run) -> Iterator[Finding]:
     """Yield what differs between the ranks of one run, without a look at other runs."""
     if not any(np.any(record["final"]) for records in run.steps for record in records):
         yield Finding("zero-gradient", "all steps, gradient: zero")
-    if (apart := spread(run.steps[0], "weights")) > 1e-12:
+    if (apart := rank_difference(run.steps[0], "weights")) > 1e-12:
         yield Finding("no-broadcast", f"step 1, weights: differ between ranks by {apart:.1e}")
     for i, records in enumerate(run.steps):
         where = step_name(records[0], i)
@@ -243,7 +245,7 @@ def check_ranks(run: Run) -> Iterator[Finding]:
             by_rank = ", ".join(str(rate[0]) for rate in rates)
             yield Finding("unequal-learning-rates", f"{where}, learning rate: {by_rank} by rank")
             return
-        if (apart := spread(records, "final")) > 1e-6:
+        if (apart := rank_difference(records, "final")) > 1e-6:
             what = f"{where}, gradient: differs between ranks by {apart:.1e} at optimizer.step()"
             yield Finding(why_not_synchronised(run, i), what)
             return
@@ -397,7 +399,7 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
                 times = name_factor(rate / right, run.world_size) if rate and right else "not"
                 what = f"{where}, learning rate: {rate:.6g}, {times} that of 1 process"
                 return Finding("scaled-with-batch" if is_scaled else "learning-rate-scaled", what)
-        apart = difference(update(record), update(expected))
+        apart = difference(weight_change(record), weight_change(expected))
         if apart > max(rounding.limit(rounding.update, i), 10 * rounding.floor):
             return Finding("unknown", f"{where}, update of the weights: differs by {apart:.1e}")
     return None
@@ -545,8 +547,8 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
         return failure
     if not resumed.steps:
         return Finding("weights-not-resumed", "the resumed run makes no optimizer step")
-    apart = spread(resumed.steps[0], "weights")
-    if apart > 1e-12 and spread(whole.steps[0], "weights") <= 1e-12:  # else ranks hold parts of the model
+    apart = rank_difference(resumed.steps[0], "weights")
+    if apart > 1e-12 and rank_difference(whole.steps[0], "weights") <= 1e-12:  # else ranks hold parts of the model
         return Finding("weights-not-resumed", f"first resumed step, weights: differ between ranks by {apart:.1e}")
     begin = resumed.steps[0][0]["weights"]
     distances = [difference(begin, records[0]["weights"]) for records in whole.steps]
@@ -567,7 +569,7 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
         if record["lr"] != expected["lr"] and not np.allclose(record["lr"], expected["lr"], rtol=1e-9):
             rates = f"{record['lr'][0]:.6g}, {expected['lr'][0]:.6g} without a stop"
             return Finding("learning-rate-not-resumed", f"{where}, learning rate: {rates}")
-        if (moved := difference(update(record), update(expected))) > RESUMED_SHARE:
+        if (moved := difference(weight_change(record), weight_change(expected))) > RESUMED_SHARE:
             return Finding("optimizer-not-resumed", f"{where}, update of the weights: differs by {moved:.1e}")
     if (end := start + len(resumed.steps)) != len(whole.steps):
         what = f"{end} optimizer steps with the resumed ones, {len(whole.steps)} without a stop"

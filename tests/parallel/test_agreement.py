@@ -100,14 +100,14 @@ def change(name, value):
         agreement.check_facts = lambda own, expected: check({**own, name: value} if name in own else own, expected)
 
 
-def refused(recipe, folder, **how):
+def refusal_of(recipe, folder, **how):
     argv = words_for(folder, recipe, "--max-steps", "1")
     return Ranks(recipe, argv, 2, folder / "out", **how).wait().refusal
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "horovod"])
 def test_other_options_on_a_rank(tmp_path, recipe):
-    line = refused(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]})
+    line = refusal_of(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]})
     assert line.startswith("error: rank 1: --lr is 0.5 on ")
     assert line.endswith(", and 0.02 on rank 0; start all ranks with the same options, data, code and libraries")
     assert not (tmp_path / recipe).exists(), "nothing was recorded"
@@ -116,7 +116,7 @@ def test_other_options_on_a_rank(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
 def test_compile_on_one_rank(tmp_path, recipe):
     """Only ranks that compile check the folder of compiled code, together."""
-    line = refused(recipe, tmp_path, own_argv={0: ["--timeout-s", "30"], 1: ["--timeout-s", "30", "--compile"]})
+    line = refusal_of(recipe, tmp_path, own_argv={0: ["--timeout-s", "30"], 1: ["--timeout-s", "30", "--compile"]})
     assert line.startswith("error: rank 1: --compile is True on ")
 
 
@@ -127,7 +127,7 @@ def test_another_data_set_on_a_rank(images, tmp_path, own):
         rank: [*IMAGES[4:], *IMAGES[2:4] * (data == "imagefolder"), "--data", data, "--data-dir", str(images)]
         for rank, data in own.items()
     }
-    line = refused("ddp", tmp_path, own_argv=words)
+    line = refusal_of("ddp", tmp_path, own_argv=words)
     assert line.startswith(f"error: rank 1: --data is {own[1]} on ")
     assert f", and {own[0]} on rank 0; " in line
 
@@ -136,14 +136,14 @@ def test_another_data_set_on_a_rank(images, tmp_path, own):
 def test_another_grid_on_a_rank(tmp_path, option, here, there):
     """Ranks with different grids would create different groups, and wait for each other until --timeout-s."""
     bound = ["--timeout-s", "30"]
-    line = refused("pipeline", tmp_path, own_argv={0: bound, 1: [*bound, option, here]})
+    line = refusal_of("pipeline", tmp_path, own_argv={0: bound, 1: [*bound, option, here]})
     assert line.startswith(f"error: rank 1: {option} is {here} on ")
     assert f", and {there} on rank 0; " in line
 
 
 @pytest.mark.parametrize("name", ["recipes/common/optim.py", "recipes/ddp/train.py", "torch", "the test set"])
 def test_other_code_libraries_or_data_on_a_rank(tmp_path, name):
-    line = refused("ddp", tmp_path, setup=functools.partial(change, name, "another"))
+    line = refusal_of("ddp", tmp_path, setup=functools.partial(change, name, "another"))
     assert line.startswith(f"error: rank 1: {name} is another on ")
 
 
