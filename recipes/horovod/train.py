@@ -26,7 +26,7 @@ from recipes.common.options import Options, choice, parse
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
-from recipes.common.watch.bounds import bound_horovod
+from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         args = options(argv)
         # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
-        bound_horovod(args.timeout_s)
+        set_horovod_timeout(args.timeout_s)
     finally:
         # Horovod: connects all processes. Only then does each know whether it is rank 0, which prints UserErrors.
         hvd.init()

@@ -15,7 +15,7 @@ from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options, choice, one_of, option, positive_int
 from recipes.common.parallel.mesh import grid_mesh
-from recipes.common.watch.bounds import bound_of_waits
+from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes
 from recipes.common.world.world import World
 
@@ -139,7 +139,7 @@ def build_grid(args: PipelineOptions, world: World) -> Grid:
     mesh = grid_mesh(args, world, stages, ("dp", "pp"))
     with world.watch("groups"):
         first_replica = cast(
-            dist.ProcessGroup, dist.new_group(list(range(stages)), timeout=bound_of_waits(args), backend="gloo")
+            dist.ProcessGroup, dist.new_group(list(range(stages)), timeout=wait_timeout(args), backend="gloo")
         )
     replica, stage = divmod(world.rank, stages)
     replicas = world.world_size // stages

@@ -31,7 +31,7 @@ from recipes.common.process.entry import exit_status
 from recipes.common.process.node import read_master
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.watch.bounds import bound_horovod
+from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
 
@@ -103,7 +103,7 @@ class HorovodWorld:
             reason = "Horovod is not built for this Python; run `make horovod`"
             raise UserError(reason, on_every_node=True) from None
         # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
-        bound_horovod(timeout_s)
+        set_horovod_timeout(timeout_s)
         hvd.init()
         os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))  # only rank 0 prints an error
         self.hvd = hvd

@@ -33,7 +33,7 @@ from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.rendezvous_errors import PortTakenError
 from recipes.common.process.signals import STOP_SIGNALS
-from recipes.common.watch.bounds import HANG_STATUS
+from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
     NOT_ELASTIC,

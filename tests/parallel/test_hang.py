@@ -11,7 +11,7 @@ import pytest
 from recipes.common import job as jobs
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.record import resume
-from recipes.common.watch.bounds import HANG_STATUS
+from recipes.common.watch.timeouts import HANG_STATUS
 from recipes.tensor import train as tensor
 from tests.conftest import slow
 from tests.support import Interrupt, Ranks, local, newest_checkpoint, run_ranks, train, words_for

@@ -28,9 +28,9 @@ from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch import report
 from recipes.common.watch import watch as watch_module
-from recipes.common.watch.bounds import HANG_STATUS, bound_of_waits
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report, summarize
+from recipes.common.watch.timeouts import HANG_STATUS, wait_timeout
 from recipes.common.watch.watch import NOTE_INTERVAL_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
 from recipes.single import train as single
@@ -330,10 +330,10 @@ def test_a_report_reads_no_module_from_a_disk(watch, args, monkeypatch):
     assert len(list(args.runs_dir.glob("hang-*/hang-report.txt"))) == 1
 
 
-def test_the_bound_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
+def test_the_timeout_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    assert bound_of_waits(args).total_seconds() == 5.0
+    assert wait_timeout(args).total_seconds() == 5.0
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's word counts"
 
@@ -351,7 +351,7 @@ def test_the_watch_reports_before_nccl_aborts(args, monkeypatch, kind, bound_s):
     monkeypatch.setattr(world.dist, "new_group", lambda backend, timeout: made.update({backend: timeout}))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    world.connect("auto", Ranks(0, 0, 1, 1), bound_of_waits(args))
+    world.connect("auto", Ranks(0, 0, 1, 1), wait_timeout(args))
     assert made["gloo"].total_seconds() == 5.0
     assert made["own"].total_seconds() == bound_s
     assert kind == "cpu" or bound_s > 2 * 5.0 + 1 + GATHER_S + COLLECT_S

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.options import Options
-from recipes.common.watch.bounds import bound_of_group, bound_of_waits
+from recipes.common.watch.timeouts import group_timeout, wait_timeout
 from recipes.common.world.peers import Peers
 
 
@@ -19,7 +19,7 @@ def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]
     `names` are the names of its two dimensions: first of the groups along columns, then of those along rows.
     """
     grid = torch.arange(world.world_size).view(-1, row_size)
-    timeout = bound_of_group(bound_of_waits(args), world.device.type)
+    timeout = group_timeout(wait_timeout(args), world.device.type)
     with world.watch("groups"):
         groups = [dist.new_subgroups_by_enumeration(some.tolist(), timeout=timeout)[0] for some in (grid.T, grid)]
     return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)

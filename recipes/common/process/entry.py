@@ -15,7 +15,7 @@ from typing import NoReturn
 from recipes.common.errors import UserError, escape_output
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
-from recipes.common.watch.bounds import TIME_OUTS
+from recipes.common.watch.timeouts import TIMEOUT_PHRASES
 from recipes.common.watch.watch import Watch
 
 USAGE_STATUS = 2
@@ -45,7 +45,7 @@ LOST_PEER = (
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",
-    *TIME_OUTS,
+    *TIMEOUT_PHRASES,
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
 

@@ -23,7 +23,7 @@ from recipes.common.process.rendezvous_errors import (
     PortTakenError,
     port_taken_error,
 )
-from recipes.common.watch.bounds import HANG_STATUS
+from recipes.common.watch.timeouts import HANG_STATUS
 
 
 @dataclass(frozen=True)

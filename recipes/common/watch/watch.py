@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from recipes.common.options import Options
-from recipes.common.watch.bounds import HANG_STATUS, TIME_OUTS
 from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read
 from recipes.common.watch.report import MOST_NAMED, Report, describe_rank
+from recipes.common.watch.timeouts import HANG_STATUS, TIMEOUT_PHRASES
 
 NOTE_INTERVAL_S = 0.2
 """Time between two notes of a rank; longer beyond 1,000 ranks, as their store takes 10,000 requests a second."""
@@ -162,7 +162,7 @@ class Watch(NoWatch):
         The first rank to time out breaks its connections, and the others see that before they time out themselves.
         """
         waited_s = time.monotonic() - self._at.since
-        if any(phrase in message for phrase in TIME_OUTS) or waited_s > 0.8 * self.args.timeout_s:
+        if any(phrase in message for phrase in TIMEOUT_PHRASES) or waited_s > 0.8 * self.args.timeout_s:
             return True
         return self.notes.has("hung")
 

@@ -24,7 +24,7 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.ranks import Ranks
-from recipes.common.watch.bounds import bound_of_group, bound_of_waits, time_limit
+from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
@@ -116,7 +116,7 @@ class World(Peers):
 
         A rank may wait there for `allowed_s` seconds longer than for --timeout-s.
         """
-        timeout = bound_of_waits(args) + timedelta(seconds=allowed_s)
+        timeout = wait_timeout(args) + timedelta(seconds=allowed_s)
         with self.watch("groups"):
             group = dist.new_group(backend="gloo", timeout=timeout)
         return replace(self, control=cast(dist.ProcessGroup, group))
@@ -141,7 +141,7 @@ def connected_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> I
 
 def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
     """Choose this process's device, connect it with the other processes, and watch what it waits for."""
-    timeout = bound_of_waits(args)
+    timeout = wait_timeout(args)
     device, control = connect(args.device, ranks, timeout, devices_per_rank)
     # Each rank notes what it waits for in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
@@ -184,7 +184,7 @@ def connect(
         with bounded(ranks.rank, timeout):
             dist.init_process_group(
                 backend,
-                timeout=bound_of_group(timeout, device.type),
+                timeout=group_timeout(timeout, device.type),
                 store=groups,
                 rank=ranks.rank,
                 world_size=ranks.world_size,

@@ -25,7 +25,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import one_of
 from recipes.common.process.entry import exit_status
 from recipes.common.process.ranks import HAVE_MET
-from recipes.common.watch.bounds import time_limit
+from recipes.common.watch.timeouts import time_limit
 from scripts.bench.commbench.backends import Backend, connect
 from scripts.bench.commbench.options import BACKENDS, add_options, check_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row

@@ -13,7 +13,7 @@ from recipes.common.options import Options
 HANG_STATUS = 3
 """Exit status of all ranks if one did not answer: the ranks have reported the hang, so launchers print nothing."""
 
-TIME_OUTS = (
+TIMEOUT_PHRASES = (
     "Timed out waiting",  # gloo
     "wait timeout after",  # the store, while gloo connects
     "Watchdog caught collective operation timeout",  # NCCL
@@ -22,7 +22,7 @@ TIME_OUTS = (
 """Phrases in the error messages of collectives that timed out."""
 
 
-def bound_of_waits(args: Options) -> timedelta:
+def wait_timeout(args: Options) -> timedelta:
     """Return --timeout-s for process groups, and set NCCL's variables; call it before creating the groups."""
     # NCCL's flight recorder keeps the last collectives of each rank and dumps them when one times out. Older
     # versions call the first variable TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tested on several GPUs.)
@@ -31,7 +31,7 @@ def bound_of_waits(args: Options) -> timedelta:
     return timedelta(seconds=args.timeout_s)
 
 
-def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
+def group_timeout(timeout: timedelta, device_type: str) -> timedelta:
     """Return the time-out to give to a process group whose ranks should wait for at most `timeout`.
 
     A gloo time-out raises an error, which is reported. NCCL's watchdog aborts the process instead, so it has to
@@ -40,7 +40,7 @@ def bound_of_group(timeout: timedelta, device_type: str) -> timedelta:
     return 2 * timeout + timedelta(seconds=60) if device_type == "cuda" else timeout
 
 
-def bound_horovod(timeout_s: float) -> None:
+def set_horovod_timeout(timeout_s: float) -> None:
     """Set how long Horovod waits for a rank that is alive but does not join; call it before hvd.init()."""
     os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", str(round(timeout_s / 3) or 1))
     os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(round(timeout_s)))
