@@ -137,7 +137,7 @@ def nothing_is_inherited():
     before = {number: signal.getsignal(number) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
-    gc.unfreeze()  # exit_status() has frozen the objects of earlier tests
+    gc.unfreeze()  # run_main() has frozen the objects of earlier tests
     os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its parent is another process
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for number, handler in before.items():

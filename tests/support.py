@@ -308,7 +308,7 @@ def _run_rank(
     module = importlib.import_module(f"recipes.{recipe}.train")
     if interrupt and is_fault:
         _spoil(interrupt)
-    status = entry.exit_status(lambda: module.main(argv))
+    status = entry.run_main(lambda: module.main(argv))
     sys.stdout.flush()
     sys.exit(status)
 

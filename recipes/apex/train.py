@@ -28,7 +28,7 @@ from recipes.common.loop import Check, Technique, begin_run, load_data_and_model
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, connected_world
@@ -221,4 +221,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

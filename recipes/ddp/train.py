@@ -23,7 +23,7 @@ from recipes.common.loop import Technique, begin_run, load_data_and_model, train
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
 from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, connected_world
@@ -146,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

@@ -26,7 +26,7 @@ from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import is_reference, parse
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
@@ -212,4 +212,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from recipes.common.errors import UserError
 from recipes.common.options import choice, non_negative_int, one_of, option, parse, positive_int, seconds
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import Stop
@@ -190,7 +190,7 @@ def be_spawned(local_rank: int, args: ProbeOptions) -> None:
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # only rank 0 prints an error
-    sys.exit(exit_status(lambda: report(TorchWorld(ranks, args.device, args.timeout_s))))
+    sys.exit(run_main(lambda: report(TorchWorld(ranks, args.device, args.timeout_s))))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -215,4 +215,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from recipes.common.data.workers import start_tracker
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, option, parse, positive_int
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.node import Node, check_head, read_master, status_of
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
@@ -84,7 +84,7 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, ha
     )
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # error messages name them
     try:
-        status = exit_status(lambda: run_rank(args, ranks, has_met))
+        status = run_main(lambda: run_rank(args, ranks, has_met))
     except Exception:
         traceback.print_exc()  # Spawn: mp.spawn would show it only in its join(), which is not used here
         status = 1
@@ -167,4 +167,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

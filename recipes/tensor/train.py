@@ -29,7 +29,7 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.parallel.mesh import grid_mesh
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
@@ -230,4 +230,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))

@@ -26,7 +26,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.ddp import train
 from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
@@ -202,4 +202,4 @@ def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Seque
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: be_a_rank(Path(sys.argv[1]))))
+    sys.exit(run_main(lambda: be_a_rank(Path(sys.argv[1]))))

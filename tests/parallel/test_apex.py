@@ -24,7 +24,7 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from scripts.launch.local import free_port
 from tests import support
 from tests.support import Ranks, largest_difference, losses, newest_checkpoint, run_ranks, train, weights
@@ -201,7 +201,7 @@ def run_changed(change, argv, env, folder):
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ):
-        status = exit_status(lambda: recipe.main(argv))
+        status = run_main(lambda: recipe.main(argv))
     events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
     (folder / f"events{env['RANK']}.json").write_text(json.dumps(events))
     sys.exit(status)

@@ -12,7 +12,7 @@ import yaml
 from recipes.common.errors import UserError
 from recipes.common.optim import learning_rate
 from recipes.common.options import Parser, check_batch
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.ddp import train as ddp
 from recipes.single import train as single
 from scripts.launch.command import command
@@ -155,14 +155,14 @@ def test_cpus_record_no_graphs():
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", rank)
-    assert exit_status(lambda: ddp.options(["--powersgd-rank", "0"])) == 2
+    assert run_main(lambda: ddp.options(["--powersgd-rank", "0"])) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     expected = "error: --powersgd-rank: expects a whole number of at least 1, got '0'\n"
     assert printed.err == (expected if rank == "0" else "")
 
 
-@pytest.mark.parametrize("run", [exit_status, lambda main: command(lambda argv: main())([])])
+@pytest.mark.parametrize("run", [run_main, lambda main: command(lambda argv: main())([])])
 def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch, run):
     """As with LANG=en_US, which means Latin-1, or for a name of other bytes than the locale's."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
@@ -178,7 +178,7 @@ def test_collections_leave_out_what_torch_has_loaded():
         counts.append(gc.get_freeze_count())
         kept.extend([] for _ in range(1000))  # the first step imports torch._dynamo
 
-    assert exit_status(main) == 0
+    assert run_main(main) == 0
     assert counts[0] > 100_000
     assert gc.get_freeze_count() >= counts[0] + 1000
 

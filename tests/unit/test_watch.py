@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 from recipes.common.job import Job
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process import entry
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch import report
@@ -170,7 +170,7 @@ def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkey
     monkeypatch.setattr(os, "_exit", sys.exit)
 
     with pytest.raises(SystemExit) as caught:
-        exit_status(Mock(side_effect=RuntimeError(message)))
+        run_main(Mock(side_effect=RuntimeError(message)))
     assert caught.value.code == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
@@ -187,7 +187,7 @@ def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(monkeyp
         raise torch.OutOfMemoryError(MEMORY)
 
     with pytest.raises(SystemExit) as caught:
-        exit_status(fail)
+        run_main(fail)
     assert (caught.value.code, written) == (1, [None])
     [line] = capsys.readouterr().err.splitlines()
     what = "has no GPU memory left (Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which"
@@ -203,14 +203,14 @@ def test_an_error_after_a_lack_of_memory_keeps_its_traceback():
             raise RuntimeError("the smaller batch failed, too") from None
 
     with pytest.raises(RuntimeError, match="the smaller batch"):
-        exit_status(fail)
+        run_main(fail)
 
 
 def test_other_errors_of_the_run_time_keep_their_traceback():
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        exit_status(Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
+        run_main(Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
     assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}, "none may kill it at its end"
 
 

@@ -53,7 +53,7 @@ NCCL_ERROR = "NCCL error"
 """Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
 
 
-def exit_status(main: Callable[[], object]) -> int:
+def run_main(main: Callable[[], object]) -> int:
     """Run main() and return the exit status; turn a UserError into one line on standard error and its status.
 
     All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks

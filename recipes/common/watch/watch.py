@@ -84,7 +84,7 @@ class Watch(NoWatch):
     """
 
     active: ClassVar[Watch | None] = None
-    """This process's Watch, for exit_status(), which catches the errors of collectives."""
+    """This process's Watch, for run_main(), which catches the errors of collectives."""
 
     def __init__(self, rank: int, world_size: int, args: Options, store: Store | None) -> None:
         self.rank, self.world_size, self.args = rank, world_size, args

@@ -23,7 +23,7 @@ import torch
 
 from recipes.common.errors import UserError
 from recipes.common.options import one_of
-from recipes.common.process.entry import exit_status
+from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.watch.timeouts import time_limit
 from scripts.bench.commbench.backends import Backend, connect
@@ -150,4 +150,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+    raise SystemExit(run_main(main))
